@@ -1,6 +1,5 @@
 """The vision-language model: vision encoder, projector and language model on one sequence of embeddings."""
 
-import warnings
 from os import PathLike
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,7 +20,7 @@ from models.checkpoint import (
     snapshot_path,
     write_checkpoint_files,
 )
-from models.config import VLMConfig, formats
+from models.config import VLMConfig
 from models.decoding import GenerationMixin
 from models.errors import CheckpointError, InputError
 from models.language_model import LanguageModel
@@ -65,8 +64,7 @@ class VisionLanguageModel(nn.Module, GenerationMixin):  # in this order: FSDP ch
     ) -> "VisionLanguageModel":
         """Load a folder or a Hub id (owner/name, at a branch, tag or commit), in eval mode.
 
-        Weights stored in dtype, a floating-point one, stay memory-mapped on a CPU. Raises CheckpointError, and
-        InputError for another dtype.
+        Raises CheckpointError, and InputError for a dtype that is no floating-point one. Weights stored in dtype stay memory-mapped on a CPU.
         """
         if not getattr(dtype, "is_floating_point", False):
             raise InputError(f"dtype={dtype!r} is no floating-point dtype of torch; pass torch.float32, for example")
@@ -85,14 +83,10 @@ class VisionLanguageModel(nn.Module, GenerationMixin):  # in this order: FSDP ch
         tokenizer is the text of a tokenizer.json, by default the one that the model was loaded with, if any. dtype is
         that of the stored weights, by default the model's. InputError if the folder is a file or lies below one.
         """
-        tokenizer = tokenizer or self.tokenizer_json
         try:
-            save_checkpoint(folder, self, tokenizer, dtype)
+            save_checkpoint(folder, self, tokenizer or self.tokenizer_json, dtype)
         except (FileExistsError, NotADirectoryError):
             raise InputError(f"{folder} is a file or lies below one; name a folder") from None
-        if tokenizer is None and (found := formats().find_image_token_id(folder, self.cfg)) != self.image_token_id:
-            message = f"{folder} does not say image_token_id={self.image_token_id}, and {found} will be read"
-            warnings.warn(f"{message}; pass tokenizer=, the text of a {TOKENIZER}", stacklevel=2)
 
     def push_to_hub(
         self, repo_id: str, *, private: bool = False, revision: str | None = None, token: str | None = None

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import create_autospec
@@ -37,17 +36,6 @@ def test_models_exports_its_classes_on_first_use():
 def test_a_dtype_that_weights_cannot_have_is_refused(dtype):
     with pytest.raises(InputError, match=f"dtype={dtype!r} is no floating-point dtype of torch; pass torch.float32"):
         VisionLanguageModel.from_pretrained("nobody/nothing", dtype=dtype)
-
-
-def test_an_image_token_that_is_not_saved_is_named_in_one_warning(tmp_path, tiny_model):
-    model = tiny_model(lm_base_vocab_size=39)
-    with pytest.warns(UserWarning, match="does not say image_token_id=3, and 39 will be read; pass tokenizer="):
-        model.save_pretrained(tmp_path)
-    again = VisionLanguageModel.from_pretrained(tmp_path)
-    assert again.image_token_id == 39
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        again.save_pretrained(tmp_path)
 
 
 def test_a_model_is_not_saved_into_a_file(tmp_path, tiny_model):
