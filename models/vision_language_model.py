@@ -64,7 +64,8 @@ class VisionLanguageModel(nn.Module, GenerationMixin):  # in this order: FSDP ch
     ) -> "VisionLanguageModel":
         """Load a folder or a Hub id (owner/name, at a branch, tag or commit), in eval mode.
 
-        Raises CheckpointError, and InputError for a dtype that is no floating-point one. Weights stored in dtype stay memory-mapped on a CPU.
+        Weights stored in dtype, a floating-point one, stay memory-mapped on a CPU. Raises CheckpointError, and
+        InputError for another dtype.
         """
         if not getattr(dtype, "is_floating_point", False):
             raise InputError(f"dtype={dtype!r} is no floating-point dtype of torch; pass torch.float32, for example")
