@@ -8,7 +8,8 @@ and `GPT_kv.generate_kv` answer all 729 inputs, greedily and sampled, and must a
 little time, so gpt-mini with random weights also writes 200 tokens with and without it, in interleaved rounds, as the
 script of the homework at github.com/dataflowr/llm_efficiency does.
 
-All of it runs on one CPU thread: at width 48 a second one gains nothing, and on a busy machine it waits for its turn.
+All of it runs on one CPU thread unless --threads says otherwise: at width 48 a second one gains nothing, and on a busy
+machine it waits for its turn.
 """
 
 import hashlib
@@ -51,6 +52,7 @@ class SortTask:
     long_generate_kv_s: list[float]
     long_identical: bool
     seconds: float = 0  # in all
+    threads: int = 1
 
     @property
     def failures(self) -> list[str]:
@@ -142,10 +144,11 @@ def sort_task(
     log: Callable[[str], None] = progress,
     rounds: int = 10,
     n_tokens: int = N_TOKENS,
+    threads: int = 1,
 ) -> SortTask:
     """Train gpt-nano to sort, compare `generate` and `generate_kv` on every input, and time a long generation."""
     started, (train, test) = time.perf_counter(), splits(length, n_digits)
-    with torch.random.fork_rng(devices=[]), cpu_threads(1):
+    with torch.random.fork_rng(devices=[]), cpu_threads(threads):
         torch.manual_seed(seed)
         trained = GPT_kv(GPTConfig("gpt-nano", vocab_size=n_digits, block_size=2 * length - 1))
         steps = learn(trained, train, test, max_steps, log)
@@ -159,18 +162,19 @@ def sort_task(
         long = time_long_generation(rounds, n_tokens)
         share = accuracy(model, test)
     seconds = time.perf_counter() - started
-    return SortTask(share, steps, len(test), len(inputs), n_identical, n_sampled, ms, kv_ms, *long, seconds)
+    return SortTask(share, steps, len(test), len(inputs), n_identical, n_sampled, ms, kv_ms, *long, seconds, threads)
 
 
 def summary(result: SortTask) -> str:
     """The result for a terminal."""
     uncached, cached = result.long_generate_s, result.long_generate_kv_s
+    threads = "one thread" if result.threads == 1 else f"{result.threads} threads"
     return (
         f"gpt-nano, {result.steps} steps: sorts {100 * result.accuracy:.1f}% of {result.n_test} held-out inputs\n"
         f"identical with and without cache, greedy:  {result.n_identical} of {result.n_inputs}\n"
         f"identical with and without cache, sampled: {result.n_identical_sampled} of {result.n_inputs}\n"
         f"one input, median: generate {result.generate_ms:.2f} ms, generate_kv {result.generate_kv_ms:.2f} ms\n"
-        f"{N_TOKENS} tokens of gpt-mini, mean of {len(cached)} rounds, one thread:\n"
+        f"{N_TOKENS} tokens of gpt-mini, mean of {len(cached)} rounds, {threads}:\n"
         f"  without KV caching: {fmean(uncached):.3f} +- {pstdev(uncached):.3f} s\n"
         f"  with KV caching:    {fmean(cached):.3f} +- {pstdev(cached):.3f} s, {fmean(uncached) / fmean(cached):.2f}x, "
         f"{'the same tokens' if result.long_identical else 'OTHER TOKENS'}"
@@ -183,11 +187,10 @@ def main(argv: list[str] | None = None) -> int:
     add("--steps", type=positive, default=5000, metavar="N", help="training steps at most (default: 5000)")
     add("--seed", type=int, default=0, metavar="N", help="of weights and batches (default: 0)")
     add("--rounds", type=positive, default=10, metavar="N", help="timings of the long generation (default: 10)")
-    add_threads_flag(parser)
+    add_threads_flag(parser, default="1")
     args = parser.parse_args(argv)
-    result = sort_task(args.steps, seed=args.seed, rounds=args.rounds)
-    with cpu_threads(1):  # as sort_task computes
-        where = f"{environment()}; {result.seconds:.0f} s in all"
+    result = sort_task(args.steps, seed=args.seed, rounds=args.rounds, threads=args.threads)
+    where = f"{environment()}; {result.seconds:.0f} s in all"
     return report(asdict(result), summary(result), where, args.json, result.failures)
 
 

@@ -25,10 +25,10 @@ def make_parser(name: str, doc: str) -> Parser:
     return parser
 
 
-def add_threads_flag(parser: Parser) -> None:
+def add_threads_flag(parser: Parser, default: str = "auto") -> None:
     """--threads, which takes effect when the flags are parsed, here and in processes that are started later."""
-    what = "CPU threads (default: auto, see nanovlm.device)"
-    parser.add_argument("--threads", type=use_threads, default="auto", metavar="N", help=what)
+    what = f"CPU threads, a number or auto, see nanovlm.device (default: {default})"
+    parser.add_argument("--threads", type=use_threads, default=default, metavar="N", help=what)
 
 
 def use_threads(text: str) -> int:

@@ -1,5 +1,7 @@
 """Checkpoints of a given shape with random weights and a tokenizer of the right size."""
 
+import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -66,7 +68,11 @@ def write_random_model(folder: Path, cfg: VLMConfig) -> None:
 @contextmanager
 def random_model_folder(size: str, **changes: Any) -> Iterator[Path]:
     """A temporary checkpoint of a published size with random weights; changes are fields of its config."""
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:  # Windows keeps mapped files
-        progress(f"{size}: writing random weights")
-        write_random_model(folder := Path(temporary, "model"), replace(SHAPES[size][0], **changes))
-        yield folder
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that it is removed, too
+    try:
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:  # Windows keeps mapped files
+            progress(f"{size}: writing random weights")
+            write_random_model(folder := Path(temporary, "model"), replace(SHAPES[size][0], **changes))
+            yield folder
+    finally:
+        signal.signal(signal.SIGTERM, before)

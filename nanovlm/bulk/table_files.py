@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from nanovlm.bulk.resume_log import json_line
+from nanovlm.data.folders import csv_delimiter
 
 
 def write_table(path: Path, rows: Sequence[Mapping[str, Any]], like: Path | None = None) -> None:
     """Write rows as .jsonl, .csv or .parquet, by the suffix of path; columns in the order of first use.
 
-    A .parquet file keeps the types and the metadata of `like`, if that exists, a .csv file its byte order mark.
+    A .parquet file keeps the types and the metadata of `like`, if that exists, a .csv file its byte order mark and
+    its delimiter.
     """
     columns = list(dict.fromkeys(column for row in rows for column in row))
     if path.suffix == ".parquet":
@@ -26,9 +28,10 @@ def write_table(path: Path, rows: Sequence[Mapping[str, Any]], like: Path | None
         table = pyarrow.table({column: _arrow_column(cells[column], types.get(column)) for column in columns})
         parquet.write_table(table.replace_schema_metadata(schema.metadata), path)
     elif path.suffix == ".csv":
-        has_mark = like is not None and like.exists() and like.read_bytes().startswith(BOM_UTF8)  # without it, Excel
-        with open(path, "w", encoding="utf-8-sig" if has_mark else "utf-8", newline="") as file:  # misreads non-ASCII
-            writer = csv.DictWriter(file, columns)
+        header = like.read_bytes().partition(b"\n")[0] if like is not None and like.exists() else b""
+        encoding = "utf-8-sig" if header.startswith(BOM_UTF8) else "utf-8"  # without it, Excel misreads non-ASCII
+        with open(path, "w", encoding=encoding, newline="") as file:
+            writer = csv.DictWriter(file, columns, delimiter=csv_delimiter(header.decode("utf-8", "replace")))
             writer.writeheader()
             writer.writerows(
                 {key: json.dumps(cell) if isinstance(cell, (dict, list)) else cell for key, cell in row.items()}

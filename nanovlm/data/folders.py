@@ -101,9 +101,8 @@ def read_table(path: Path) -> Any:
         with reading_errors(path):
             return json.loads(path.read_text(encoding="utf-8-sig"))
     with reading_errors(path), open(path, encoding="utf-8-sig", newline="") as file:
-        header = file.readline()
+        delimiter = csv_delimiter(file.readline())
         file.seek(0)
-        delimiter = max(",;\t", key=header.count)  # Excel writes semicolons in half of Europe
         reader = csv.DictReader(file, delimiter=delimiter)
         columns, rows = reader.fieldnames or [], list(reader)
     for column in columns:
@@ -115,6 +114,11 @@ def read_table(path: Path) -> Any:
                 f"{path}, row {number}, has more cells than columns; put quotes around a text that holds {delimiter!r}"
             )
     return rows
+
+
+def csv_delimiter(header: str) -> str:
+    """What separates the cells of a table's first line; Excel writes semicolons in half of Europe."""
+    return max(",;\t", key=header.count)
 
 
 def _read_parquet(path: Path) -> list[dict[str, Any]]:

@@ -67,4 +67,7 @@ def reading_errors(where: object) -> Iterator[None]:
         raise
     except Exception as error:  # the parsers' errors have no common base: json's, csv's, pyarrow's, RecursionError
         reason = " ".join(str(error).split()).rstrip(".")
-        raise DataError(f"{where} cannot be read: {reason}; correct the file, or write or download it again") from None
+        remedy = "correct the file, or write or download it again"
+        if isinstance(error, UnicodeDecodeError):  # of a table that Excel wrote as UTF-16, for example
+            remedy = "save it as UTF-8"
+        raise DataError(f"{where} cannot be read: {reason}; {remedy}") from None

@@ -5,6 +5,7 @@ A request is {"custom_id": ..., "method": "POST", "url": "/v1/chat/completions",
 """
 
 import asyncio
+import errno
 import json
 import uuid
 from pathlib import Path
@@ -28,7 +29,8 @@ TIMEOUT_S = 7 * 24 * 3600.0  # a request waits for those before it, however long
 def unanswered(requests: Path, results: Path) -> set[int]:
     """The lines, counted from 0, of the requests that have no result with status 200; other results are removed.
 
-    UsageError for a file that cannot be read or written, DataError for a line that is no request.
+    UsageError for a file that cannot be read or written, DataError for a line that is no request, OutputError for a
+    full disk.
     """
     lines = _read_requests(requests)
     done = _finished(results)
@@ -81,9 +83,15 @@ def _finished(path: Path) -> set[str]:
                 new.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
         return {row["custom_id"] for row in kept}
     except OSError as error:
+        if error.errno == errno.ENOSPC:
+            raise _full_disk(path, error) from None
         raise UsageError(f"--out {path}: {error.strerror}; name a file that can be written") from None
     except (KeyError, TypeError):
         raise UsageError(f"--out {path} holds other rows than results of a batch; name another file") from None
+
+
+def _full_disk(results: Path, error: OSError) -> OutputError:
+    return OutputError(f"--out {results}: {error.strerror}; free some space and run the same command again")
 
 
 async def answer_batch(service: ChatService, app: FastAPI, requests: Path, todo: set[int], results: Path) -> int:
@@ -114,8 +122,7 @@ async def answer_batch(service: ChatService, app: FastAPI, requests: Path, todo:
             with open(results, "ab") as file:
                 file.write(json.dumps(row | {"error": None}).encode() + b"\n")
         except OSError as error:
-            reason = f"{error.strerror}; free some space and run the same command again"
-            raise OutputError(f"--out {results}: {reason}") from None
+            raise _full_disk(results, error) from None
         bar.update()
 
     try:

@@ -84,7 +84,7 @@ def test_the_long_generation_compares_tokens_and_takes_turns():
     assert time_long_generation(2, n_tokens=3, measure=lambda call: next(seconds)) == ([4.0, 2.0], [1.0, 3.0], True)
 
 
-def test_it_runs_on_one_thread_and_restores_the_count():
+def test_it_runs_on_one_thread_unless_told_otherwise_and_restores_the_count():
     counts = []
 
     def interrupt(line):
@@ -94,7 +94,9 @@ def test_it_runs_on_one_thread_and_restores_the_count():
     with cpu_threads(2):
         with pytest.raises(KeyboardInterrupt):
             sort_task(max_steps=1, log=interrupt)
-        assert counts == [1] and torch.get_num_threads() == 2
+        with pytest.raises(KeyboardInterrupt):
+            sort_task(max_steps=1, log=interrupt, threads=3)
+        assert counts == [1, 3] and torch.get_num_threads() == 2
 
 
 @pytest.mark.slow

@@ -1,12 +1,14 @@
 """Random checkpoints have the published models' formats and full tokenizers."""
 
 import json
+import os
+import signal
 
 import pytest
 import tokenizers
 import torch
 
-from eval.lib.random_model import make_tokenizer, write_random_model
+from eval.lib.random_model import make_tokenizer, random_model_folder, write_random_model
 from eval.lib.shapes import SHAPES
 from models.checkpoint import load_config
 from models.kv_study.encoder_decoder import EncoderDecoder
@@ -51,3 +53,12 @@ def test_full_size_tokenizers_fill_the_vocabulary_with_the_published_ids(name):
     if "SmolVLM" in name:
         assert tokenizer.token_to_id("<image>") == cfg.format.image_token_id
         assert tokenizer.token_to_id("<end_of_utterance>") == cfg.format.end_token_ids[0]
+
+
+def test_a_temporary_model_is_removed_after_sigterm(monkeypatch):
+    cfg, published = SHAPES["222M"]
+    monkeypatch.setitem(SHAPES, "222M", (small(cfg, 1000), published))
+    with pytest.raises(SystemExit, match="143"), random_model_folder("222M") as folder:
+        assert folder.exists()
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert not folder.exists() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL

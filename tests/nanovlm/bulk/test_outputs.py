@@ -241,10 +241,12 @@ def test_files_follow_the_umask(files):
 
 
 @pytest.mark.parametrize("kind", ["captions.csv"])
-def test_a_table_keeps_its_byte_order_mark_out_of_the_names(files):
-    files.path.write_text("file_name,text\na.png,é\n", "utf-8-sig")
+@pytest.mark.parametrize("delimiter", [",", ";", "\t"])
+def test_a_table_keeps_its_delimiter_and_its_byte_order_mark_out_of_the_names(files, delimiter):
+    files.path.write_text(f"file_name{delimiter}text\na.png{delimiter}é\n", "utf-8-sig")
     assert files.run("append", {"a": "2"}) == ["a"]
-    assert files.path.read_bytes().decode() == "\ufefffile_name,text\r\na.png,é 2\r\n"
+    written = f"\ufefffile_name{delimiter}text\r\na.png{delimiter}é 2\r\n"
+    assert files.path.read_bytes().decode() == written
 
 
 def test_a_parquet_table_keeps_its_types_and_what_they_cannot_hold_is_json(tmp_path):

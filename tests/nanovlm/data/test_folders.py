@@ -99,6 +99,8 @@ def test_of_a_copied_data_set_the_training_split_is_read(caplog):
 def test_incomplete_or_broken_tables_are_refused():
     write("cut/metadata.csv", b"file_name,text\na.png,a square, on a table\n")
     check_refused("cut", "row 1, has more cells than columns; put quotes around a text that holds ','")
+    write("wide/metadata.csv", "file_name,text\na.png,é\n".encode("utf-16"))
+    check_refused("wide", "wide/metadata.csv cannot be read: ", "; save it as UTF-8")
     write("twice/metadata.csv", b"file_name,note,text,note\na.png,x,y,z\n")
     check_refused("twice", "twice/metadata.csv has several columns named 'note'; rename or remove all but one")
     for rows, *words in (

@@ -1,7 +1,9 @@
 """`nanovlm serve --batch-file`: results as the server gives them, resumed, and wrong files in one line."""
 
 import asyncio
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -89,6 +91,16 @@ def test_a_full_disk_is_a_failure(embedded):
     with pytest.raises(NanoVLMError, match="--out /dev/full: No space left.*; free some space and run") as raised:
         asyncio.run(batch)
     assert raised.value.exit_code == 1
+
+
+def test_a_disk_that_is_full_at_the_start_is_a_failure(capsys, monkeypatch):
+    def touch(path):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "touch", touch)
+    write(request("a", messages=user_message("?")))
+    assert cli.main(["serve", *FLAGS]) == 1
+    assert "--out out.jsonl: No space left on device; free some space and run" in capsys.readouterr().err
 
 
 def test_both_files_are_needed_and_results_of_something_else_are_kept(capsys):
