@@ -13,13 +13,6 @@ from models.kv_study.paged_cache import BlockPool, PagedKV
 EOS = 7
 
 
-def sharpen(table):
-    """Next logits after a token, with an end now and then."""
-    table = table * 2
-    table[:, EOS] += 1.5
-    return table
-
-
 def plain_beam_search(next_logits, n_beams, max_new_tokens, eos):
     """The rules in lists, without a cache: next_logits of all new ids so far. Returns (ids, log_prob) in any order."""
     beams, finished = [((), 0.0)], []
@@ -111,7 +104,9 @@ def test_paged_blocks_store_what_beams_have_in_common_once(captioner):
 def test_the_rules_are_those_of_whisper(seed, n_beams, length_penalty):
     """Its own BeamSearchDecoder and MaximumLikelihoodRanker, on logits that depend on the last two tokens."""
     whisper = pytest.importorskip("whisper.decoding")
-    logits = sharpen(torch.randn(20, 20, 20, generator=torch.Generator().manual_seed(seed)))
+    logits = 2 * torch.randn(20, 20, 20, generator=torch.Generator().manual_seed(seed))
+    logits[..., EOS] += 1.5  # an end now and then, but not at once: Whisper divides by the length
+    logits[1, 2, EOS] = -20
 
     class Inference:
         def rearrange_kv_cache(self, source_indices):
