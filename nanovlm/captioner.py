@@ -29,8 +29,9 @@ from nanovlm.processing.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from nanovlm.processing.structured_output import StructuredOutput
 
+PathOrId = str | os.PathLike[str]  # a folder, or a Hub id
 # A path, a file's bytes, a PIL image, a tensor (C, H, W), a numpy array (H, W, C), a binary file or an http(s) URL
-ImageInput = str | os.PathLike | bytes | Image.Image | Tensor | Any
+ImageInput = str | os.PathLike[str] | bytes | Image.Image | Tensor | Any
 ImageInputs = ImageInput | Sequence[ImageInput] | None
 Prepare = Callable[[], dict[str, Any]]  # makes the inputs of `generate`; its time counts in Stats
 NO_IMAGE = "a question without an image: the model may describe one that it does not see"
@@ -86,7 +87,7 @@ class Captioner:
 
     @classmethod
     def from_pretrained(
-        cls, name_or_folder: str | os.PathLike = EMBEDDED, device: Any = "auto", dtype: Any = "auto", **options: Any
+        cls, name_or_folder: PathOrId = EMBEDDED, device: Any = "auto", dtype: Any = "auto", **options: Any
     ) -> "Captioner":
         """Load a folder or a Hub id (owner/name), by default the model that ships with the package.
 
@@ -120,7 +121,7 @@ class Captioner:
         processor = Processor(cfg, tokenizer, options.max_tiles, options.upscale)
         return cls(inference, processor, allow_urls=options.allow_urls)
 
-    def with_adapter(self, folder: str | os.PathLike) -> "Captioner":
+    def with_adapter(self, folder: str | os.PathLike[str]) -> "Captioner":
         """The same with LoRA adapters beside the weights, which both share; see `models.inference.adapters`."""
         from models.inference.adapters import with_adapter
 
@@ -128,12 +129,7 @@ class Captioner:
 
     @classmethod
     def from_backbones(
-        cls,
-        vision: str | os.PathLike,
-        language: str | os.PathLike,
-        dtype: str = "float32",
-        format: str = "nanovlm",
-        **options: Any,
+        cls, vision: PathOrId, language: PathOrId, dtype: str = "float32", format: str = "nanovlm", **options: Any
     ) -> "Captioner":
         """Join a pretrained SigLIP and a pretrained Llama; the projector between them is randomly initialized.
 
@@ -152,7 +148,7 @@ class Captioner:
             return cls(*convert_layout(model, tokenizer, rescale=False))
         return cls(model, Processor(backbones.cfg, tokenizer))
 
-    def save_pretrained(self, folder: str | os.PathLike) -> None:
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write config, weights and tokenizer, atomically, as `from_pretrained` loads them."""
         self.model.save_pretrained(folder, tokenizer=self.tokenizer.to_json())
 

@@ -80,7 +80,7 @@ def check_file(path: str) -> str:
     return path
 
 
-def read_names(file: str | os.PathLike | None) -> list[str]:
+def read_names(file: str | os.PathLike[str] | None) -> list[str]:
     """Read names from a file, if any, or from standard input (-): one a line, or each ended by a zero byte."""
     if file is None:
         return []

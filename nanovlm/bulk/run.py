@@ -33,7 +33,7 @@ def caption_images(
     options: BulkOptions | None = None,
     output: OutputOptions | None = None,
     *,
-    names_file: str | os.PathLike | None = None,
+    names_file: str | os.PathLike[str] | None = None,
     recursive: bool = True,
     limit: int | None = None,
     model_settings: Mapping[str, object] | None = None,
@@ -63,7 +63,7 @@ def plan_images(
     options: BulkOptions | None = None,
     output: OutputOptions | None = None,
     *,
-    names_file: str | os.PathLike | None = None,
+    names_file: str | os.PathLike[str] | None = None,
     recursive: bool = True,
     limit: int | None = None,
     model_settings: Mapping[str, object] | None = None,
@@ -99,7 +99,7 @@ def run_settings(options: BulkOptions, output: OutputOptions, model_settings: Ma
 
 
 def _find(
-    names: Sequence[str], names_file: str | os.PathLike | None, recursive: bool, options: BulkOptions
+    names: Sequence[str], names_file: str | os.PathLike[str] | None, recursive: bool, options: BulkOptions
 ) -> ImageList:
     images = find_images([*names, *read_names(names_file)], recursive, options.extensions)
     if images.missing and not images.paths and not images.left_out:  # nothing to do, and nothing to write
