@@ -158,11 +158,12 @@ class Captioner:
 
     def caption(
         self, image: ImageInputs, prompt: str = PROMPT, *, options: GenerationOptions | None = None, **changes: Any
-    ) -> str:
+    ) -> Any:
         """The answer to a prompt about one image, several, or none (None).
 
-        changes are fields of `GenerationOptions`, such as max_new_tokens or temperature, and options a whole record of
-        them; so they are for the other methods.
+        It is a str, or with a schema the value that the schema allows, such as a dict. changes are fields of
+        `GenerationOptions`, such as max_new_tokens or temperature, and options a whole record of them. All this is so
+        for the other methods; only `stream` gives a schema's answer as text.
         """
         return self.samples(image, prompt, options=options, **changes)[0]
 
@@ -192,7 +193,7 @@ class Captioner:
         stats: Stats | None = None,
         options: GenerationOptions | None = None,
         **changes: Any,
-    ) -> list[str]:
+    ) -> list[Any]:
         """n answers to one prompt, with one prefill; all equal unless sampling has a temperature."""
         return self._texts(self._batch([(image, prompt)]), generation_options(options, changes), n, stats)
 
@@ -204,7 +205,7 @@ class Captioner:
         stats: Stats | None = None,
         options: GenerationOptions | None = None,
         **changes: Any,
-    ) -> list[str]:
+    ) -> list[Any]:
         """One answer per prompt about the same image, which is encoded and prefilled once."""
         options = generation_options(options, changes)
         if isinstance(prompts, str):
@@ -217,7 +218,7 @@ class Captioner:
 
         return self._texts(prepare, options, stats=stats)
 
-    def caption_video(self, video: Any, prompt: str = PROMPT, max_frames: int | None = None, **options: Any) -> str:
+    def caption_video(self, video: Any, prompt: str = PROMPT, max_frames: int | None = None, **options: Any) -> Any:
         """The answer to a prompt about a `Video`, or about what `Video.read` takes, such as a file's name."""
         from nanovlm.processing.video import MAX_FRAMES, Video
 
@@ -233,7 +234,7 @@ class Captioner:
         batch_size: int = 16,
         options: GenerationOptions | None = None,
         **changes: Any,
-    ) -> Iterator[str]:
+    ) -> Iterator[Any]:
         """One answer per image, in order: with one prompt for all images, or one for each.
 
         images and prompt may be generators: they are consumed lazily, batch_size at a time.
@@ -254,7 +255,7 @@ class Captioner:
 
     def generate(
         self, prompts: Sequence[EncodedPrompt], *, options: GenerationOptions | None = None, **changes: Any
-    ) -> list[str]:
+    ) -> list[Any]:
         """One answer per prompt of `prepare`, all in one batch."""
         options = generation_options(options, changes)
         return self._texts(lambda: self.processor.collate(prompts), options) if len(prompts) else []
