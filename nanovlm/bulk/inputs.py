@@ -29,14 +29,16 @@ class ImageList:
         return extension in extensions
 
 
-def find_images(names: Sequence[str], recursive: bool = True, extensions: Collection[str] | None = None) -> ImageList:
+def find_images(
+    names: Sequence[str | os.PathLike[str]], recursive: bool = True, extensions: Collection[str] | None = None
+) -> ImageList:
     """Find the images that files, folders and patterns name; an image named twice is found once.
 
     A file is taken as it is, even if it does not exist: reading it then fails with the reason. recursive says whether
     the subfolders of folders are searched, too. extensions are those of other files to find, of videos for example.
     """
     images, known = ImageList(), set()
-    for name in names:
+    for name in map(os.fspath, names):
         for path in _images_of(name, images, recursive, extensions or readable_extensions()):
             if (place := real_place(path)) not in known:
                 known.add(place)

@@ -80,7 +80,7 @@ class ShardReport:
 
 def caption_on_ray(
     load: Callable[[], Captioner],
-    names: Sequence[str],
+    names: Sequence[str | os.PathLike[str]],
     ray_options: RayOptions,
     options: BulkOptions | None = None,
     output: OutputOptions | None = None,
@@ -132,7 +132,7 @@ def caption_on_ray(
 
 
 def plan_on_ray(
-    names: Sequence[str],
+    names: Sequence[str | os.PathLike[str]],
     ray_options: RayOptions,
     *,
     names_file: str | os.PathLike[str] | None = None,
