@@ -38,8 +38,8 @@ def find_images(
     the subfolders of folders are searched, too. extensions are those of other files to find, of videos for example.
     """
     images, known = ImageList(), set()
-    for name in map(os.fspath, names):
-        for path in _images_of(name, images, recursive, extensions or readable_extensions()):
+    for name in names:
+        for path in _images_of(os.fspath(name), images, recursive, extensions or readable_extensions()):
             if (place := real_place(path)) not in known:
                 known.add(place)
                 images.paths.append(path)

@@ -96,7 +96,7 @@ def find_remote(
 
     files: dict[str, OpenFile] = {}
     others = ImageList()
-    for name in map(os.fspath, names):
+    for name in [os.fspath(name) for name in names]:
         filesystem, path, prefix = open_filesystem(name)
         try:
             found = _expand(filesystem, path, recursive, others)
