@@ -94,7 +94,7 @@ def measure_turns(
 
 
 def compare_precisions(
-    n_scenes: int, seed: str, model: str | os.PathLike = EMBEDDED, renderer: Renderer = draw
+    n_scenes: int, seed: str, model: str | os.PathLike[str] = EMBEDDED, renderer: Renderer = draw
 ) -> dict[str, dict[str, float]]:
     """The figures of --compare by dtype, quantization and level, of which REFERENCE is the first."""
     rng = Random(f"quantised {seed}")

@@ -32,7 +32,7 @@ BUFFERS = re.compile(r"decoder\.rotary_embd\.\w+")  # computed when needed; floa
 
 
 def snapshot_path(
-    name_or_folder: str | os.PathLike, revision: str | None = None, files: Sequence[str] | None = None
+    name_or_folder: str | os.PathLike[str], revision: str | None = None, files: Sequence[str] | None = None
 ) -> Path:
     """The local folder of a model: the folder itself, or the snapshot of a Hub id, downloaded unless it is cached.
 
@@ -60,7 +60,7 @@ def snapshot_path(
         ) from error
 
 
-def load_config(folder: str | os.PathLike) -> VLMConfig:
+def load_config(folder: str | os.PathLike[str]) -> VLMConfig:
     """The config of the model in folder, in the format that config.json tells. CheckpointError if it cannot be used."""
     path = Path(folder) / CONFIG
     raw = read_object(path)
@@ -111,7 +111,7 @@ def check_regular_file(path: Path) -> None:
         raise CheckpointError(f"{path} is {kind}, not a regular file; copy the model's files there")
 
 
-def read_weights(folder: str | os.PathLike, cfg: VLMConfig, empty: Mapping[str, Tensor], **options: Any) -> dict:
+def read_weights(folder: str | os.PathLike[str], cfg: VLMConfig, empty: Mapping[str, Tensor], **options: Any) -> dict:
     """The state dict of the model in folder, of the names and shapes of `empty`; options are dtype and device."""
     format = cfg.format.for_names(tensor_names(Path(folder)))
     shapes = {name: tuple(tensor.shape) for name, tensor in format.to_stored(empty).items()}
@@ -132,7 +132,7 @@ def tensor_names(folder: Path) -> list[str]:
 
 
 def read_state_dict(
-    folder: str | os.PathLike,
+    folder: str | os.PathLike[str],
     shapes: Mapping[str, tuple[int, ...]],
     *,
     tied: tuple[str, str] | None,
@@ -231,7 +231,7 @@ def _mapped_tensors(files: Mapping[Path, Mapping[str, str]]) -> Iterator[tuple[s
                         yield name, file.get_tensor(source[name])
 
 
-def checkpoint_dtype(folder: str | os.PathLike) -> torch.dtype:
+def checkpoint_dtype(folder: str | os.PathLike[str]) -> torch.dtype:
     """The dtype of the weights in folder; of several, the smallest that can represent them all."""
     dtypes = set()
     for path in weight_files(Path(folder)):
@@ -252,7 +252,7 @@ def why_unusable(tensor: Tensor, dtype: torch.dtype) -> str:
 
 
 def save_checkpoint(
-    folder: str | os.PathLike, model: Any, tokenizer: str | None, dtype: torch.dtype | None = None
+    folder: str | os.PathLike[str], model: Any, tokenizer: str | None, dtype: torch.dtype | None = None
 ) -> None:
     """Write a model's folder atomically; see `write_checkpoint_files` and `atomic_dir`."""
     with atomic_dir(folder) as new:
@@ -290,7 +290,7 @@ def write_settings(
 
 
 @contextmanager
-def atomic_write(path: str | os.PathLike, is_locked: bool = False) -> Iterator[Path]:
+def atomic_write(path: str | os.PathLike[str], is_locked: bool = False) -> Iterator[Path]:
     """`with atomic_write(path) as new:` write the file `new`; it replaces `path` at the end and vanishes on an error.
 
     `new` is in the folder of `path`, which must exist, and has the same suffix. The mode follows the umask. is_locked
@@ -310,7 +310,7 @@ def atomic_write(path: str | os.PathLike, is_locked: bool = False) -> Iterator[P
 
 
 @contextmanager
-def atomic_dir(path: str | os.PathLike) -> Iterator[Path]:
+def atomic_dir(path: str | os.PathLike[str]) -> Iterator[Path]:
     """`with atomic_dir(path) as new:` fill the folder `new`, which becomes `path` at the end and vanishes on an error.
 
     If `path` exists, its files of the same names are replaced, each atomically; others stay. OSError if that fails.

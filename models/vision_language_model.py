@@ -56,7 +56,7 @@ class VisionLanguageModel(nn.Module, GenerationMixin):  # in this order: FSDP ch
     @classmethod
     def from_pretrained(
         cls,
-        name_or_folder: str | PathLike,
+        name_or_folder: str | PathLike[str],
         *,
         revision: str | None = None,
         dtype: torch.dtype = torch.float32,
@@ -77,7 +77,7 @@ class VisionLanguageModel(nn.Module, GenerationMixin):  # in this order: FSDP ch
         return model
 
     def save_pretrained(
-        self, folder: str | PathLike, *, tokenizer: str | None = None, dtype: torch.dtype | None = None
+        self, folder: str | PathLike[str], *, tokenizer: str | None = None, dtype: torch.dtype | None = None
     ) -> None:
         """Write config.json, model.safetensors and tokenizer atomically, as `from_pretrained` and nanoVLM load them.
 
@@ -172,7 +172,7 @@ class VisionLanguageModel(nn.Module, GenerationMixin):  # in this order: FSDP ch
 
 
 def load_model(
-    folder: str | PathLike,
+    folder: str | PathLike[str],
     cfg: VLMConfig,
     image_token_id: int,
     dtype: torch.dtype = torch.float32,

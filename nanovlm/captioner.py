@@ -29,8 +29,9 @@ from nanovlm.processing.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from nanovlm.processing.structured_output import StructuredOutput
 
+PathOrId = str | os.PathLike[str]  # a folder, or a Hub id
 # A path, a file's bytes, a PIL image, a tensor (C, H, W), a numpy array (H, W, C), a binary file or an http(s) URL
-ImageInput = str | os.PathLike | bytes | Image.Image | Tensor | Any
+ImageInput = str | os.PathLike[str] | bytes | Image.Image | Tensor | Any
 ImageInputs = ImageInput | Sequence[ImageInput] | None
 Prepare = Callable[[], dict[str, Any]]  # makes the inputs of `generate`; its time counts in Stats
 NO_IMAGE = "a question without an image: the model may describe one that it does not see"
@@ -86,7 +87,7 @@ class Captioner:
 
     @classmethod
     def from_pretrained(
-        cls, name_or_folder: str | os.PathLike = EMBEDDED, device: Any = "auto", dtype: Any = "auto", **options: Any
+        cls, name_or_folder: PathOrId = EMBEDDED, device: Any = "auto", dtype: Any = "auto", **options: Any
     ) -> "Captioner":
         """Load a folder or a Hub id (owner/name), by default the model that ships with the package.
 
@@ -120,7 +121,7 @@ class Captioner:
         processor = Processor(cfg, tokenizer, options.max_tiles, options.upscale)
         return cls(inference, processor, allow_urls=options.allow_urls)
 
-    def with_adapter(self, folder: str | os.PathLike) -> "Captioner":
+    def with_adapter(self, folder: str | os.PathLike[str]) -> "Captioner":
         """The same with LoRA adapters beside the weights, which both share; see `models.inference.adapters`."""
         from models.inference.adapters import with_adapter
 
@@ -128,12 +129,7 @@ class Captioner:
 
     @classmethod
     def from_backbones(
-        cls,
-        vision: str | os.PathLike,
-        language: str | os.PathLike,
-        dtype: str = "float32",
-        format: str = "nanovlm",
-        **options: Any,
+        cls, vision: PathOrId, language: PathOrId, dtype: str = "float32", format: str = "nanovlm", **options: Any
     ) -> "Captioner":
         """Join a pretrained SigLIP and a pretrained Llama; the projector between them is randomly initialized.
 
@@ -152,7 +148,7 @@ class Captioner:
             return cls(*convert_layout(model, tokenizer, rescale=False))
         return cls(model, Processor(backbones.cfg, tokenizer))
 
-    def save_pretrained(self, folder: str | os.PathLike) -> None:
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write config, weights and tokenizer, atomically, as `from_pretrained` loads them."""
         self.model.save_pretrained(folder, tokenizer=self.tokenizer.to_json())
 
@@ -162,11 +158,12 @@ class Captioner:
 
     def caption(
         self, image: ImageInputs, prompt: str = PROMPT, *, options: GenerationOptions | None = None, **changes: Any
-    ) -> str:
+    ) -> Any:
         """The answer to a prompt about one image, several, or none (None).
 
-        changes are fields of `GenerationOptions`, such as max_new_tokens or temperature, and options a whole record of
-        them; so they are for the other methods.
+        It is a str, or with a schema the value that the schema allows, such as a dict. changes are fields of
+        `GenerationOptions`, such as max_new_tokens or temperature, and options a whole record of them. All this is so
+        for the other methods; only `stream` gives a schema's answer as text.
         """
         return self.samples(image, prompt, options=options, **changes)[0]
 
@@ -196,7 +193,7 @@ class Captioner:
         stats: Stats | None = None,
         options: GenerationOptions | None = None,
         **changes: Any,
-    ) -> list[str]:
+    ) -> list[Any]:
         """n answers to one prompt, with one prefill; all equal unless sampling has a temperature."""
         return self._texts(self._batch([(image, prompt)]), generation_options(options, changes), n, stats)
 
@@ -208,7 +205,7 @@ class Captioner:
         stats: Stats | None = None,
         options: GenerationOptions | None = None,
         **changes: Any,
-    ) -> list[str]:
+    ) -> list[Any]:
         """One answer per prompt about the same image, which is encoded and prefilled once."""
         options = generation_options(options, changes)
         if isinstance(prompts, str):
@@ -221,7 +218,7 @@ class Captioner:
 
         return self._texts(prepare, options, stats=stats)
 
-    def caption_video(self, video: Any, prompt: str = PROMPT, max_frames: int | None = None, **options: Any) -> str:
+    def caption_video(self, video: Any, prompt: str = PROMPT, max_frames: int | None = None, **options: Any) -> Any:
         """The answer to a prompt about a `Video`, or about what `Video.read` takes, such as a file's name."""
         from nanovlm.processing.video import MAX_FRAMES, Video
 
@@ -237,7 +234,7 @@ class Captioner:
         batch_size: int = 16,
         options: GenerationOptions | None = None,
         **changes: Any,
-    ) -> Iterator[str]:
+    ) -> Iterator[Any]:
         """One answer per image, in order: with one prompt for all images, or one for each.
 
         images and prompt may be generators: they are consumed lazily, batch_size at a time.
@@ -258,7 +255,7 @@ class Captioner:
 
     def generate(
         self, prompts: Sequence[EncodedPrompt], *, options: GenerationOptions | None = None, **changes: Any
-    ) -> list[str]:
+    ) -> list[Any]:
         """One answer per prompt of `prepare`, all in one batch."""
         options = generation_options(options, changes)
         return self._texts(lambda: self.processor.collate(prompts), options) if len(prompts) else []

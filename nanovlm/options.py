@@ -220,7 +220,7 @@ def check_positive(numbers: Mapping[str, int | None]) -> None:
             raise UsageError(f"{name} {n} is less than 1")
 
 
-def check_output_folder(folder: str | os.PathLike, n_bytes: int = 0) -> None:
+def check_output_folder(folder: str | os.PathLike[str], n_bytes: int = 0) -> None:
     """Raise InputError for an output folder that cannot be made or written, or lacks room for n_bytes."""
     path = Path(os.path.abspath(folder))
     if not os.fspath(folder):

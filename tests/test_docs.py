@@ -6,10 +6,12 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from random import Random
 
 import pytest
 
 from nanovlm.cli.main import VERBS, Parser, import_verb, run_verb
+from nanovlm.synthetic import draw, random_scene
 from support import ROOT
 
 README, ONNX = ROOT / "README.md", ROOT / "docs/onnx.md"
@@ -59,6 +61,18 @@ def test_python_blocks_run(page, monkeypatch, capsys):
     for block in blocks(page, "python"):
         exec(block, {})
     assert capsys.readouterr().out
+
+
+@pytest.mark.full
+def test_the_training_section_of_the_python_page_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("photos").mkdir()
+    for n in range(8):
+        draw(random_scene(Random(n)), 96, 96).save(f"photos/{n}.png")
+        Path(f"photos/{n}.txt").write_text("A photograph of my cat.")
+    (block,) = [block for block in blocks(ROOT / "docs/python.md", "py") if "fine_tune" in block]
+    exec(block, {})
+    assert "exact_match" in capsys.readouterr().out and Path("out/smolvlm/config.json").exists()
 
 
 @pytest.mark.full  # needs more than the extra test

@@ -55,8 +55,8 @@ class Backbones:
 
 
 def from_backbones(
-    vision: str | os.PathLike,
-    language: str | os.PathLike,
+    vision: str | os.PathLike[str],
+    language: str | os.PathLike[str],
     image_token_id: int | None = None,
     dtype: torch.dtype = torch.float32,
     **options,
@@ -66,8 +66,8 @@ def from_backbones(
 
 
 def find_backbones(
-    vision: str | os.PathLike,
-    language: str | os.PathLike,
+    vision: str | os.PathLike[str],
+    language: str | os.PathLike[str],
     vision_revision: str | None = None,
     language_revision: str | None = None,
     **changes,

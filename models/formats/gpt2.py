@@ -15,7 +15,7 @@ MASKS = (".attn.bias", ".attn.masked_bias")  # causal masks, which are constants
 SETTINGS = ("n_layer", "n_head", "n_embd", "vocab_size", "embd_pdrop", "resid_pdrop", "attn_pdrop")
 
 
-def find_gpt2(folder_or_name: str | os.PathLike) -> tuple[Path, dict]:
+def find_gpt2(folder_or_name: str | os.PathLike[str]) -> tuple[Path, dict]:
     """The folder of a GPT-2, given as a folder, a name in PUBLISHED or a Hub id, and GPTConfig's settings.
 
     Raises CheckpointError for a GPT-2 variant that minGPT's GPT does not compute.

@@ -39,7 +39,7 @@ class AdaptedLinear(nn.Module):
         return self.base(x) + F.linear(F.linear(x, self.lora_a), self.lora_b)
 
 
-def with_adapter(model: VisionLanguageModel | InferenceModel, folder: str | PathLike) -> InferenceModel:
+def with_adapter(model: VisionLanguageModel | InferenceModel, folder: str | PathLike[str]) -> InferenceModel:
     """The model with the adapters in folder beside its weights, which both share; what was trained in full is replaced.
 
     Equal to the merged adapters up to rounding. CheckpointError for files that cannot be read or do not fit the model.

@@ -27,7 +27,7 @@ class ImageStore:
     written, tiles are encoded and one warning says so.
     """
 
-    def __init__(self, folder: str | os.PathLike, max_bytes: int = MAX_BYTES):
+    def __init__(self, folder: str | os.PathLike[str], max_bytes: int = MAX_BYTES):
         self.folder, self.max_bytes = Path(folder), max_bytes
         self._bytes_written = self.max_bytes  # so that the first write counts what is there
         self._warned = False

@@ -90,7 +90,7 @@ class InferenceModel(GenerationMixin):
         model: VisionLanguageModel,
         *,
         quantize: str | None = None,
-        image_cache_dir: str | PathLike | None = None,
+        image_cache_dir: str | PathLike[str] | None = None,
     ):
         if quantize is not None:
             from models.inference.quantization import check_format

@@ -86,7 +86,7 @@ class Whisper(Seq2SeqModel):
         return log_mel(audio, self.dims["n_mels"])
 
 
-def load_whisper(folder_or_file: str | os.PathLike) -> Whisper:
+def load_whisper(folder_or_file: str | os.PathLike[str]) -> Whisper:
     """Load a checkpoint of openai-whisper, such as tiny.pt, or the only one in a folder, in float32 and eval mode.
 
     Raises CheckpointError if the file is not a Whisper checkpoint.

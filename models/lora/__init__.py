@@ -252,7 +252,7 @@ def _to_our_names(state: dict[str, Tensor], model: VisionLanguageModel, path: Pa
     return ours | state
 
 
-def read_adapters(folder: str | PathLike, model: VisionLanguageModel) -> None:
+def read_adapters(folder: str | PathLike[str], model: VisionLanguageModel) -> None:
     """Load the adapters in folder, written by `write_adapters` or PEFT, into the model. In place.
 
     A model without adapters is frozen and adapted first; one with adapters must have the same. Raises CheckpointError

@@ -29,7 +29,9 @@ class ImageList:
         return extension in extensions
 
 
-def find_images(names: Sequence[str], recursive: bool = True, extensions: Collection[str] | None = None) -> ImageList:
+def find_images(
+    names: Sequence[str | os.PathLike[str]], recursive: bool = True, extensions: Collection[str] | None = None
+) -> ImageList:
     """Find the images that files, folders and patterns name; an image named twice is found once.
 
     A file is taken as it is, even if it does not exist: reading it then fails with the reason. recursive says whether
@@ -37,7 +39,7 @@ def find_images(names: Sequence[str], recursive: bool = True, extensions: Collec
     """
     images, known = ImageList(), set()
     for name in names:
-        for path in _images_of(name, images, recursive, extensions or readable_extensions()):
+        for path in _images_of(os.fspath(name), images, recursive, extensions or readable_extensions()):
             if (place := real_place(path)) not in known:
                 known.add(place)
                 images.paths.append(path)
@@ -80,7 +82,7 @@ def check_file(path: str) -> str:
     return path
 
 
-def read_names(file: str | os.PathLike | None) -> list[str]:
+def read_names(file: str | os.PathLike[str] | None) -> list[str]:
     """Read names from a file, if any, or from standard input (-): one a line, or each ended by a zero byte."""
     if file is None:
         return []

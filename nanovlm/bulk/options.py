@@ -59,7 +59,7 @@ class OutputOptions:
     """Where captions are written, and what happens to captions that exist already."""
 
     # "txt": a .txt beside each image; "-": JSON lines on standard output; else a .jsonl, .csv or .parquet file
-    out: str | os.PathLike = SIDECARS
+    out: str | os.PathLike[str] = SIDECARS
     existing: str = "skip"
     prefix: str = ""
     suffix: str = ""

@@ -53,7 +53,7 @@ Settings = tuple[Callable[[], Captioner], BulkOptions, OutputOptions, ShardFolde
 class RayOptions:
     """Which cluster captions, how its work is divided, and where captions go."""
 
-    out: str | os.PathLike  # a folder, or the URI of one
+    out: str | os.PathLike[str]  # a folder, or the URI of one
     address: str | None = None  # as of ray.init; None: a running cluster, or else this machine
     shard_format: str = "parquet"  # or jsonl
     shard_size: int | None = None  # images; None: at most SHARD_SIZE
@@ -80,12 +80,12 @@ class ShardReport:
 
 def caption_on_ray(
     load: Callable[[], Captioner],
-    names: Sequence[str],
+    names: Sequence[str | os.PathLike[str]],
     ray_options: RayOptions,
     options: BulkOptions | None = None,
     output: OutputOptions | None = None,
     *,
-    names_file: str | os.PathLike | None = None,
+    names_file: str | os.PathLike[str] | None = None,
     recursive: bool = True,
     limit: int | None = None,
     model_settings: Mapping[str, object] | None = None,
@@ -132,10 +132,10 @@ def caption_on_ray(
 
 
 def plan_on_ray(
-    names: Sequence[str],
+    names: Sequence[str | os.PathLike[str]],
     ray_options: RayOptions,
     *,
-    names_file: str | os.PathLike | None = None,
+    names_file: str | os.PathLike[str] | None = None,
     recursive: bool = True,
     limit: int | None = None,
 ) -> Plan:

@@ -84,7 +84,9 @@ def is_container(name: str) -> bool:
     return name.lower().endswith((*TAR_EXTENSIONS, PARQUET))
 
 
-def find_remote(names: Sequence[str], recursive: bool, exclude: str) -> tuple[dict[str, "OpenFile"], ImageList]:
+def find_remote(
+    names: Sequence[str | os.PathLike[str]], recursive: bool, exclude: str
+) -> tuple[dict[str, "OpenFile"], ImageList]:
     """The images, tars and parquet files that files, folders and patterns name, by URI; and what else the names gave.
 
     Hidden files and model folders are left out, as `walk` does, and what is below exclude, the URI of a folder.
@@ -94,7 +96,7 @@ def find_remote(names: Sequence[str], recursive: bool, exclude: str) -> tuple[di
 
     files: dict[str, OpenFile] = {}
     others = ImageList()
-    for name in names:
+    for name in [os.fspath(name) for name in names]:
         filesystem, path, prefix = open_filesystem(name)
         try:
             found = _expand(filesystem, path, recursive, others)

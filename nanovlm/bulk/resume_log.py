@@ -28,7 +28,7 @@ except ImportError:  # Windows
 logger = logging.getLogger(__name__)
 
 
-def relative(image: str | os.PathLike, folder: Path) -> str:
+def relative(image: str | os.PathLike[str], folder: Path) -> str:
     """The path of an image relative to a folder, with / on every system."""
     return Path(os.path.relpath(image, folder)).as_posix()
 

@@ -29,11 +29,11 @@ NOT_OF_ONE_IMAGE = (*DISK_FULL, errno.EROFS, errno.EIO)  # errors after which no
 
 def caption_images(
     captioner: Captioner | Callable[[], Captioner],
-    names: Sequence[str],
+    names: Sequence[str | os.PathLike[str]],
     options: BulkOptions | None = None,
     output: OutputOptions | None = None,
     *,
-    names_file: str | os.PathLike | None = None,
+    names_file: str | os.PathLike[str] | None = None,
     recursive: bool = True,
     limit: int | None = None,
     model_settings: Mapping[str, object] | None = None,
@@ -59,11 +59,11 @@ def caption_images(
 
 
 def plan_images(
-    names: Sequence[str],
+    names: Sequence[str | os.PathLike[str]],
     options: BulkOptions | None = None,
     output: OutputOptions | None = None,
     *,
-    names_file: str | os.PathLike | None = None,
+    names_file: str | os.PathLike[str] | None = None,
     recursive: bool = True,
     limit: int | None = None,
     model_settings: Mapping[str, object] | None = None,
@@ -99,7 +99,10 @@ def run_settings(options: BulkOptions, output: OutputOptions, model_settings: Ma
 
 
 def _find(
-    names: Sequence[str], names_file: str | os.PathLike | None, recursive: bool, options: BulkOptions
+    names: Sequence[str | os.PathLike[str]],
+    names_file: str | os.PathLike[str] | None,
+    recursive: bool,
+    options: BulkOptions,
 ) -> ImageList:
     images = find_images([*names, *read_names(names_file)], recursive, options.extensions)
     if images.missing and not images.paths and not images.left_out:  # nothing to do, and nothing to write
@@ -108,9 +111,9 @@ def _find(
     return images
 
 
-def _folders(names: Sequence[str]) -> list[str]:
+def _folders(names: Sequence[str | os.PathLike[str]]) -> list[str]:
     """The folders that the run's own files belong to; the first one holds its log and its failures."""
-    return [name for name in names if os.path.isdir(name)] or ["."]
+    return [os.fspath(name) for name in names if os.path.isdir(name)] or ["."]
 
 
 def _lock_files(output: OutputOptions, folders: Sequence[str]) -> dict[str, Path]:

@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--data and --recipe: {problem}")
     check_flags(args)
     cfg, options = config_from_args(args), options_from_args(args, evaluation_flags=typed)
-    check_data_names(options.data)
+    check_data_names(args.data or ())
 
     from nanovlm.device import set_threads
     from nanovlm.training.distributed import run_and_exit

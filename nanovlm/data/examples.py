@@ -23,7 +23,7 @@ class Readable(Protocol):
     def read(self) -> bytes: ...
 
 
-ImageSource = Image.Image | str | os.PathLike | bytes | Readable
+ImageSource = Image.Image | str | os.PathLike[str] | bytes | Readable
 Augment = Callable[[Image.Image], Image.Image]
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from nanovlm.errors import DataError
 
 
-def read_jsonl(path: str | os.PathLike, *, torn_tail: Literal["drop", "raise"] = "raise") -> list[dict[str, Any]]:
+def read_jsonl(path: str | os.PathLike[str], *, torn_tail: Literal["drop", "raise"] = "raise") -> list[dict[str, Any]]:
     """The objects of a .jsonl file; blank lines are skipped. DataError names the file and the line at fault.
 
     torn_tail="drop" ignores a last line that a killed writer left unfinished: one without a newline that begins an
@@ -24,7 +24,7 @@ def read_jsonl(path: str | os.PathLike, *, torn_tail: Literal["drop", "raise"] =
     return [_parse(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1) if line.strip()]
 
 
-def repair_jsonl(path: str | os.PathLike) -> bytes:
+def repair_jsonl(path: str | os.PathLike[str]) -> bytes:
     """Make a .jsonl file safe to append to: cut off a torn last line, end a complete one with a newline.
 
     Returns what was cut off.

@@ -50,7 +50,9 @@ class Video:
     duration: float
 
     @classmethod
-    def read(cls, source: str | os.PathLike | Sequence[str | os.PathLike], max_frames: int = MAX_FRAMES) -> "Video":
+    def read(
+        cls, source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], max_frames: int = MAX_FRAMES
+    ) -> "Video":
         """Frames of a video file, an animated image, a folder of images, or a list of images, which all are taken.
 
         Raises ImageError for a file that cannot be read, MissingExtraError without PyAV (extra: video), and UsageError
@@ -84,7 +86,7 @@ class Video:
         return [intro + labels[0], *labels[1:], "\n\n"]
 
     @classmethod
-    def _of_images(cls, names: Sequence[str | os.PathLike], max_frames: int) -> "Video":
+    def _of_images(cls, names: Sequence[str | os.PathLike[str]], max_frames: int) -> "Video":
         if not names:
             raise ImageError("a video without frames; name images, or a folder of them")
         kept = _spread(0, len(names) - 1, min(len(names), max_frames))

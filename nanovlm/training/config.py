@@ -5,6 +5,7 @@ keys of run.yaml and the keyword arguments of Python are made from them.
 """
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -190,7 +191,7 @@ class TrainConfig:
 class FinetuneOptions:
     """Which model to fine-tune, on which examples, and where the result goes; a value out of range is an InputError."""
 
-    data: Sequence[str] = setting(
+    data: Sequence[str | os.PathLike[str]] = setting(
         (),
         "fine-tune on folders, files or Hub data sets of images and texts, each with an optional share of the examples "
         "as in photos@0.3",
@@ -201,7 +202,7 @@ class FinetuneOptions:
     out: Path = setting(  # noqa: RUF009
         Path(), "folder for the model, checkpoints and metrics; a run found there is resumed", metavar="FOLDER"
     )
-    model: str = setting(
+    model: str | os.PathLike[str] = setting(  # noqa: RUF009
         str(EMBEDDED),
         "the model to fine-tune",
         metavar="FOLDER_OR_HUB_ID",
@@ -209,7 +210,7 @@ class FinetuneOptions:
         default_text="the embedded model",
     )
     revision: str | None = setting(None, "branch, tag or commit of a Hub model", metavar="REVISION", needs="data")
-    backbones: Sequence[str] | None = setting(
+    backbones: Sequence[str | os.PathLike[str]] | None = setting(
         None,
         "start a new model from a pretrained SigLIP and Llama, folders or Hub ids, instead of --model",
         needs="data",

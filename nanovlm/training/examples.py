@@ -34,7 +34,9 @@ def open_examples(options: FinetuneOptions) -> tuple[list[Subset], list[Subset]]
     return training, held_out
 
 
-def open_data(data: Sequence[str], read: ReadOptions, validation: float | None) -> tuple[list[Subset], list[Subset]]:
+def open_data(
+    data: Sequence[str | os.PathLike[str]], read: ReadOptions, validation: float | None
+) -> tuple[list[Subset], list[Subset]]:
     """The training examples and the held-out examples of each source, see FinetuneOptions and `split`."""
     sources = []
     for text in data:
@@ -44,8 +46,9 @@ def open_data(data: Sequence[str], read: ReadOptions, validation: float | None) 
     return split(sources, validation)
 
 
-def parse_data(text: str) -> tuple[str, float | None]:
+def parse_data(name: str | os.PathLike[str]) -> tuple[str, float | None]:
     """PATH@SHARE as its two parts; a path that exists, or has a / behind its last @, is a path without a share."""
+    text = os.fspath(name)
     path, separator, share = text.rpartition("@")
     if not separator or "/" in share or os.path.exists(text):
         return text, None

@@ -193,10 +193,10 @@ def base_model(options: FinetuneOptions) -> BaseModel:
     if starts_anew(options):
         return BaseModel(str((options.out / BASE).resolve()))
     folder = Path(options.model)
-    return BaseModel(str(folder.resolve()) if folder.is_dir() else options.model, options.revision)
+    return BaseModel(str(folder.resolve()) if folder.is_dir() else os.fspath(options.model), options.revision)
 
 
-def check_folder(folder: Path, data: Sequence[str]) -> None:
+def check_folder(folder: Path, data: Sequence[str | os.PathLike[str]]) -> None:
     """UsageError or InputError for a folder to which a model cannot be written, or only over something else."""
     check_output_folder(folder)
     if (folder / WEIGHTS).exists() and not checkpoint_paths(folder):

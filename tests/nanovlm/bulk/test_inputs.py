@@ -18,6 +18,7 @@ def test_folders_and_patterns_give_their_images_once():
     Path("link").symlink_to("images")
     images = find_images(["images/d.gif", "images", "images/../images/a.png", "images/*.png", "link", "link/a.png"])
     assert images.paths[0] == "images/d.gif" and images.missing == []
+    assert find_images(list(map(Path, ["images/d.gif", "images/*.png"]))).paths[0] == "images/d.gif"
     assert sorted(images.paths) == sorted(f"images/{name}" for name in IMAGE_NAMES)
 
 

@@ -90,6 +90,13 @@ def test_each_held_out_example_is_asked_once_whatever_the_shares():
     assert len(set(asked)) == len(asked) == sum(map(len, held_out)) >= 6
 
 
+def test_data_and_model_may_be_paths():
+    scenes(2)
+    named = [FinetuneOptions([kind("mine")], Path("out"), model=kind(EMBEDDED)) for kind in (str, Path)]
+    tasks = [prepare(options, FINETUNING)[1] for options in named]
+    assert tasks[0].data_fingerprint == tasks[1].data_fingerprint and tasks[0].base == tasks[1].base
+
+
 def test_each_held_out_example_of_a_stream_is_asked_once():
     scenes(12)
     with tarfile.open("mine.tar", "w") as tar:
