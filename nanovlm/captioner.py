@@ -82,7 +82,7 @@ class Captioner:
 
     @property
     def model(self) -> VisionLanguageModel:
-        """The plain model, to train, convert or save. InputError if `quantize=` released its weights."""
+        """The plain model, to train or save. InputError if adapters lie beside it, or `quantize=` released it."""
         return self.inference.model if isinstance(self.inference, InferenceModel) else self.inference
 
     @classmethod

@@ -99,6 +99,11 @@ def bold(text: str, file: TextIO) -> str:
     return f"\033[1m{text}\033[0m"
 
 
+def count(n: int, noun: str) -> str:
+    """A number and its noun, such as 1 image or 2,000 images."""
+    return f"{n:,} {noun}{'s' * (n != 1)}"
+
+
 class _StderrHandler(logging.Handler):
     """Write records to the sys.stderr of the moment, which tests and programs may replace."""
 

@@ -8,7 +8,8 @@ import pytest
 from support import ROOT
 
 # Wrong use, bad data and missing packages: the user can do something about each. A damaged file of a model is named.
-KINDS = ("UsageError", "DataError", "ExampleError", "TrainingError", "MissingExtraError", "OutputError")
+DATA_KINDS = ("DataError", "MissingCaptionsError", "ExampleError")
+KINDS = ("UsageError", *DATA_KINDS, "TrainingError", "MissingExtraError", "OutputError")
 WAY_OUT = re.compile(
     r"; |, or |pip install|\b(must|needs?|has no effect|exclude|omit|name|take|show|ask|send|use|try|raise|lower)\b|"
     r"is none of|is less than|not (like|a|an|one)\b|no (range|share|origin|folder)\b"

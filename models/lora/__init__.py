@@ -271,7 +271,7 @@ def read_adapters(folder: str | PathLike[str], model: VisionLanguageModel) -> No
         if (module.rank, module.alpha) != (rank, alpha):
             raise CheckpointError(
                 f"{folder / ADAPTER_CONFIG} has r={rank} and lora_alpha={alpha}, "
-                f"but this model has {module.rank} and {module.alpha}; use the same"
+                f"but this model has {module.rank} and {module.alpha}; use the same, or train in another folder"
             )
         for part in ADAPTER_TENSORS:
             _load(getattr(module, part).weight, f"{name}.{part}.weight", state, folder)

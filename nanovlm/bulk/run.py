@@ -105,8 +105,9 @@ def _find(
     options: BulkOptions,
 ) -> ImageList:
     images = find_images([*names, *read_names(names_file)], recursive, options.extensions)
-    if images.missing and not images.paths and not images.left_out:  # nothing to do, and nothing to write
-        name, reason = images.missing[0]
+    missing = images.missing + [(path, "no such file or folder; correct the path") for path in images.paths[:1]]
+    if missing and not any(map(os.path.lexists, images.paths)) and not images.left_out:  # nothing to do, or to write
+        name, reason = missing[0]
         raise UsageError(f"{printable(name)}: {reason}")
     return images
 

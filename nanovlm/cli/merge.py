@@ -20,8 +20,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     check_output_folder(args.out)
-    if not Path(args.checkpoint).is_dir():
-        raise UsageError(f"{args.checkpoint}: no such folder; name FOLDER/checkpoints/step-N of a run with --fsdp")
+    checkpoint = Path(args.checkpoint)
+    if not checkpoint.is_dir():
+        raise UsageError(f"{checkpoint}: no such folder; name FOLDER/checkpoints/step-N of a run with --fsdp")
+    if (checkpoint / "checkpoints").is_dir():
+        raise UsageError(
+            f"{checkpoint} is a run's folder; name one of its checkpoints, {checkpoint}/checkpoints/step-N"
+        )
 
     import torch
 
@@ -31,5 +36,5 @@ def run(args: argparse.Namespace) -> int:
     out = Path(args.out)
     if (out / WEIGHTS).exists():
         raise UsageError(f"--out {out} holds a model already; name another folder")
-    merge_checkpoint(Path(args.checkpoint), out, getattr(torch, args.dtype))
+    merge_checkpoint(checkpoint, out, getattr(torch, args.dtype))
     return 0

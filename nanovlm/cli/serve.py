@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from nanovlm import EMBEDDED, PROMPT
 from nanovlm.cli.options import EMBEDDED_LIMITS, add_model_flags, from_args, load_captioner, model_options
 from nanovlm.cli.options import add_flags as add_record_flags
-from nanovlm.console import print_error
+from nanovlm.console import count, print_error
 from nanovlm.errors import MissingExtraError, UsageError
 from nanovlm.options import ModelOptions
 from nanovlm.serving.options import Limits, ServerOptions
@@ -81,9 +81,9 @@ def run_batch(
         options = replace(options, limits=replace(options.limits, timeout=TIMEOUT_S))
         service = make_service(model, adapters, options)
         n_failed = asyncio.run(answer_batch(service, make_app(service, ServerOptions()), requests, todo, results))
-    print_error(f"{len(todo) - n_failed:,} requests answered")
+    print_error(f"{count(len(todo) - n_failed, 'request')} answered")
     if n_failed:
-        print_error(f"{n_failed:,} requests failed; {args.out} says why, and the same command tries them again")
+        print_error(f"{count(n_failed, 'request')} failed; {args.out} says why, and the same command tries them again")
     return 1 if n_failed else 0
 
 

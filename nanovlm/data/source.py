@@ -9,7 +9,7 @@ from typing import Any
 
 from nanovlm.data.examples import Example, ExampleError, ImageSource
 from nanovlm.data.remote import remote_errors
-from nanovlm.errors import DataError
+from nanovlm.errors import DataError, MissingCaptionsError
 from nanovlm.options import ReadOptions
 
 SHUFFLE_WINDOW = 256  # rows of a stream held in memory to be shuffled
@@ -87,13 +87,14 @@ def captioned_source(
 ) -> Source:
     """A source of the samples, by key, that have a caption.
 
-    DataError, which says what the others lack, if there are some that are not to be skipped, or no sample is left.
+    MissingCaptionsError, which says what the others lack, if there are some that are not to be skipped, or no sample is
+    left.
     """
     complete = {key: sample for key, sample in samples.items() if has_caption(sample)}
     if not complete or (len(complete) < len(samples) and not options.skip_errors):
         missing = [key for key in samples if key not in complete]
         skip = ", or leave the images out with --on-error skip" if complete else ""
-        raise DataError(
+        raise MissingCaptionsError(
             f"captions missing: {len(missing)} of {len(samples)} images in {path} have no {lack}: "
             f"{first_few(missing)}; write them{skip}"
         )

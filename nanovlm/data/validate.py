@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, islice
 
+from nanovlm.console import count
 from nanovlm.data.examples import IGNORE_INDEX, EncodedExample, ExampleError, encode_checked
 from nanovlm.data.mixture import Subset
 from nanovlm.processing.processor import Processor
@@ -40,10 +41,10 @@ def check_data(train: Sequence[Subset], held_out: Sequence[Subset], processor: P
         summaries.append(summary)
         role = ", held out" if subset in held_out else ""
         limit = "the first " if subset.source.endless else ""
-        examples, images = _count(summary.examples, "example"), _count(summary.images, "image")
+        examples, images = count(summary.examples, "example"), count(summary.images, "image")
         print(
             f"{subset.source.path}{role}: {limit}{examples}, {images}, "
-            f"{_count(summary.answer_tokens, 'answer token')}; the longest takes {summary.longest} of "
+            f"{count(summary.answer_tokens, 'answer token')}; the longest takes {summary.longest} of "
             f"{processor.cfg.lm_max_position_embeddings}"
         )
     errors = [line for summary in summaries for line in summary.errors]
@@ -55,13 +56,9 @@ def check_data(train: Sequence[Subset], held_out: Sequence[Subset], processor: P
     for name, row in shown[:N_SHOWN]:
         print(f"\n--- {name}")
         for k, tiles in enumerate(row.images, 1):
-            print(f"(image {k}: {_count(len(tiles), 'tile')} of {tiles.size(-1)} x {tiles.size(-1)})")
+            print(f"(image {k}: {count(len(tiles), 'tile')} of {tiles.size(-1)} x {tiles.size(-1)})")
         print(decode(row, processor.tokenizer))
     return 1 if errors and not skip_errors else 0
-
-
-def _count(n: int, noun: str) -> str:
-    return f"{n:,} {noun}{'s' * (n != 1)}"
 
 
 def summarize(subset: Subset, processor: Processor) -> Summary:

@@ -69,9 +69,9 @@ def export_onnx(captioner: Captioner, folder: str | Path, dtypes: Sequence[str] 
     dtypes are float32, float16 and int8.
     """
     check_onnx_extra()
-    folder = Path(folder)
+    folder, model = Path(folder), captioner.model
     with atomic_dir(folder / ONNX_FOLDER) as new:
-        write_onnx(captioner.model, new, dtypes)
+        write_onnx(model, new, dtypes)
     _add_transformers_js_settings(folder)
 
 

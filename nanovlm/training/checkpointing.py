@@ -240,7 +240,8 @@ def read_checkpoint(path: Path, model: VisionLanguageModel) -> Checkpoint:
                 f"{path} holds a model with {name}={stored.get(name)}, but this one has {name}={wanted[name]}; "
                 "train it in another folder"
             )
-    if bool(rank := settings.get("lora_rank")) != bool(adapters(model)):
+    rank = settings.get("lora_rank") or 0
+    if ({module.rank for module in adapters(model).values()} or {0}) != {rank}:
         raise CheckpointError(
             f"{path} was trained with lora_rank={rank}; resume with the same, or train in another folder"
         )

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import fields, replace
 from hashlib import blake2b
 
+from nanovlm.console import count
 from nanovlm.data import Mixture, Source, Stream, Subset, open_source, split
 from nanovlm.data.examples import ExampleError
 from nanovlm.errors import TrainingError, UsageError
@@ -116,7 +117,7 @@ def describe_data(mixture: Mixture, held_out: Sequence[Subset], cfg: TrainConfig
             parts.append(f"{paths}: {shown:,.0f} examples are shown")
         else:
             total = sum(map(len, subsets))
-            parts.append(f"{paths}: {total:,} example{'s' * (total > 1)}, each shown {shown / total:.1f} times")
+            parts.append(f"{paths}: {count(total, 'example')}, each shown {shown / total:.1f} times")
     if held_out:
         hint = " (--validation N holds out N, 0 none)" if validation is None else ""
         parts.append(f"{sum(map(len, held_out)):,} held out{hint}")

@@ -20,7 +20,7 @@ from nanovlm.data import Batches, Mixture, Stream
 from nanovlm.data.examples import ExampleError
 from nanovlm.data.validate import check_data
 from nanovlm.device import choose_device
-from nanovlm.errors import UsageError
+from nanovlm.errors import MissingCaptionsError, UsageError
 from nanovlm.evaluation import Evaluation, EvaluationOptions, evaluate, load_metric
 from nanovlm.evaluation.evaluate import Question, QuestionList, example_questions
 from nanovlm.evaluation.metrics import default_metrics
@@ -76,9 +76,15 @@ def estimate_finetuning(options: FinetuneOptions, cfg: TrainConfig) -> RunEstima
 
 def check_examples(options: FinetuneOptions) -> int:
     """Read all examples and print counts, errors and samples; 1 if some are unusable and not to be skipped."""
-    training, held_out = open_examples(resumed_options(options))
+    options, are_missing = resumed_options(options), False
+    try:
+        training, held_out = open_examples(options)
+    except MissingCaptionsError as error:  # the other images may have faults, too
+        training, held_out = open_examples(replace(options, read=replace(options.read, on_error="skip")))
+        are_missing = True
+        print(error)
     _, processor, _ = load_start(options)
-    return check_data(training, held_out, processor, skip_errors=options.read.skip_errors)
+    return check_data(training, held_out, processor, skip_errors=options.read.skip_errors) or int(are_missing)
 
 
 def start(options: FinetuneOptions, cfg: TrainConfig, make: Callable[..., T]) -> T:

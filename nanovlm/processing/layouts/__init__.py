@@ -40,7 +40,7 @@ class Layout(ABC):
     """How a format turns images into tiles, and lays out images and text in a prompt."""
 
     has_chat = True  # without a chat template, a prompt is "Question: ... Answer:"
-    has_processor = True  # transformers' SmolVLM processor can lay out the prompts
+    has_processor = False  # transformers' SmolVLM processor can lay out the prompts
     adds_text_prefix = False  # prompts begin with the tokens that the tokenizer puts before a text
     images_in_turns = False  # images stand anywhere in the messages of any role; else all come before all text
 

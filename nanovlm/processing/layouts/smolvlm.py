@@ -27,7 +27,7 @@ ROW_AND_COLUMN = re.compile(r"<row_\d+_col_\d+>")
 
 
 class SmolVLMLayout(Layout):
-    adds_text_prefix = images_in_turns = True
+    has_processor = adds_text_prefix = images_in_turns = True
 
     def __init__(self, cfg: VLMConfig):
         super().__init__(cfg)

@@ -148,7 +148,7 @@ def test_graphs_are_written_once_for_the_same_weights(folder, cache):
 
 def test_llama_cpp_refuses_nanovlms_layout(folder, tmp_path):
     pytest.importorskip("llama_cpp")
-    with pytest.raises(InputError, match="nanoVLM's layout of tiles"):
+    with pytest.raises(InputError, match="nanovlm's layout of tiles"):
         make(folder, tmp_path, baselines=["llama.cpp"])
 
 

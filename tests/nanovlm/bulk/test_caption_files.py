@@ -647,6 +647,7 @@ FLAGS_OF_FILES = [
         (["images", *TWO_PROMPTS, "--suffix", "."], "--prompt: answers to several are JSON, to which no text"),
         (["images", *TWO_PROMPTS, "--prompt", "What?"], "--prompt is given twice, or is file_name or text"),
         (["--out", "all.csv"], "no images"),
+        (["nowhere", "gone.png", "--out", "all.jsonl"], "nowhere: no such file or folder; correct the path"),
         (["--from-file", "nowhere"], "list of names 'nowhere': No such file"),
         (["--from-file", ""], "Is a directory"),
         (["images", "--out", ""], "is none of .jsonl"),
@@ -659,7 +660,7 @@ FLAGS_OF_FILES = [
 )
 def test_wrong_use_is_reported_in_one_line(generate, folder, argv, words):
     assert_usage_error(generate(*argv), words)
-    assert not sidecars(folder)
+    assert not sidecars(folder) and not list(Path().glob("all.*"))
 
 
 def test_the_sample_image_gets_no_file(generate):

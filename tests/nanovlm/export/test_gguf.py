@@ -13,6 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
+from models.formats.visionpsy import VisionPsy
 from nanovlm import Captioner
 from nanovlm.cli.main import main
 from nanovlm.data.examples import Example, collate, encode
@@ -141,6 +142,8 @@ def test_a_nanovlm_model_is_refused_with_a_way_out(embedded, tmp_path):
     with pytest.raises(InputError, match="llama.cpp does not write; train it in SmolVLM's layout"):
         export_gguf(embedded, tmp_path, "embedded")
     assert not list(tmp_path.iterdir())
+    with pytest.raises(InputError, match="this model has visionpsy's layout of tiles and image tokens"):
+        check_llama_cpp_can_run(replace(embedded.model.cfg, format=VisionPsy()), embedded.tokenizer)
 
 
 def test_a_converted_layout_has_what_llama_cpp_looks_for(embedded, tmp_path):

@@ -8,7 +8,7 @@ import pytest
 
 from nanovlm import EMBEDDED, PROMPT, SAMPLE, Captioner
 from nanovlm.cli import main as cli
-from nanovlm.errors import MissingExtraError
+from nanovlm.errors import InputError, MissingExtraError
 from nanovlm.export.onnx import check_onnx_extra, export_onnx
 from nanovlm.export.transformers import export_smolvlm
 from nanovlm.processing.image_loading import load_image
@@ -133,6 +133,12 @@ def test_transformers_js_and_the_other_readers_find_a_smolvlms_settings(smolvlm)
 def test_onnx_dtype_without_onnx_is_one_error_line(tmp_path, capsys):
     assert cli.main(["export", str(EMBEDDED), "--out", str(tmp_path / "out"), "--onnx-dtype", "int8"]) == 2
     assert capsys.readouterr().err == "nanovlm export: --onnx-dtype needs --onnx\n"
+
+
+def test_a_model_without_weights_to_export_leaves_no_folder(tmp_path):
+    with pytest.raises(InputError, match="were released"):
+        export_onnx(Captioner.from_pretrained(quantize="int8"), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_missing_packages_name_the_extra(monkeypatch):

@@ -42,7 +42,7 @@ def test_each_request_gets_the_servers_answer_and_failed_ones_are_tried_again(em
     broken = request("broken", messages=user_message("?", "data:image/png;base64,AAAA"))
     write(*asked, broken, request("text", "/v1/completions", prompt="The", max_tokens=3))
     assert cli.main(["serve", *FLAGS]) == 1
-    assert "1 requests failed; out.jsonl says why" in capsys.readouterr().err
+    assert "1 request failed; out.jsonl says why" in capsys.readouterr().err
     found = results()
     assert found["broken"]["status_code"] == 400 and "image 1" in found["broken"]["body"]["error"]["message"]
     for i, text in enumerate(QUESTIONS):

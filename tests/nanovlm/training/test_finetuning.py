@@ -439,6 +439,11 @@ def test_check_data_counts_examples_and_shows_them_as_the_model_sees_them(train)
     assert not Path("out").exists()
     code, out, _ = train("--data", "mine", "--check-data", "--on-error", "skip", "--validation", "0.5")
     assert code == 0 and "2 cannot be used and will be skipped:" in out and "mine, held out: " in out
+    Path("mine/3.txt").unlink()
+    code, out, _ = train("--data", "mine", "--check-data", "--prompt", "Tell!")
+    missing, *rest = out.splitlines()
+    assert code == 1 and missing.startswith("captions missing: 1 of 4 images in mine have no .txt beside them: 3.png;")
+    assert rest[2:5] == lines[3:6], "the other kinds of faults are named, too"
 
 
 def test_check_data_shows_several_answers_one_after_another(train):
