@@ -13,8 +13,19 @@ from models import language_model, vision_transformer
 from models.cache import KVCache, PrefillState, capacity_for
 from models.config import VLMConfig
 from models.errors import InputError
-from models.inference.kernels.load import WITHOUT_BF16_DOT, chosen_level, load_library
-from models.inference.stacked_cache import StackedCache, empty_cache
+from models.inference.kernels.load import (
+    LONG,
+    POINTER,
+    WITHOUT_BF16_DOT,
+    Decoder,
+    DecoderBlock,
+    DecoderStep,
+    Matrix,
+    VisionBlock,
+    VisionEncoder,
+    chosen_level,
+    load_library,
+)
 from models.language_model import build_attention_mask, rope_cos_sin
 from models.modality_projector import ModalityProjector, pixel_shuffle
 from models.vision_language_model import VisionLanguageModel, empty_model
@@ -29,54 +40,6 @@ KNOWN_MODULES = (
     language_model.Block, language_model.Attention, language_model.MLP, language_model.RMSNorm,
     nn.Linear, nn.LayerNorm, nn.Embedding, nn.Conv2d, nn.Dropout, nn.ModuleList,
 )  # fmt: skip
-
-_POINTER: Any = ctypes.c_void_p
-_LONG: Any = ctypes.c_long
-_FLOAT: Any = ctypes.c_float
-_INT: Any = ctypes.c_int
-
-
-class Matrix(ctypes.Structure):
-    _fields_ = [
-        *((n, _POINTER) for n in ("data", "scale", "groups", "bias")),
-        *((n, _LONG) for n in ("n_rows", "depth", "stride", "dtype")), ("lora_a", _POINTER), ("lora_b", _POINTER),
-    ]  # fmt: skip
-
-
-class _DecoderBlock(ctypes.Structure):
-    _fields_ = [
-        ("qkv", Matrix * 3), ("out", Matrix), ("gate_up", Matrix * 2), ("down", Matrix),
-        ("norm1", _POINTER), ("norm2", _POINTER),
-    ]  # fmt: skip
-
-
-class _Decoder(ctypes.Structure):
-    _fields_ = [(n, _POINTER) for n in ("blocks", "head", "norm", "cos", "sin")] + [
-        *((n, _LONG) for n in ("n_blocks", "hidden_dim", "inter_dim", "n_heads", "n_kv_heads", "head_dim")),
-        ("eps", _FLOAT),
-    ]
-
-
-class _DecoderStep(ctypes.Structure):
-    _fields_ = [
-        ("x", _POINTER), ("x_dtype", _LONG), ("n_sequences", _LONG), ("n_new", _LONG),
-        *((n, _POINTER) for n in ("slots", "past", "positions", "mask", "last", "cache")),
-        *((n, _LONG) for n in ("cache_dtype", "capacity", "block_stride", "part_stride", "sequence_stride")),
-        ("logits", _POINTER), ("threads", _INT),
-    ]  # fmt: skip
-
-
-class _VisionBlock(ctypes.Structure):
-    _fields_ = [(n, Matrix) for n in ("qkv", "out", "fc1", "fc2")] + [
-        (n, _POINTER) for n in ("ln1", "ln1_bias", "ln2", "ln2_bias")
-    ]
-
-
-class _VisionEncoder(ctypes.Structure):
-    _fields_ = [(n, _POINTER) for n in ("blocks", "patch", "position", "norm", "norm_bias")] + [
-        *((n, _LONG) for n in ("n_blocks", "hidden_dim", "inter_dim", "n_heads", "n_patches", "dtype")),
-        ("eps", _FLOAT),
-    ]
 
 
 class Packer:
@@ -113,10 +76,10 @@ class Packer:
         size = layer.out_features, layer.in_features, layer.stride, QUANTIZED[layer.format]
         return Matrix(layer.data.data_ptr(), scale, groups, self.vector(layer.bias), *size)
 
-    def decoder(self, decoder: language_model.LanguageModel, cfg: VLMConfig) -> _Decoder:
+    def decoder(self, decoder: language_model.LanguageModel, cfg: VLMConfig) -> Decoder:
         """The struct of a decoder."""
         cos, sin = rope_cos_sin(torch.arange(cfg.lm_max_position_embeddings), cfg)
-        blocks = (_DecoderBlock * len(decoder.blocks))()
+        blocks = (DecoderBlock * len(decoder.blocks))()
         for packed, block in zip(blocks, decoder.blocks):
             attn, mlp = block.attn, block.mlp
             packed.qkv[:] = [self.matrix(linear) for linear in (attn.q_proj, attn.k_proj, attn.v_proj)]
@@ -126,18 +89,18 @@ class Packer:
         head = self.matrix(decoder.head)
         self.kept += [blocks, head]
         angles = (self.vector(angle[:, : cfg.lm_head_dim // 2]) for angle in (cos, sin))
-        return _Decoder(
+        return Decoder(
             ctypes.addressof(blocks), ctypes.addressof(head), self.vector(decoder.norm.weight), *angles, len(blocks),
             cfg.lm_hidden_dim, cfg.lm_inter_dim, cfg.lm_n_heads, cfg.lm_n_kv_heads, cfg.lm_head_dim, decoder.norm.eps,
         )  # fmt: skip
 
-    def encoder(self, encoder: vision_transformer.VisionTransformer, cfg: VLMConfig, bf16: bool) -> _VisionEncoder:
+    def encoder(self, encoder: vision_transformer.VisionTransformer, cfg: VLMConfig, bf16: bool) -> VisionEncoder:
         """The struct of a vision encoder; bf16 says whether attention multiplies in bfloat16."""
         embedding = encoder.patch_embedding
         positions = embedding.position_embedding[0]
         positions = positions if embedding.position_ids is None else positions[embedding.position_ids]
         patch = self.dense(embedding.conv.weight.flatten(1), embedding.conv.bias)
-        blocks = (_VisionBlock * len(encoder.blocks))()
+        blocks = (VisionBlock * len(encoder.blocks))()
         for packed, block in zip(blocks, encoder.blocks):
             packed.qkv, packed.out = self.matrix(block.attn.qkv_proj), self.matrix(block.attn.out_proj)
             packed.fc1, packed.fc2 = self.matrix(block.mlp.fc1), self.matrix(block.mlp.fc2)
@@ -145,7 +108,7 @@ class Packer:
             packed.ln2, packed.ln2_bias = self.vector(block.ln2.weight), self.vector(block.ln2.bias)
         self.kept += [blocks, patch]
         norm = encoder.layer_norm
-        return _VisionEncoder(
+        return VisionEncoder(
             ctypes.addressof(blocks), ctypes.addressof(patch), self.vector(positions), self.vector(norm.weight),
             self.vector(norm.bias), len(blocks), cfg.vit_hidden_dim, cfg.vit_inter_dim, cfg.vit_n_heads,
             cfg.vit_grid**2, DTYPES[torch.bfloat16 if bf16 else torch.float32], norm.eps,
@@ -157,7 +120,7 @@ def linear(library: ctypes.CDLL, matrix: Matrix, x: Tensor) -> Tensor:
     x, n = x.contiguous(), x[..., 0].numel()
     y = x.new_empty(*x.shape[:-1], matrix.n_rows)
     if n:
-        pointers = _POINTER(x.data_ptr()), _LONG(n), _POINTER(y.data_ptr())
+        pointers = POINTER(x.data_ptr()), LONG(n), POINTER(y.data_ptr())
         library.linear_rows(ctypes.byref(matrix), *pointers, torch.get_num_threads())
     return y
 
@@ -185,6 +148,49 @@ def _weight_sizes(model: VisionLanguageModel) -> set[tuple[str, Sequence[int]]]:
         if name.startswith(("vision_encoder", "MP", "decoder")):
             sizes.add((re.sub(r"blocks\.\d+|\.base", "", name), size))
     return sizes
+
+
+def empty_cache(network: Any, n_sequences: int, capacity: int) -> Tensor:
+    """Zeros (n_blocks, 2, n_sequences, n_kv_heads, capacity, head_dim) for `run` of a KernelNetwork or PlainNetwork."""
+    cfg = network.model.cfg
+    shape = cfg.lm_n_blocks, 2, n_sequences, cfg.lm_n_kv_heads, capacity, cfg.lm_head_dim
+    return torch.zeros(shape, dtype=network.cache_dtype, device=network.model.device)
+
+
+class StackedCache(Sequence[KVCache]):
+    """The caches of all blocks: the first `length` tokens of data (n_blocks, 2, B, n_kv_heads, capacity, head_dim).
+
+    Like KVCache it is a value: `extend` returns a longer one, which shares the memory unless another continuation
+    already took the place.
+    """
+
+    def __init__(self, data: Tensor, length: int, filled: list[int] | None = None):
+        self.data, self.length = data, length
+        self._filled = [length] if filled is None else filled  # tokens in data, for all caches that share it
+
+    @classmethod
+    def of(cls, kv_cache: Sequence[KVCache], like: Tensor, n: int) -> "StackedCache":
+        """A copy of other caches, in the dtype and on the device of like, with capacity for n tokens more."""
+        B, heads, length, D = kv_cache[0].key.shape
+        data = like.new_empty(len(kv_cache), 2, B, heads, capacity_for(length + n), D)
+        for block, kv in zip(data, kv_cache):
+            block[0, :, :, :length], block[1, :, :, :length] = kv.key, kv.value
+        return cls(data, length)
+
+    def extend(self, n: int) -> "StackedCache":
+        """A cache longer by n tokens, whose keys and values the caller writes into `data`."""
+        fits = self._filled[0] == self.length and self.length + n <= self.data.size(4)
+        if not fits or (self.data.is_inference() and not torch.is_inference_mode_enabled()):
+            return StackedCache.of(self, self.data, n).extend(n)
+        self._filled[0] = self.length + n
+        return StackedCache(self.data, self.length + n, self._filled)
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> KVCache:  # type: ignore[override]  # nobody asks for a slice of blocks
+        key, value = self.data[index, :, :, :, : self.length]
+        return KVCache(key, value)
 
 
 class KernelNetwork:
@@ -243,8 +249,8 @@ class KernelNetwork:
         whole = images[..., : grid * size, : grid * size]  # a patch cut off at the border is not computed
         patches = whole.reshape(len(images), 3, grid, size, grid, size).permute(0, 2, 4, 1, 3, 5).contiguous()
         out = patches.new_empty(len(images), grid**2, self.cfg.vit_hidden_dim)
-        pointers = ctypes.byref(self._encoder), _POINTER(patches.data_ptr())
-        self._library.vision_forward(*pointers, _LONG(len(images)), _POINTER(out.data_ptr()), torch.get_num_threads())
+        pointers = ctypes.byref(self._encoder), POINTER(patches.data_ptr())
+        self._library.vision_forward(*pointers, LONG(len(images)), POINTER(out.data_ptr()), torch.get_num_threads())
         return out
 
     # --------------------------------------------------------------------------------------------------- decoder
@@ -294,7 +300,7 @@ class KernelNetwork:
             visible = visible.expand(B, -1, -1).transpose(1, 2).to(torch.uint8).contiguous()
         positions = positions.contiguous()
         logits = x.new_empty(B, self.cfg.lm_vocab_size, dtype=torch.float32)
-        step = _DecoderStep(
+        step = DecoderStep(
             x.data_ptr(), DTYPES[x.dtype], B, T, places.data_ptr(), past_lengths.data_ptr(), positions.data_ptr(),
             None if visible is None else visible.data_ptr(), last_tokens.data_ptr(), cache.data_ptr(),
             DTYPES[cache.dtype], cache.size(4), *cache.stride()[:3], logits.data_ptr(), torch.get_num_threads(),

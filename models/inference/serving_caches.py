@@ -12,7 +12,7 @@ from torch import Tensor
 
 from models.errors import InputError
 from models.inference.inference_model import InferenceModel, Network
-from models.inference.stacked_cache import empty_cache
+from models.inference.kernel_network import empty_cache
 
 V = TypeVar("V")
 ImageStarts = Sequence[tuple[Hashable | None, int]]  # key of each image, and the position of its first token

@@ -1,4 +1,4 @@
-"""Build and load the kernel library: one small library for each level of CPU instructions.
+"""The kernel library, one small one for each level of CPU instructions: its structs, its build and its loading.
 
 build_backend.py builds all levels when the package is installed, if there is a C compiler. Where that was not possible,
 and after a change of the source, the level that this CPU needs is built at first use, in about two seconds, into the
@@ -17,6 +17,7 @@ import subprocess
 import tempfile
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from models.errors import InputError
 
@@ -41,6 +42,56 @@ FLAGS = [
     "-nostartfiles",
     "-nodefaultlibs", "-lm", "-lc",  # without libgomp: torch has loaded one, and two would compete for the cores
 ]  # fmt: skip
+
+
+# The structs below are those of the C sources, field by field.
+POINTER: Any = ctypes.c_void_p
+LONG: Any = ctypes.c_long
+FLOAT: Any = ctypes.c_float
+INT: Any = ctypes.c_int
+
+
+class Matrix(ctypes.Structure):
+    _fields_ = [
+        *((n, POINTER) for n in ("data", "scale", "groups", "bias")),
+        *((n, LONG) for n in ("n_rows", "depth", "stride", "dtype")), ("lora_a", POINTER), ("lora_b", POINTER),
+    ]  # fmt: skip
+
+
+class DecoderBlock(ctypes.Structure):
+    _fields_ = [
+        ("qkv", Matrix * 3), ("out", Matrix), ("gate_up", Matrix * 2), ("down", Matrix),
+        ("norm1", POINTER), ("norm2", POINTER),
+    ]  # fmt: skip
+
+
+class Decoder(ctypes.Structure):
+    _fields_ = [(n, POINTER) for n in ("blocks", "head", "norm", "cos", "sin")] + [
+        *((n, LONG) for n in ("n_blocks", "hidden_dim", "inter_dim", "n_heads", "n_kv_heads", "head_dim")),
+        ("eps", FLOAT),
+    ]
+
+
+class DecoderStep(ctypes.Structure):
+    _fields_ = [
+        ("x", POINTER), ("x_dtype", LONG), ("n_sequences", LONG), ("n_new", LONG),
+        *((n, POINTER) for n in ("slots", "past", "positions", "mask", "last", "cache")),
+        *((n, LONG) for n in ("cache_dtype", "capacity", "block_stride", "part_stride", "sequence_stride")),
+        ("logits", POINTER), ("threads", INT),
+    ]  # fmt: skip
+
+
+class VisionBlock(ctypes.Structure):
+    _fields_ = [(n, Matrix) for n in ("qkv", "out", "fc1", "fc2")] + [
+        (n, POINTER) for n in ("ln1", "ln1_bias", "ln2", "ln2_bias")
+    ]
+
+
+class VisionEncoder(ctypes.Structure):
+    _fields_ = [(n, POINTER) for n in ("blocks", "patch", "position", "norm", "norm_bias")] + [
+        *((n, LONG) for n in ("n_blocks", "hidden_dim", "inter_dim", "n_heads", "n_patches", "dtype")),
+        ("eps", FLOAT),
+    ]
 
 
 @cache
