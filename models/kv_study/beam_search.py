@@ -30,9 +30,9 @@ class Hypothesis:
     log_prob: float
 
     def score(self, length_penalty: float | None = None) -> float:
-        """What hypotheses are ranked by; None divides by the length."""
-        length = max(1, len(self.ids))
-        return self.log_prob / (length if length_penalty is None else ((5 + length) / 6) ** length_penalty)
+        """What hypotheses are ranked by; None divides by the length, or 1 for that of an end alone."""
+        n = len(self.ids)
+        return self.log_prob / (max(1, n) if length_penalty is None else ((5 + n) / 6) ** length_penalty)
 
 
 def beam_search(
