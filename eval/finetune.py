@@ -11,8 +11,8 @@ used (extra eval). The way "scenes mixed in" also counts captions of drawn scene
 
 takes some of the data sets and ways. With --baseline two training loops, this project's and another's, have --minutes
 each on every data set: upstream nanoVLM's from a checkout of its repository, or trl's SFTTrainer on the exported model
-(extra trl). Both have the same model, batch size, number format and peak learning rate, and otherwise their own
-defaults.
+(extra trl). Both have the same model, batch size and number format, and otherwise their own defaults; the other loop
+has AdamW, at the peak learning rate that this project takes with it.
 
     python -m eval.finetune --profile --model-size 222M --dtype bfloat16
     python -m eval.finetune --baseline nanovlm --nanovlm ../nanoVLM --model-size 222M --steps 5

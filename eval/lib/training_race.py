@@ -1,7 +1,7 @@
 """This project's fine-tuning, alone or beside another's, step by step in turns: loss against time and tokens/s."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -66,8 +66,8 @@ class TrainingSetup:
             (data / f"{i:03}.txt").write_text(caption(scene), encoding="utf-8")
         return cls(model, data, **settings)
 
-    def trainer(self, folder: Path, max_steps: int) -> Trainer:
-        """A run of max_steps steps on the CPU with the defaults of `train.py --data`."""
+    def trainer(self, folder: Path, max_steps: int, automatic: Sequence[str] = ("optimizer", "lr")) -> Trainer:
+        """A run of max_steps steps on the CPU with the defaults of `train.py --data`; without `optimizer`, AdamW."""
         cfg = replace(
             FINETUNING,
             max_steps=max_steps,
@@ -77,7 +77,7 @@ class TrainingSetup:
             num_workers=0,
         )
         options = FinetuneOptions(
-            [str(self.data)], folder, model=str(self.model), device="cpu", validation=0, automatic=["lr"]
+            [str(self.data)], folder, model=str(self.model), device="cpu", validation=0, automatic=automatic
         )
         trainer = Trainer(*prepare(options, cfg))
         trainer.model.train()

@@ -100,7 +100,7 @@ class NanoVLMRun:
 
     def __init__(self, setup: TrainingSetup, folder: Path, max_steps: int, *, checkout: Path):
         self.setup, self.folder, self.max_steps = setup, folder, max_steps
-        ours = replace(setup, augment=0.0).trainer(folder.with_name("settings"), max_steps)
+        ours = replace(setup, augment=0.0).trainer(folder.with_name("settings"), max_steps, ["lr"])
         self.lr, self.batches = ours.cfg.lr, setup.batches(ours)
         self._write_model()
         with imported_from(checkout):
@@ -160,7 +160,7 @@ class TrlRun:
         export_smolvlm(Captioner.from_pretrained(setup.model, dtype="float32"), folder)
         self.requests: queue.Queue[None] = queue.Queue()
         self.logged: queue.Queue[float | None] = queue.Queue()
-        self.trainer = self._make_trainer(setup.trainer(folder.with_name("settings"), max_steps).cfg.lr)
+        self.trainer = self._make_trainer(setup.trainer(folder.with_name("settings"), max_steps, ["lr"]).cfg.lr)
 
     def _make_trainer(self, lr: float) -> Any:
         try:
