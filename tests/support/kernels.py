@@ -3,6 +3,7 @@
 import os
 import shlex
 import shutil
+import subprocess
 
 from models.inference.kernels.load import available_levels
 
@@ -10,7 +11,10 @@ from models.inference.kernels.load import available_levels
 def has_compiler() -> bool:
     """Whether there is a C compiler: then every level must build."""
     command = shlex.split(os.environ.get("CC", "")) or ["cc" if shutil.which("cc") else "gcc"]
-    return shutil.which(command[0]) is not None
+    try:
+        return subprocess.run([*command, "-E", "-x", "c", os.devnull], capture_output=True).returncode == 0
+    except OSError:
+        return False
 
 
 LEVELS = available_levels() if has_compiler() else []  # lowest first
