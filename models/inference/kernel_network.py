@@ -223,10 +223,11 @@ class KernelNetwork:
             for module in part.modules()
         )
         methods = "encode_images", "embed_tokens", "prefill_embeds"
-        known &= all(getattr(type(model), name) is getattr(VisionLanguageModel, name) for name in methods)
+        is_overridden = any(getattr(type(model), name) is not getattr(VisionLanguageModel, name) for name in methods)
         tensors = [p for p in model.parameters() if p.is_floating_point()]
         fits = all(p.device.type == "cpu" and p.dtype in DTYPES for p in tensors) and model.cfg.vit_grid > 1
-        level = chosen_level() if known and fits and _has_sizes_of_config(model) else None
+        computable = known and not is_overridden and fits and _has_sizes_of_config(model)
+        level = chosen_level() if computable else None
         return level is not None and load_library(level) is not None
 
     # ---------------------------------------------------------------------------------------------------- images

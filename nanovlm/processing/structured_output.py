@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 MAX_SCHEMA = 50_000  # characters; what longer ones need at each token would delay all other requests
 JSON_OPTIONS: Any = {"whitespace_flexible": False}  # or a small model could write spaces without end
+# A program that prepares the grammar of its standard input within limits of CPU time (s), core files and memory (bytes)
 COMPILING = """
 import sys
 from llguidance import LLMatcher, LLTokenizer
