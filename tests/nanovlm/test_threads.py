@@ -1,11 +1,16 @@
 """The number of threads follows what the process may use; a busy machine is noticed."""
 
+import platform
+import subprocess
+import sys
+
 import pytest
 import torch
 
 from nanovlm.cli import main as cli
 from nanovlm.device import MEASURED_CALLS, BusyMonitor, available_threads, cgroup_quota, set_threads
 from nanovlm.errors import UsageError
+from support import ROOT
 
 
 @pytest.fixture(autouse=True)
@@ -79,3 +84,20 @@ def test_threads_that_wait_for_cores_are_named_once(threads, cpu_s, busy):
         notes.append(monitor.note())
     assert [i + 1 for i, note in enumerate(notes) if note] == [MEASURED_CALLS] * busy
     assert not busy or "--threads 1" in notes[MEASURED_CALLS - 1]
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have no such setting")
+def test_freed_memory_is_kept():
+    """Tensors that are made and freed again cost new pages, unless the process keeps them."""
+    program = """
+import resource, sys, torch
+from nanovlm.device import keep_freed_memory
+if sys.argv[1] == "kept":
+    keep_freed_memory()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(20):
+    torch.ones(2**24)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)"""
+    commands = ([sys.executable, "-c", program, name] for name in ("kept", "returned"))
+    kept, returned = (int(subprocess.check_output(command, cwd=ROOT)) for command in commands)
+    assert 4 * kept < returned
