@@ -4,7 +4,6 @@ import argparse
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 
 from nanovlm.cli.options import (
@@ -132,8 +131,4 @@ def check_flags(args: argparse.Namespace) -> None:
             raise UsageError(f"{flag_of(one)} and {flag_of(other)} exclude each other; omit one")
     if not (args.out or args.check_data or args.dry_run):
         raise UsageError("--out is required; name a folder for the model")
-    if args.tensorboard and find_spec("tensorboard") is None:
-        raise UsageError("--tensorboard needs tensorboard: pip install 'nanovlm[tensorboard]'")
-    if args.report_to not in (None, "none") and find_spec(args.report_to) is None:
-        raise UsageError(f"--report-to {args.report_to} needs {args.report_to}: pip install 'nanovlm[track]'")
     check_validation(args.validation)

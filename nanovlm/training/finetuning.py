@@ -42,7 +42,7 @@ from nanovlm.training.examples import (
     world_size,
 )
 from nanovlm.training.loop import Trainer, TrainingTask
-from nanovlm.training.metrics import AUTO, AUTO_METRIC, LOSS
+from nanovlm.training.metrics import AUTO, AUTO_METRIC, LOSS, check_installed
 from nanovlm.training.probe import Probe, RunEstimate, estimate_run, memory_errors
 from nanovlm.training.quantized_base import quantize_base
 
@@ -89,6 +89,7 @@ def check_examples(options: FinetuneOptions) -> int:
 
 def start(options: FinetuneOptions, cfg: TrainConfig, make: Callable[..., T]) -> T:
     """make(model, task, cfg) with the model and the data of the options, or with drawn scenes."""
+    check_installed(cfg)
     check_folder(options.out, options.data)
     model, task, cfg = prepare(options, cfg) if options.data else prepare_scenes(options, cfg)
     if cfg.lora_rank and starts_anew(options) and os.environ.get("RANK", "0") == "0":

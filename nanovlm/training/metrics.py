@@ -1,6 +1,6 @@
 """Metrics of a training run: progress lines, metrics.jsonl, curves for TensorBoard and others, the best evaluation."""
 
-import importlib
+import importlib.util
 import json
 import logging
 import math
@@ -138,17 +138,22 @@ class MetricsLogger:
             self.tracker.finish()
 
 
+def check_installed(cfg: TrainConfig) -> None:
+    """Raise MissingExtraError if the run is to be logged by a package that is not installed."""
+    extras = {"tensorboard": "tensorboard"} if cfg.tensorboard else {}
+    extras |= {} if cfg.report_to == "none" else {cfg.report_to: "track"}
+    for name, extra in extras.items():
+        if importlib.util.find_spec(name) is None:
+            raise MissingExtraError(f"the run is to be logged by {name}: pip install 'nanovlm[{extra}]'")
+
+
 def start_tracker(cfg: TrainConfig, folder: Path, resumed: bool = False) -> Any:
     """Start a run of wandb or trackio, which share an interface, and return the module; nothing leaves the machine.
 
     WANDB_MODE=online, and what trackio reads from its environment, say otherwise. A resumed run goes on under the id
-    that it had. Raises MissingExtraError.
+    that it had.
     """
-    try:
-        module = importlib.import_module(cfg.report_to)
-    except ImportError:
-        name = cfg.report_to
-        raise MissingExtraError(f"report_to={name} needs {name}: pip install 'nanovlm[track]'") from None
+    module = importlib.import_module(cfg.report_to)
     options: dict[str, Any] = {"resume": "allow" if resumed else "never"}
     if cfg.report_to == "wandb":
         mode = os.environ.get("WANDB_MODE", "offline")
