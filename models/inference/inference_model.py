@@ -229,7 +229,8 @@ class _State:
         """The digest of what encodes images."""
         model, level = self.network.model, getattr(self.network, "level", "torch")
         sizes = {name: value for name, value in vars(model.cfg).items() if name.startswith(("vit_", "mp_"))}
-        settings = f"{level} {model.device.type} {torch.__version__} {model.cfg.format.name} {sizes}"
+        encode = type(model).encode_images.__qualname__  # of a subclass, perhaps
+        settings = f"{level} {encode} {model.device.type} {torch.__version__} {model.cfg.format.name} {sizes}"
         from models.inference.image_store import encoder_digest
 
         return encoder_digest(model.vision_encoder, model.MP, settings=settings)
