@@ -24,9 +24,7 @@ class UnprintableError(Exception):
 
 
 ODD_ERRORS = [
-    RuntimeError(), KeyError("x"), StopIteration(), TimeoutError(), AssertionError(), UnprintableError(), MemoryError(),
-    UnicodeDecodeError("utf-8", b"", 0, 1, "?"), torch.OutOfMemoryError("a GPU's"), asyncio.CancelledError(),
-    SystemExit(1), GeneratorExit(),
+    RuntimeError(), StopIteration(), UnprintableError(), MemoryError(), asyncio.CancelledError(), SystemExit(1),
 ]  # fmt: skip
 POISON = 7  # the first token id of the prompt that fails
 PROMPTS = [torch.tensor([first, 5, 6, 8]) for first in (4, POISON, 9, 10)]

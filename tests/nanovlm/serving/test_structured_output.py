@@ -82,24 +82,14 @@ def test_openai_client_parses_an_answer(served):
     assert isinstance(response.output_parsed, Image)
 
 
-def objects(n):
-    """Schemas of n objects with one required property each."""
-    parts = [{"properties": {f"a{i}": {"type": "integer"}}, "required": [f"a{i}"]} for i in range(n)]
-    return [{"type": "object", "additionalProperties": False} | part for part in parts]
-
-
 @pytest.mark.parametrize(
     "schema",
     [
         {"type": "objec"},
-        {"$ref": "http://127.0.0.1/schema"},
-        {"type": "string", "pattern": "("},
         {"$ref": "#"},
-        {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}},
-        {"anyOf": [{"$ref": "#"}]},
         {"type": "object", "properties": {"x": {"$ref": "#"}}, "required": ["x"]},  # found at the second token
         {"type": "object", "properties": {f"a{i}": {} for i in range(2100)}},
-        {"anyOf": objects(3000)},
+        {"enum": ["x" * 50_000]},
         {"type": "string", "pattern": "^(a{1000}){1000}$"},  # takes 13 seconds
         {"allOf": [{"pattern": f"^([ab])*a([ab]){{{i}}}$"} for i in range(10, 40)]},  # needs gigabytes
     ],
