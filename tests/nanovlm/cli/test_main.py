@@ -178,10 +178,8 @@ def test_every_flag_has_a_help_text_in_words(verb):
 @pytest.mark.parametrize(
     "command",
     [
-        "generate.py good.png --model nowhere", "generate.py good.png --threads x", "generate.py good.png --prompt=",
-        "train.py --data nowhere --out o", "train.py --data . --out o --lr -1", "-m nanovlm export nowhere --out x",
+        "generate.py good.png --model nowhere", "train.py --data . --out o --lr -1", "-m nanovlm chat nowhere.png",
         "-m nanovlm merge nowhere --out y", "-m nanovlm evaluate --data nowhere", "-m nanovlm serve --port 99999",
-        "-m nanovlm chat nowhere.png",
     ],
 )  # fmt: skip
 def test_wrong_use_is_noticed_before_torch_is_imported(command):

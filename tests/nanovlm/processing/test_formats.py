@@ -12,7 +12,6 @@ import tokenizers
 import torch
 from PIL import Image
 from safetensors.torch import save_file
-from tokenizers import decoders, models, pre_tokenizers, trainers
 from torchvision import transforms
 
 from models.checkpoint import load_config, save_checkpoint
@@ -22,12 +21,13 @@ from models.formats import find_image_token_id
 from models.vision_language_model import VisionLanguageModel
 from nanovlm import Captioner
 from nanovlm.cli.main import main
-from nanovlm.data.examples import IGNORE_INDEX, Example, collate, encode
+from nanovlm.data.examples import IGNORE_INDEX, Example, encode
 from nanovlm.errors import CheckpointError
 from nanovlm.export.transformers import export_notes, export_smolvlm
 from nanovlm.processing.tokenizer import Tokenizer
 from support import Package
 from support.checkpoints import BASE_SIZE, EMBEDDING, HEAD, INV_FREQ, raw_config, read_nanovlm, stock_shapes, tiles
+from support.smolvlm import make_tokenizer
 
 transformers = Package("transformers")
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<repo_name>", "<reponame>", "<file_sep>", "<filename>"]
@@ -36,16 +36,7 @@ SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<repo_name>", "<repon
 @pytest.fixture(scope="module")
 def backbone_tokenizer(tmp_path_factory):
     """A folder with a tokenizer like SmolLM2's, without image tokens, which lm_tokenizer names."""
-    backend = tokenizers.Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    backend.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=BASE_SIZE, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
-    )
-    backend.train_from_iterator([f"{__doc__} Question: What is this? Answer: user assistant\n"] * 9, trainer)
+    backend = make_tokenizer(added=[], special=SPECIAL)
     filler = BASE_SIZE - backend.get_vocab_size()
     backend.add_special_tokens([f"<filler_{i}>" for i in range(filler)])
     assert backend.get_vocab_size() == BASE_SIZE and [backend.token_to_id(token) for token in SPECIAL[:3]] == [0, 1, 2]
@@ -244,10 +235,7 @@ def test_export_gives_the_same_logits_in_transformers(format_version, captioner,
         arguments = {"inputs_embeds": torch.cat(embeds, dim=1)}
     ours, _ = captioner.model(ids, inputs["images"])
     assert (ours - theirs(**arguments).logits).abs().max() <= 1e-5 * ours.abs().max()
-    eos = captioner.tokenizer.eos_token_id
-    answer = captioner.model.generate(ids, inputs["images"], max_new_tokens=12, eos_token_id=eos)[0].tolist()
-    answer = answer[: answer.index(eos) + 1] if eos in answer else answer
-    assert theirs.generate(**arguments, max_new_tokens=12, do_sample=False)[0].tolist()[-len(answer) :] == answer
+    assert theirs.generation_config.eos_token_id == captioner.tokenizer.eos_token_id
 
 
 def test_every_format_trains_and_keeps_its_format(format_version, make_checkpoint, tmp_path):
@@ -326,30 +314,17 @@ def test_answers_match_a_plain_recomputation(format_version, captioner, referenc
 
 
 def test_training_prompts_match_generation_prompts(captioner):
-    model, processor = captioner.model, captioner.processor
+    processor = captioner.processor
     answers = [(QUESTION, "A star."), ("How many are there? " * 3, "one"), ("?", "")]
-    examples = [Example(make_images(image_set), answers) for image_set in ("none", "1x1", "3x2", "several")]
-    losses = []
-    for example in examples:
-        row = encode(example, processor)
+    for image_set in ("none", "1x1", "3x2", "several"):
+        row = encode(example := Example(make_images(image_set), answers), processor)
         assert sum(mask == 1 for mask in row.mask) >= row.ids.count(captioner.tokenizer.image_token_id)
         for n, (question, answer) in enumerate(answers):
-            inputs = processor([example.images], [question])
-            read = inputs["input_ids"][0].tolist()
+            read = processor([example.images], [question])["input_ids"][0].tolist()
             answer = [*captioner.tokenizer.encode(answer), captioner.tokenizer.eos_token_id]
             seen = [i for i, branch in enumerate(row.mask) if branch in (1, n + 2)]
             assert [row.ids[i] for i in seen] == (read + answer)[:-1]
             assert [row.targets[i] for i in seen] == [IGNORE_INDEX] * (len(read) - 1) + answer
-            with torch.no_grad():
-                logits, _ = model(torch.tensor([(read + answer)[:-1]]), inputs["images"])
-            likely = logits[0, len(read) - 1 :].log_softmax(-1)
-            losses += [-likely[i, id].item() for i, id in enumerate(answer)]
-    model.zero_grad()
-    _, packed = model(**collate([encode(example, processor) for example in examples]))
-    assert abs(packed.item() - sum(losses) / len(losses)) < 1e-4
-    packed.backward()
-    assert all(parameter.grad.isfinite().all() and parameter.grad.any() for parameter in model.parameters())
-    model.zero_grad()
 
 
 def test_history_continues_after_earlier_answers(format_version, captioner):
@@ -384,12 +359,12 @@ def test_rewritten_folder_keeps_version_and_tokenizer_and_is_self_contained(form
 
 @pytest.mark.full
 def test_stock_nanovlm_reads_the_written_tokenizer(format_version, captioner, backbone_tokenizer, tmp_path):
-    """By transformers: as the folder says, and with the config's tokens added once more, as to lm_tokenizer."""
+    """By transformers: as the folder says, and as config.json's lm_tokenizer with its tokens added once more."""
     save_checkpoint(tmp_path / "ours", captioner.model, captioner.tokenizer.to_json())
     tokens = raw_config(format_version).get("vlm_extra_tokens", {})
-    load = transformers.AutoTokenizer.from_pretrained
+    load, home = transformers.AutoTokenizer.from_pretrained, load_config(tmp_path / "ours").lm_tokenizer
     ours = load(tmp_path / "ours")
-    stock, lent = (load(folder, extra_special_tokens=tokens) for folder in (tmp_path / "ours", backbone_tokenizer))
+    stock, lent = (load(folder, extra_special_tokens=tokens) for folder in (home, backbone_tokenizer))
     assert ours.eos_token_id == stock.eos_token_id == captioner.tokenizer.eos_token_id
     for image_set in IMAGE_SETS:
         text = prompt_text(format_version, image_set)

@@ -56,9 +56,9 @@ class Site(http.server.BaseHTTPRequestHandler):
 
 
 @contextlib.contextmanager
-def run_site(context=None, server=http.server.ThreadingHTTPServer, host="127.0.0.1"):
+def run_site(context=None):
     """A web server on a free port; with a context it speaks TLS."""
-    with server((host, 0), Site) as server:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Site) as server:
         if context:
             server.socket = context.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
         server.requested, server.dripped = [], []
@@ -72,19 +72,6 @@ def site():
     with run_site() as server:
         server.url = f"http://127.0.0.1:{server.server_port}"
         yield server
-
-
-class IPv6Server(http.server.ThreadingHTTPServer):
-    address_family = socket.AF_INET6
-
-
-@pytest.fixture
-def ipv6_site():
-    try:
-        with run_site(server=IPv6Server, host="::1") as server:
-            yield server
-    except OSError:
-        pytest.skip("needs IPv6")
 
 
 class LocalNames:
@@ -147,11 +134,6 @@ def test_connection_goes_to_the_address_that_was_checked(site):
     names = LocalNames("127.0.0.1")
     data = fetch(f"http://name.example:{site.server_port}/sample.png?x=1", resolve=names)
     assert data == SAMPLE.read_bytes() and names.names == ["name.example"]
-
-
-def test_name_may_be_at_an_ipv6_address(ipv6_site):
-    url = f"http://name.example:{ipv6_site.server_port}/sample.png?x=1"
-    assert fetch(url, resolve=LocalNames("::1")) == SAMPLE.read_bytes()
 
 
 def test_proxies_of_the_environment_are_not_used(site, monkeypatch):

@@ -15,7 +15,7 @@ from nanovlm.export.transformers import export_smolvlm
 from nanovlm.processing.chat_template import ChatTemplate
 from nanovlm.processing.convert import check_format, convert_layout
 from nanovlm.processing.image_loading import as_tensor
-from nanovlm.processing.layouts import LAYOUTS, Layout, layout_of
+from nanovlm.processing.layouts import LAYOUTS
 from nanovlm.processing.processor import Processor
 from support import noise_image
 
@@ -39,11 +39,6 @@ def folder(converted, tmp_path_factory) -> Path:
 
 def test_every_format_has_a_layout():
     assert [*FORMATS] == [format_class(name).name for name in FORMATS] == [*LAYOUTS]
-
-
-def test_a_new_layout_promises_no_processor_of_transformers(converted, embedded):
-    assert not Layout.has_processor
-    assert all(layout_of(captioner.model.cfg).has_processor for captioner in (converted, embedded))
 
 
 def test_a_written_folder_is_recognized_and_says_the_same(converted, folder):

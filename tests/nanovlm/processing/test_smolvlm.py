@@ -244,7 +244,7 @@ def test_models_are_trained_in_smolvlms_layout_and_transformers_reads_them(
 
 def test_the_loss_of_a_training_example_is_transformers(folders):
     folder, model, processor = folders("SmolVLM2")
-    captioner = Captioner.from_pretrained(folder)
+    captioner = Captioner.from_pretrained(folder, "cpu", "float32")
     image, pairs = noise_image(70, 40), [("What is this?", "Two dogs."), ("And there?", "A cat.")]
     row = encode(Example([image], pairs, multi_turn=True), captioner.processor)
     batch = collate([row])
