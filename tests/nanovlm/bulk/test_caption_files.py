@@ -604,8 +604,6 @@ TWO_PROMPTS = ["--prompt", "What?", "--prompt", "Where?"]
         (["images", "--batch-size", "0"], "batch size 0 is less than 1"),
         (["images", "--out", "all.xml"], ".jsonl, .csv, .parquet"),
         (["images", "--prefix", "\udcff"], "not valid Unicode"),
-        (["images", "--existing", "burn"], "--existing"),
-        (["images", "--prompt", "What?", "--length", "short"], "--length: not allowed with argument --prompt"),
         (["good.png", *TWO_PROMPTS, "--samples", "2"], "--samples 2 of 2 prompts; ask for samples of one at a time"),
         (["images", *TWO_PROMPTS, "--suffix", "."], "--prompt: answers to several are JSON, to which no text"),
         (["images", *TWO_PROMPTS, "--prompt", "What?"], "--prompt is given twice, or is file_name or text"),

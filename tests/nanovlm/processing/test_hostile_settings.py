@@ -18,16 +18,9 @@ FILES = ("config.json", "processor_config.json", "tokenizer_config.json", "gener
 ODD = ["a", 10**400, -1, 0, 1e400, float("nan"), True, None, [], {}, [True], "x" * 10**6, 1.5, {"a": 1}]
 
 
-@pytest.fixture(scope="module")
-def original(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("original") / "model"
-    write_folder(folder, "SmolVLM")
-    return folder
-
-
 @pytest.fixture
-def folder(original, tmp_path):
-    shutil.copytree(original, tmp_path / "model")
+def folder(tmp_path):
+    write_folder(tmp_path / "model")
     return tmp_path / "model"
 
 

@@ -13,7 +13,7 @@ from nanovlm.processing.video import Video
 from nanovlm.serving.chat_format import Chat, parse_messages, prepare_inputs, preprocess, video_parts
 from nanovlm.serving.protocol import ChatCompletionRequest, MediaURL
 from support import noise_image
-from support.data import message
+from support.data import message, text
 from support.serving import QUESTIONS, SAMPLE_URL, RunningServer, answer_of, until, user_message
 from support.smolvlm import write_folder
 
@@ -63,9 +63,10 @@ def test_turns_are_kept_where_the_layout_has_images_in_turns():
         chat = chat_of(*messages, images_in_turns=True)
         return chat.turns, chat.answer
 
-    alone, blank = ({"role": "user", "content": [*text, part]} for text in ([], [{"type": "text", "text": " "}]))
+    alone, blank = (user(*words, part) for words in ([], [text(" ")]))
     assert turns_of(GREETING, alone) == ([("assistant", [GREETING["content"]]), ("user", [None, PROMPT])], "")
     assert turns_of(blank) == ([("user", [" ", None, PROMPT])], "")
+    assert turns_of(user(text("<end_of_utter"), text("ance>"))) == ([("user", ["<end_of_utterance>"])], "")
     assert turns_of(user("What?"), alone) == ([("user", ["What?"]), ("user", [None])], "")
     assert turns_of(alone, assistant("A "), assistant("cat")) == ([("user", [None]), ("assistant", ["A "])], "cat")
 
@@ -91,8 +92,8 @@ def test_beginning_of_an_answer_is_continued_to_the_same_answer(served, embedded
     ids=["text", "detail", "file_id", "bare base64", "base64 of several lines"],
 )
 def test_image_is_accepted_as_clients_send_it(served, embedded, part):
-    for text in ({"type": "text", "text": QUESTIONS[0]}, {"type": "input_text", "text": QUESTIONS[0]}):
-        response = served.post({"messages": [{"role": "user", "content": [part, text]}]})
+    for question in (text(QUESTIONS[0]), {"type": "input_text", "text": QUESTIONS[0]}):
+        response = served.post({"messages": [{"role": "user", "content": [part, question]}]})
         assert answer_of(response) == embedded.caption(SAMPLE)
 
 
@@ -122,10 +123,8 @@ def video_message(question, data):
 
 
 @pytest.mark.full
-def test_a_video_is_answered_as_by_the_captioner(served, embedded, clip, tmp_path):
-    """Its frames are images of one question or, in SmolVLM's layout, have their times beside them."""
-    expected = embedded.caption_video(clip, QUESTIONS[0], max_new_tokens=12)
-    assert answer_of(served.post(video_message(QUESTIONS[0], clip.read_bytes()))) == expected
+def test_a_video_is_answered_as_by_the_captioner(clip, tmp_path):
+    """In SmolVLM's layout its frames have their times beside them; in others they are images."""
     write_folder(tmp_path / "model")
     captioner = Captioner.from_pretrained(tmp_path / "model", device="cpu", dtype="float32")
     with RunningServer(captioner) as server:

@@ -1,4 +1,4 @@
-"""Client libraries, each in its ordinary use, and requests as a front end sends them; others test the openai client."""
+"""Client libraries, each in its ordinary use, and requests as front ends send them; others test the openai client."""
 
 import asyncio
 import json
@@ -6,7 +6,8 @@ import json
 import pytest
 
 from nanovlm import SAMPLE
-from support.serving import QUESTIONS, SAMPLE_URL, answer_of, user_message
+from nanovlm.serving.options import ServerOptions
+from support.serving import QUESTIONS, SAMPLE_URL, RunningServer, answer_of, http, user_message
 
 pytestmark = pytest.mark.full
 OPTIONS = {"temperature": 0, "max_tokens": 100}
@@ -57,6 +58,23 @@ def test_llm(served, embedded, tmp_path, monkeypatch):
     talk = model.conversation()
     assert talk.prompt(QUESTIONS[0], attachments=[attachment], stream=False).text() == embedded.caption(SAMPLE)
     assert talk.prompt(QUESTIONS[1]).text()
+
+
+def test_open_webui(embedded):
+    """The list of models, a streamed chat, and the title and tags that it asks for in the background."""
+    front_end = {"origin": "http://localhost:3000"}  # "direct connections" come from the browser
+    with RunningServer(embedded, options=ServerOptions(allow_origin=("http://localhost:3000",))) as server:
+        models = http.get(f"{server.url}/v1/models", headers=front_end | {"authorization": "Bearer none"}).json()
+        model = models["data"][0]["id"]
+        chat = {"stream": True, "model": model, "messages": user_message(QUESTIONS[0], SAMPLE_URL)}
+        chat["stream_options"] = {"include_usage": True}
+        events = server.post(chat, headers=front_end).text.split("\n\n")
+        chunks = [json.loads(event.removeprefix("data: ")) for event in events if "{" in event]
+        text = "".join(choice["delta"].get("content", "") for chunk in chunks for choice in chunk["choices"])
+        assert text == embedded.caption(SAMPLE) and chunks[-1]["usage"]["total_tokens"]
+        task = {"model": model, "messages": user_message("### Task:\nGenerate a concise, 3-5 word title.")}
+        task |= {"stream": False, "max_completion_tokens": 1000}
+        assert server.post(task).status_code == 200, "the context has no room for 1,000 tokens more"
 
 
 def test_sillytavern(served):

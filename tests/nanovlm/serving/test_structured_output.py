@@ -6,30 +6,13 @@ import sys
 
 import pytest
 
-from nanovlm import SAMPLE
-from support.serving import QUESTIONS, SAMPLE_URL, RunningServer, answer_of, chat, user_message
+from support.schema import SCHEMA, assert_fits
+from support.serving import QUESTIONS, SAMPLE_URL, RunningServer, answer_of, user_message
 
 pytest.importorskip("llguidance", reason="no llguidance; pip install 'nanovlm[structured]'")
 
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "color": {"enum": ["green", "blue", "red"]},
-        "words": {"type": "array", "items": {"type": "string", "maxLength": 8}, "maxItems": 2},
-        "n": {"type": "integer", "minimum": 0, "maximum": 99},
-    },
-    "required": ["color", "words", "n"],
-    "additionalProperties": False,
-}
 ASKED = {"model": "nanovlm", "messages": user_message(QUESTIONS[1], SAMPLE_URL)}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "image", "strict": True, "schema": SCHEMA}}
-
-
-def assert_fits(answer):
-    """What the schema says."""
-    assert set(answer) == {"color", "words", "n"} and answer["color"] in ("green", "blue", "red")
-    assert len(answer["words"]) <= 2 and all(isinstance(word, str) and len(word) <= 8 for word in answer["words"])
-    assert type(answer["n"]) is int and 0 <= answer["n"] <= 99
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 3.0, "seed": 1, "n": 4}, {"frequency_penalty": 1.0}])
@@ -54,16 +37,6 @@ def test_json_object_is_an_object(served):
     assert choice["message"]["content"].startswith("{")
     if choice["finish_reason"] == "stop":
         assert isinstance(json.loads(choice["message"]["content"]), dict)
-
-
-def test_other_requests_of_the_batch_are_free(embedded):
-    with RunningServer(embedded) as server:
-        client = server.client()
-        stream = client.chat.completions.create(**ASKED, response_format=FORMAT, stream=True)
-        free = chat(client)
-        assert free.choices[0].message.content == embedded.caption(SAMPLE)
-        text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
-        assert_fits(json.loads(text))
 
 
 @pytest.mark.full
