@@ -35,6 +35,7 @@ def parse(*argv):
         (["--max-num-seqs", "0"], "--max-num-seqs 0 must be at least 1"),
         (["--allow-origin", "http://localhost:3000/"], "is no origin; give for example http://localhost:"),
         (["--timeout", "nan"], "--timeout nan must be at least 1"),
+        (["--host", "nowhere.invalid", "--api-key", "x"], "--host nowhere.invalid --port 0: "),
         (["--port", "70000"], "--port 70000"),
         (["--model", "no/such/folder"], "no/such/folder"),
         (["--nonsense"], "--nonsense"),
