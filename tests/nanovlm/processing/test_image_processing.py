@@ -241,8 +241,7 @@ def test_16_bits_are_scaled_the_same_however_dark(format):
     ("values", "grey"),
     [
         ([0.0, 0.5, 1.0], [0, 128, 255]), ([0.0, 128.0, 255.0], [0, 128, 255]), ([-2.0, 0.0, 2.0], [0, 128, 255]),
-        ([1000.0, 2000.0, 3000.0], [0, 128, 255]), ([math.nan, 0.2, math.inf], [0, 51, 255]),
-        ([math.nan, math.nan, -math.inf], [0, 0, 0]),
+        ([math.nan, 0.2, math.inf], [0, 51, 255]), ([math.nan, math.nan, -math.inf], [0, 0, 0]),
     ],
 )  # fmt: skip
 def test_floats_are_scaled_to_8_bits(values, grey):

@@ -33,7 +33,6 @@ INVALID_IMAGES = {
     "/etc/passwd": "is not an image URL",
     "data:image/png,abc": "without base64",
     "data:image/png;base64,a$b=": "invalid base64",
-    "data:image/png;base64,abc": "invalid base64",
     "data:image/png;base64,": "image 1: an empty file",
     data_url(b"hello"): "image 1: not an image",
     "aGVsbG8=": "image 1: ",
