@@ -58,10 +58,11 @@ def test_sampling_parameters_are_obeyed_and_n_samples_differ(client, embedded):
 
     three = sample(n=3, seed=5)
     assert len(set(three)) == 3 and sample(seed=5) == three[:1] and sample(seed=7) == three[2:]
-    options = {"top_p": 0.8, "seed": 3, "frequency_penalty": 1.0, "presence_penalty": 0.5}
     more = {"top_k": 9, "min_p": 0.01, "repetition_penalty": 1.3}
-    expected = embedded.caption(SAMPLE, max_new_tokens=9, sampling=SamplingParams(temperature=6, **options, **more))
-    assert sample(**options, extra_body=more) == [expected]
+    for penalty in ("frequency_penalty", "presence_penalty"):
+        options = {"top_p": 0.8, "seed": 3, penalty: 2.0}
+        expected = embedded.caption(SAMPLE, max_new_tokens=9, sampling=SamplingParams(temperature=6, **options, **more))
+        assert sample(**options, extra_body=more) == [expected]
 
 
 @pytest.mark.parametrize("stream", [False, True])
