@@ -248,6 +248,7 @@ def test_every_format_trains_and_keeps_its_format(format_version, make_checkpoin
     assert main(["train", *flags, *(str(word) for pair in paths.items() for word in pair)]) == 0
     after = Captioner.from_pretrained(tmp_path / "out", "cpu", "float32").model
     assert after.cfg.format_version == format_version
+    assert after.cfg.lm_tokenizer == str(tmp_path / "out"), "where stock nanoVLM finds the tokenizer"
     assert not torch.equal(after.decoder.head.weight, before.decoder.head.weight)
 
 
@@ -359,12 +360,12 @@ def test_rewritten_folder_keeps_version_and_tokenizer_and_is_self_contained(form
 
 @pytest.mark.full
 def test_stock_nanovlm_reads_the_written_tokenizer(format_version, captioner, backbone_tokenizer, tmp_path):
-    """By transformers: as the folder says, and as config.json's lm_tokenizer with its tokens added once more."""
+    """By transformers: as the folder says, and with the config's tokens added once more, as to lm_tokenizer."""
     save_checkpoint(tmp_path / "ours", captioner.model, captioner.tokenizer.to_json())
     tokens = raw_config(format_version).get("vlm_extra_tokens", {})
-    load, home = transformers.AutoTokenizer.from_pretrained, load_config(tmp_path / "ours").lm_tokenizer
+    load = transformers.AutoTokenizer.from_pretrained
     ours = load(tmp_path / "ours")
-    stock, lent = (load(folder, extra_special_tokens=tokens) for folder in (home, backbone_tokenizer))
+    stock, lent = (load(folder, extra_special_tokens=tokens) for folder in (tmp_path / "ours", backbone_tokenizer))
     assert ours.eos_token_id == stock.eos_token_id == captioner.tokenizer.eos_token_id
     for image_set in IMAGE_SETS:
         text = prompt_text(format_version, image_set)
