@@ -216,9 +216,8 @@ def tls_site(certificate, monkeypatch):
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
     with run_site(context) as server:
 
-        def fetch_path(path, host="name.example", **options):
-            url = f"https://{host}:{server.server_port}{path}"
-            return fetch(url, **{"resolve": LocalNames("127.0.0.1")} | options)
+        def fetch_path(path, host="name.example"):
+            return fetch(f"https://{host}:{server.server_port}{path}", resolve=LocalNames("127.0.0.1"))
 
         server.fetch = fetch_path
         yield server
