@@ -58,12 +58,4 @@ class FakeTerminal(io.StringIO):
         self.shown.append(self.getvalue())
 
 
-def read_or_eof(file):
-    """Read from a pseudo-terminal's file descriptor; b"" at its end."""
-    try:
-        return os.read(file, 4096)
-    except OSError:  # Linux raises EIO once the other end is closed
-        return b""
-
-
 IMAGE_NAMES = ["a.png", "b two.jpg", "deep/ünï-🙂.png", "deep/er/c.webp", "d.gif"]

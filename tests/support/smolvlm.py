@@ -31,8 +31,8 @@ ADDED = ["<global-img>", *(f"<row_{r}_col_{c}>" for r in range(1, 7) for c in ra
 ADDED += ["<fake_token_around_image>", "<image>", "<end_of_utterance>"]
 
 
-def make_tokenizer(added=ADDED):
-    """A byte-level BPE as SmolLM2's, of few tokens, with SmolVLM's own."""
+def make_tokenizer(added=ADDED, special=SPECIAL):
+    """A byte-level BPE as SmolLM2's, of few tokens, by default with SmolVLM's own."""
     backend = tokenizers.Tokenizer(tokenizers.models.BPE())
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
         [tokenizers.pre_tokenizers.Digits(individual_digits=True), tokenizers.pre_tokenizers.ByteLevel(False)]
@@ -40,7 +40,7 @@ def make_tokenizer(added=ADDED):
     backend.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=320,
-        special_tokens=SPECIAL,
+        special_tokens=special,
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )

@@ -68,20 +68,6 @@ def test_captions_that_repeat_themselves_are_trimmed_and_counted(captioner, imag
     assert bulk.repetitions == [reasons.count("repetition")] != [0]
 
 
-def test_images_are_prepared_while_the_model_runs(captioner, images, monkeypatch):
-    prepared, enough, waited = [], threading.Event(), []
-
-    def count(image):
-        prepared.append(image)
-        if len(prepared) == 3:
-            enough.set()
-
-    before_each_step(monkeypatch, lambda batch: waited.append(enough.wait(60)))
-    bulk = BulkCaptioner(WatchedCaptioner(captioner, count), options(batch_size=1), workers=1)
-    assert len(list(bulk.captions(images, window=3))) == len(prepared) == 5
-    assert all(waited), "the next two were prepared while the first was decoded"
-
-
 def test_prefetch_prepares_a_window_of_images_in_order():
     requested, prepared, gate = iter(range(10)), [], threading.Event()
 

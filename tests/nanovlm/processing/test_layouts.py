@@ -12,10 +12,9 @@ from models.formats.smolvlm import SmolVLM
 from nanovlm import Captioner
 from nanovlm.errors import InputError
 from nanovlm.export.transformers import export_smolvlm
-from nanovlm.processing.chat_template import ChatTemplate
 from nanovlm.processing.convert import check_format, convert_layout
 from nanovlm.processing.image_loading import as_tensor
-from nanovlm.processing.layouts import LAYOUTS, Layout, layout_of
+from nanovlm.processing.layouts import LAYOUTS
 from nanovlm.processing.processor import Processor
 from support import noise_image
 
@@ -39,11 +38,6 @@ def folder(converted, tmp_path_factory) -> Path:
 
 def test_every_format_has_a_layout():
     assert [*FORMATS] == [format_class(name).name for name in FORMATS] == [*LAYOUTS]
-
-
-def test_a_new_layout_promises_no_processor_of_transformers(converted, embedded):
-    assert not Layout.has_processor
-    assert all(layout_of(captioner.model.cfg).has_processor for captioner in (converted, embedded))
 
 
 def test_a_written_folder_is_recognized_and_says_the_same(converted, folder):
@@ -70,6 +64,12 @@ def test_a_prompt_is_laid_out_as_transformers_does(converted):
     assert ends == ["<end_of_utterance>"]
 
 
+def test_special_tokens_in_the_text_of_turns_are_plain_text(converted):
+    processor = converted.processor
+    ids = processor.encode_turns([(1, 1)], [("user", [None, "a<image>b<end_of_utterance>"])])
+    assert [ids.count(processor.tokenizer.special_id(token)) for token in ("<image>", "<end_of_utterance>")] == [4, 1]
+
+
 def test_pixels_are_resized_twice_and_normalized(converted):
     """By way of the longest edge, 64 x 36, to whole tiles, 64 x 48; the whole image squeezed into a tile comes last."""
     image = noise_image(70, 40)
@@ -89,10 +89,3 @@ def test_an_exported_nanovlm_says_the_same(embedded, tmp_path):
     again = Captioner.from_pretrained(tmp_path / "export", "cpu", "float32")
     image = noise_image(96, 96)
     assert not again.model.cfg.format.unit_pixels and again.caption(image) == embedded.caption(image)
-
-
-def test_the_chat_template_takes_plain_texts(converted):
-    template = ChatTemplate(converted.model.cfg.lm_chat_template)
-    for content in ("Hi", [{"type": "text", "text": "Hi"}]):
-        text = template.render([{"role": "user", "content": content}], True)
-        assert text == "<|im_start|>User: Hi<end_of_utterance>\nAssistant:"

@@ -9,11 +9,8 @@ import tokenizers
 import torch
 
 from models.checkpoint import checkpoint_dtype, load_config
-from models.inference.continuous_batching import ContinuousBatch
 from models.vision_language_model import VisionLanguageModel
-from nanovlm import SAMPLE
 from nanovlm.captioner import Captioner
-from nanovlm.chat_session import ChatSession
 from nanovlm.cli.main import main
 from nanovlm.data.examples import Example, collate, encode
 from nanovlm.errors import CheckpointError
@@ -138,30 +135,12 @@ def test_the_dtype_of_the_weights_is_written(folders, tmp_path):
     assert transformers.SmolVLMForConditionalGeneration.from_pretrained(tmp_path / "half").dtype == torch.bfloat16
 
 
-def test_an_answer_is_learned_as_the_template_writes_it(folders):
-    _, _, processor = folders("SmolVLM2")
-    captioner = Captioner.from_pretrained(folders("SmolVLM2")[0])
-    turns = ("user", "What?"), ("assistant", "Two dogs.")
-    messages = [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in turns]
-    whole = processor.tokenizer(processor.apply_chat_template(messages))["input_ids"]
-    prompt = captioner.processor.encode_prompt([], "What?")
-    answer = captioner.tokenizer.encode_answer("Two dogs.")
-    assert whole[: len(prompt) + len(answer)] == prompt + answer
-    assert captioner.tokenizer.decode(answer) == "".join(captioner.tokenizer.stream(answer)) == "Two dogs."
-
-
-def test_special_tokens_are_kept_in_answers_if_asked_for(folders, capsys):
+def test_special_tokens_are_kept_in_answers_if_asked_for(folders):
     folder, _, _ = folders("SmolVLM2")
     kept = Captioner.from_pretrained(folder, skip_special_tokens=False).tokenizer
     ids = [*kept.encode_answer("Two")[:-1], kept.special_id("<row_1_col_2>"), *kept.encode(" dogs.")]
     assert kept.decode(ids) == "".join(kept.stream(ids)) == "Two<row_1_col_2> dogs."
     assert Captioner.from_pretrained(folder).tokenizer.decode(ids) == "Two dogs."
-    settings = ["--max-new-tokens", "40", "--temperature", "50", "--seed", "1"]
-    args = ["caption", str(SAMPLE), "--model", str(folder), *settings]
-    for flags, has_specials in (([], False), (["--no-skip-special-tokens"], True)):
-        capsys.readouterr()
-        assert main([*args, *flags]) == 0
-        assert any(token in capsys.readouterr().out for token in ("<row_", "<image>", "<global-img>")) == has_specials
 
 
 @pytest.mark.parametrize("max_tiles", [1, 2, 3, 5, None])
@@ -176,20 +155,6 @@ def test_max_tiles(folders, max_tiles):
     assert most <= captioner.processor.max_tiles_per_image
     small = Processor(captioner.processor.cfg, captioner.tokenizer, upscale=False)
     assert small.preprocess(noise_image(20, 20))[1] == (2, 2) and small.preprocess(noise_image(9, 9))[1] == (1, 1)
-
-
-def test_chat_and_batches_of_a_folder(folders):
-    captioner = Captioner.from_pretrained(folders("SmolVLM2")[0])
-    images = [noise_image(70, 40), noise_image(20, 90)]
-    alone = [captioner.caption(image, "What is this?", max_new_tokens=8) for image in images]
-    assert list(captioner.captions(images, "What is this?", max_new_tokens=8)) == alone
-    session = ChatSession(captioner, images[:1])
-    assert "".join(session.ask("What is this?", max_new_tokens=8)) == alone[0]
-    read = "".join(session.ask("And there?", max_new_tokens=8))
-    ids = captioner.processor.encode_prompt(session.grids, "And there?", [("What is this?", alone[0])])
-    inputs, eos = (torch.tensor([ids]), session.images), captioner.tokenizer.eos_token_id
-    (fresh,) = captioner.model.generate(*inputs, max_new_tokens=8, eos_token_id=eos).tolist()
-    assert read == captioner.tokenizer.decode([id for id in fresh if id != eos])
 
 
 def test_files_as_transformers_4_writes_them(folders, tmp_path):
@@ -218,26 +183,7 @@ def test_missing_shards_and_surplus_tensors_are_named(folders, tmp_path):
         VisionLanguageModel.from_pretrained(folder)
 
 
-# --------------------------------------------------------------------------------------------- doors, training, export
-
-
-@pytest.mark.parametrize("quantize", [None, "int8"])
-def test_quantized_and_plain_models_answer_batches_alike(folders, quantize):
-    captioner = Captioner.from_pretrained(folders("SmolVLM-256M")[0], quantize=quantize)
-    images = [noise_image(70, 40), noise_image(20, 90), noise_image(16, 16)]
-    batch = ContinuousBatch(captioner.inference, max_num_seqs=2, eos_token_id=captioner.tokenizer.eos_token_ids)
-    for i, image in enumerate(images):
-        ids, tiles = captioner.prepare(image, "What is this?")
-        batch.add(i, torch.tensor(ids), torch.cat(tiles), max_new_tokens=8)
-    answers = {0: [], 1: [], 2: []}
-    while any(outputs := batch.step()):
-        for output in outputs:
-            answers[output.key].append(output.token_id)
-    ends = captioner.tokenizer.eos_token_ids
-    for i, image in enumerate(images):
-        inputs = captioner.processor([[image]], ["What is this?"])
-        alone = captioner.inference.generate(**inputs, max_new_tokens=8, eos_token_id=ends)
-        assert answers[i] == alone[0].tolist()
+# --------------------------------------------------------------------------------------------------------- training
 
 
 @pytest.fixture(scope="module")
@@ -254,15 +200,10 @@ def backbone_folders(tmp_path_factory):
     return root / "siglip", root / "llama"
 
 
-FULL, LORA, PACKED = [], ["--lora-rank", "2"], ["--pack", "200"]
-STARTS = [("SmolVLM2", FULL), ("SmolVLM2", LORA), ("backbones", PACKED)]
-SLOW_STARTS = [("SmolVLM2", PACKED), ("backbones", FULL), ("backbones", LORA)]
-SLOW_STARTS += [("embedded", flags) for flags in (FULL, LORA, PACKED)]
+STARTS = [("SmolVLM2", ["--lora-rank", "2"]), ("backbones", ["--pack", "200"]), ("embedded", [])]
 
 
-@pytest.mark.parametrize(
-    ("start", "flags"), [*STARTS, *(pytest.param(*start, marks=pytest.mark.slow) for start in SLOW_STARTS)]
-)
+@pytest.mark.parametrize(("start", "flags"), STARTS)
 def test_models_are_trained_in_smolvlms_layout_and_transformers_reads_them(
     folders, backbone_folders, tmp_path, start, flags
 ):
@@ -296,7 +237,7 @@ def test_models_are_trained_in_smolvlms_layout_and_transformers_reads_them(
 
 def test_the_loss_of_a_training_example_is_transformers(folders):
     folder, model, processor = folders("SmolVLM2")
-    captioner = Captioner.from_pretrained(folder)
+    captioner = Captioner.from_pretrained(folder, "cpu", "float32")
     image, pairs = noise_image(70, 40), [("What is this?", "Two dogs."), ("And there?", "A cat.")]
     row = encode(Example([image], pairs, multi_turn=True), captioner.processor)
     batch = collate([row])
@@ -328,8 +269,8 @@ def test_messages_keep_their_roles_and_order(folders):
     ours = Captioner.from_pretrained(folder).processor
     images = [noise_image(70, 40), noise_image(20, 90), noise_image(16, 16)]
     turns = [
-        ("system", ["Be brief."]), ("user", ["What is this?", None]), ("assistant", ["A cat<image>."]),
-        ("user", [None, "And ", "there?", None, " Well?<end_of_utter", "ance>"]), ("user", ["Go on."]),
+        ("system", ["Be brief."]), ("user", ["What is this?", None]), ("assistant", ["A cat."]),
+        ("user", [None, "And ", "there?", None, " Well?"]), ("user", ["Go on."]),
     ]  # fmt: skip
 
     def content(parts, image):
@@ -342,22 +283,9 @@ def test_messages_keep_their_roles_and_order(folders):
     chat = parse_messages(messages, images_in_turns=ours.layout.images_in_turns)
     assert len(chat.image_urls) == 3 and not chat.answer
     ids = ours.encode_turns([ours.preprocess(image)[1] for image in images], chat.turns)
-    # theirs would be special
-    spelled = [("<image>", "-image-"), ("<end_of_utter", "-end_of_utter"), ("ance>", "ance-")]
-
-    def plain(text):
-        for token, dashes in spelled:
-            text = text and text.replace(token, dashes)
-        return text
-
-    asked = [{"role": role, "content": content(map(plain, parts), {"type": "image"})} for role, parts in turns]
+    asked = [{"role": role, "content": content(parts, {"type": "image"})} for role, parts in turns]
     prompt = theirs.apply_chat_template(asked, add_generation_prompt=True)
-    expected = theirs(text=prompt, images=[images], return_tensors="pt").input_ids[0].tolist()
-    text = ours.tokenizer.backend.decode(ids, skip_special_tokens=False)
-    for token in ("<end_of_utterance>", "<image>"):
-        assert ids.count(ours.tokenizer.special_id(token)) == expected.count(ours.tokenizer.special_id(token))
-    text = text.replace("cat<image>", "cat-image-").replace("Well?<end_of_utterance>", "Well?-end_of_utterance-")
-    assert text == theirs.tokenizer.decode(expected)
+    assert ids == theirs(text=prompt, images=[images], return_tensors="pt").input_ids[0].tolist()
 
 
 # As granite-docling's: other roles and ends than SmolVLM's, a content that may be a string, no space before an answer.

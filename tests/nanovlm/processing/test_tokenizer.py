@@ -41,14 +41,6 @@ def tokenizer(tiled):
     return tiled[1].tokenizer
 
 
-@pytest.fixture(scope="module")
-def reference(tokenizer, tmp_path_factory):
-    """transformers' tokenizer of the same file."""
-    path = tmp_path_factory.mktemp("reference") / "tokenizer.json"
-    path.write_text(tokenizer.to_json(), encoding="utf-8")
-    return pytest.importorskip("transformers").PreTrainedTokenizerFast(tokenizer_file=str(path))
-
-
 def user(text, **more):
     return [{"role": "user", "content": text, **more}]
 
@@ -70,12 +62,6 @@ def test_padding_and_truncation_of_the_file_are_ignored(tokenizer):
     assert Tokenizer(backend, tokenizer.cfg).encode("a b c d e f") == tokenizer.encode("a b c d e f")
 
 
-def test_lone_surrogates_raise_input_error(tokenizer):
-    for refuse in (tokenizer.encode, lambda text: tokenizer.encode_chat(user(text))):
-        with pytest.raises(ValueError, match=r"a\\udcff' is not valid Unicode text"):
-            refuse("a\udcff")
-
-
 def by_hand(tokenizer, text, images=()):
     """One user turn, assembled from ids."""
     start, end = tokenizer.special_id(START), tokenizer.special_id(END)
@@ -85,48 +71,12 @@ def by_hand(tokenizer, text, images=()):
     return [start, *turn, end, *tokenizer.encode("\n"), start, *tokenizer.encode("assistant\n")]
 
 
-def test_special_tokens_in_user_text_are_plain_text(tokenizer):
+@pytest.mark.parametrize("images", [[], ["<|global_image|>", "<|image|>", "<|image|>"]])
+def test_only_the_template_and_image_markup_become_special_tokens(tokenizer, images):
     for text in TEXTS:
-        ids = tokenizer.encode_chat(user(text))
-        assert ids == by_hand(tokenizer, text)
-        special = {tokenizer.special_id(token) for token in SPECIAL}
-        assert [tokenizer.backend.id_to_token(id) for id in ids if id in special] == [START, END, START]
-        assert tokenizer.decode(ids) == f"user\n{text}\nassistant\n"
-
-
-def test_only_image_markup_becomes_special_tokens(tokenizer):
-    for text in TEXTS:
-        images = ["<|global_image|>", "<|image|>", "<|image|>"]
         ids = tokenizer.encode_chat(user(text, images="".join(images)))
         assert ids == by_hand(tokenizer, text, images)
-
-
-def random_text(chance):
-    """Text as transformers and we must agree on: anything but look-alikes of special tokens."""
-    pieces = [" ", "  ", "\n", "\n\n", "\t", "a", "The ", "color", "12", "3.14", *"?<|>é🙂漢", "'s"]
-    pieces += [chr(chance.randrange(0x20, 0xD800)) for _ in range(4)] + list(EMOJI)
-    return "".join(chance.choice(pieces) for _ in range(chance.randrange(12)))
-
-
-@pytest.mark.full
-def test_chat_matches_transformers(tokenizer, reference):
-    chance, messages = random.Random(0), []
-    for _ in range(400):
-        text = random_text(chance)
-        assert not any(token in text for token in SPECIAL)
-        assert tokenizer.encode(text) == reference.encode(text, add_special_tokens=False)
-        messages = [*messages, {"role": chance.choice(["system", "user", "assistant"]), "content": text}][-3:]
-        for more in (True, False):
-            template = {"chat_template": tokenizer.cfg.lm_chat_template, "add_generation_prompt": more}
-            expected = reference.apply_chat_template(messages, return_dict=False, **template)
-            assert tokenizer.encode_chat(messages, add_generation_prompt=more) == expected
-
-
-def test_streamed_pieces_are_whole_characters_and_join_to_the_text(tokenizer):
-    for text in TEXTS:
-        pieces = list(tokenizer.stream(iter(tokenizer.encode(text))))
-        assert "".join(pieces) == text and all(pieces)
-        assert "\ufffd" in text or not any("\ufffd" in piece for piece in pieces)
+        assert tokenizer.decode(ids) == f"user\n{text}\nassistant\n"
 
 
 def random_ids(tokenizer, chance):
@@ -187,17 +137,7 @@ def test_emoji_is_emitted_with_its_last_byte(tokenizer):
     assert seen == [1, 1, 1, 1, 2, 3]
 
 
-BROKEN_FILES = {
-    "empty": b"",
-    "cut": b'{"version": "1.0", "model": {"type": "BPE", "voc',
-    "another thing": b"[1, 2]",
-    "no model": b"{}",
-    "an odd model": b'{"version": "1.0", "model": {"type": "GPT"}}',
-    "no text": b"\xff\xfe\x00",
-}
-
-
-@pytest.mark.parametrize("content", BROKEN_FILES.values(), ids=BROKEN_FILES)
+@pytest.mark.parametrize("content", [b'{"version": "1.0", "model": {"type": "BPE", "voc', b"\xff\xfe\x00"])
 def test_broken_file_is_named_in_one_line(tokenizer, tmp_path, content):
     (tmp_path / "tokenizer.json").write_bytes(content)
     with pytest.raises(CheckpointError, match="tokenizer.json") as caught:
@@ -213,43 +153,21 @@ def test_missing_file_is_named(tokenizer, tmp_path):
         Tokenizer.from_pretrained(tmp_path, tokenizer.cfg)
 
 
-MISFITS = {
-    "no pre-tokenizer": {"pre_tokenizer": None},
-    "another pre-tokenizer": {"pre_tokenizer": {"type": "Whitespace"}},
-    "that of another family": {
-        "pre_tokenizer": {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "always", "split": True}
-    },
-    "no decoder": {"decoder": None},
-}
-
-
-@pytest.mark.parametrize("changes", MISFITS.values(), ids=MISFITS)
+@pytest.mark.parametrize("changes", [{"pre_tokenizer": {"type": "Whitespace"}}, {"decoder": None}])
 def test_a_file_that_loses_plain_text_is_refused(tokenizer, tmp_path, changes):
     (tmp_path / "tokenizer.json").write_text(json.dumps(json.loads(tokenizer.to_json()) | changes), encoding="utf-8")
     with pytest.raises(CheckpointError, match="^.*tokenizer.json: .* after encoding and decoding: pre_tokenizer .*$"):
         Tokenizer.from_pretrained(tmp_path, tokenizer.cfg)
 
 
-@pytest.mark.parametrize("how", ["added, but not special", "in the vocabulary, but not added"])
-def test_ordinary_tokens_of_the_file_become_special(tokenizer, how):
+def test_ordinary_tokens_of_the_file_become_special(tokenizer):
     raw = json.loads(tokenizer.to_json())
-    for token in raw["added_tokens"]:
-        if how == "added, but not special" and token["content"] in ("<|image|>", END):
-            token["special"] = False
-        elif token["content"] in ("<|image|>", END):
-            raw["model"]["vocab"][token["content"]] = token["id"]
-    if how == "in the vocabulary, but not added":
-        raw["added_tokens"] = [t for t in raw["added_tokens"] if t["content"] not in ("<|image|>", END)]
-    ordinary = type(tokenizer.backend).from_str(json.dumps(raw))
-    again = Tokenizer(ordinary, tokenizer.cfg)
+    image, end = (next(t for t in raw["added_tokens"] if t["content"] == token) for token in ("<|image|>", END))
+    image["special"] = False
+    raw["added_tokens"].remove(end)
+    raw["model"]["vocab"][END] = end["id"]  # in the vocabulary, but not added
+    again = Tokenizer(type(tokenizer.backend).from_str(json.dumps(raw)), tokenizer.cfg)
     text = "an <|image|> and its <|im_end|>"
     assert again.encode(text) == tokenizer.encode(text) and again.decode(again.encode(text)) == text
     markup = "<|global_image|><|image|><|image|>"
     assert again.encode_chat(user(text, images=markup)) == tokenizer.encode_chat(user(text, images=markup))
-
-
-def test_chat_without_template_raises_input_error(tokenizer):
-    single = Tokenizer(tokenizer.backend, replace(tokenizer.cfg, lm_chat_template=None))
-    for messages in (user("What?"), user("What?") + [{"role": "assistant", "content": "A star."}] + user("Where?")):
-        with pytest.raises(ValueError, match=f"^a chat of {len(messages)} messages, but .* no lm_chat_template.*$"):
-            single.encode_chat(messages)

@@ -63,4 +63,6 @@ def test_models_are_listed_the_first_adapter_answers_others_and_a_strict_server_
     assert answer.json()["model"] == "first"
     assert answer_of(answer) == captioners[0]["first"].caption(SAMPLE, QUESTIONS[0], max_new_tokens=24)
     refused = server.post(body | {"model": "third"})
-    assert refused.status_code == 404 and "only 'first', 'second', 'nanovlm'" in refused.json()["error"]["message"]
+    error = refused.json()["error"]
+    assert (refused.status_code, error["code"], error["param"]) == (404, "model_not_found", "model")
+    assert "no model 'third' here, only 'first', 'second', 'nanovlm'" in error["message"]

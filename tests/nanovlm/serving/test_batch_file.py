@@ -46,6 +46,7 @@ def test_each_request_gets_the_servers_answer_and_failed_ones_are_tried_again(em
     found = results()
     assert found["broken"]["status_code"] == 400 and "image 1" in found["broken"]["body"]["error"]["message"]
     for i, text in enumerate(QUESTIONS):
+        assert found[f"q{i}"]["body"]["model"] == "nanovlm", "whatever name was asked for"
         (choice,) = found[f"q{i}"]["body"]["choices"]
         assert choice["message"]["content"] == embedded.caption(SAMPLE, text, max_new_tokens=24)
     assert len(found["two"]["body"]["choices"]) == 2 and found["text"]["body"]["object"] == "text_completion"

@@ -1,47 +1,16 @@
-"""Client libraries, each in its ordinary use, and requests as front ends send them."""
+"""Client libraries, each in its ordinary use, and requests as front ends send them; others test the openai client."""
 
 import asyncio
 import json
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from nanovlm import SAMPLE
-from nanovlm.serving.options import Limits, ServerOptions
-from support.serving import QUESTIONS, SAMPLE_URL, RunningServer, answer_of, http, until, user_message
+from nanovlm.serving.options import ServerOptions
+from support.serving import QUESTIONS, SAMPLE_URL, RunningServer, answer_of, http, user_message
 
 pytestmark = pytest.mark.full
 OPTIONS = {"temperature": 0, "max_tokens": 100}
-
-
-def test_openai(embedded):
-    """The models and errors; requests, answers and streams are in test_service.py and test_response_formats.py."""
-    openai = pytest.importorskip("openai")
-    limits, options = Limits(max_body=50_000), ServerOptions(api_key="right")
-    with RunningServer(embedded, limits, options=options) as server:
-        client = server.openai_client(api_key="right")
-        assert [model.id for model in client.models.list()] == ["nanovlm"]
-        assert client.models.retrieve("nanovlm").id == "nanovlm"
-        with pytest.raises(openai.NotFoundError, match="no model 'gpt-4o' here, only 'nanovlm'"):
-            client.models.retrieve("gpt-4o")
-        with pytest.raises(openai.BadRequestError, match="previous_response_id is not supported"):
-            client.responses.create(model="nanovlm", input="?", previous_response_id="resp_1")
-        with pytest.raises(openai.APIStatusError, match="more than 50,000 bytes"):
-            client.completions.create(model="nanovlm", prompt="?" * 60_000)
-        with pytest.raises(openai.AuthenticationError, match="API key"):
-            server.openai_client(api_key="wrong").models.list()
-
-
-def test_openai_waits_for_a_full_server(embedded, gate):
-    pytest.importorskip("openai")
-    limits = Limits(max_num_seqs=1, max_pending=0)
-    with RunningServer(embedded, limits, batch=gate.batch) as server, ThreadPoolExecutor(2) as clients:
-        body = {"model": "nanovlm", "messages": user_message("?", SAMPLE_URL)}
-        first = clients.submit(server.post, body)
-        until(lambda: server.service.admission.count == 1)
-        patient = clients.submit(lambda: server.openai_client(max_retries=9).chat.completions.create(**body))
-        gate.set()
-        assert patient.result().choices[0].message.content == answer_of(first.result())
 
 
 def test_litellm(served, embedded, monkeypatch):
@@ -74,17 +43,6 @@ def test_langchain(served, embedded):
     assert responses.invoke([question]).text == embedded.caption(SAMPLE)
     completions = langchain.OpenAI(model="any", max_tokens=4, **server)
     assert isinstance(completions.invoke("A photo of"), str)
-
-
-def test_langchain_structured_output(served):
-    langchain = pytest.importorskip("langchain_openai")
-    pytest.importorskip("llguidance")
-    chat = langchain.ChatOpenAI(model="gpt-4o-mini", base_url=f"{served.url}/v1", api_key="none", temperature=0)
-    n = {"type": "integer", "minimum": 0, "maximum": 9}
-    schema = {"title": "Image", "description": "What is in it.", "type": "object", "properties": {"n": n}}
-    schema |= {"required": ["n"], "additionalProperties": False}
-    found = chat.with_structured_output(schema, method="json_schema").invoke("How many?")
-    assert set(found) == {"n"} and 0 <= found["n"] <= 9
 
 
 def test_llm(served, embedded, tmp_path, monkeypatch):

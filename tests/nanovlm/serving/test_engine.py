@@ -24,9 +24,7 @@ class UnprintableError(Exception):
 
 
 ODD_ERRORS = [
-    RuntimeError(), KeyError("x"), StopIteration(), TimeoutError(), AssertionError(), UnprintableError(), MemoryError(),
-    UnicodeDecodeError("utf-8", b"", 0, 1, "?"), torch.OutOfMemoryError("a GPU's"), asyncio.CancelledError(),
-    SystemExit(1), GeneratorExit(),
+    RuntimeError(), StopIteration(), UnprintableError(), MemoryError(), asyncio.CancelledError(), SystemExit(1),
 ]  # fmt: skip
 POISON = 7  # the first token id of the prompt that fails
 PROMPTS = [torch.tensor([first, 5, 6, 8]) for first in (4, POISON, 9, 10)]
@@ -113,23 +111,6 @@ def test_failure_of_one_request_ends_no_other(tiny_model, stage, error, caplog):
     assert again == expected.pop(0) == results.pop(0) and results == expected[1:]
     assert type(failed) is EngineError and failed.__cause__ is error
     assert any(record.exc_info and record.exc_info[1] is error for record in caplog.records)
-
-
-def test_sequences_without_tokens_are_tried_again_when_their_batch_fails(tiny_model):
-    model, failures = tiny_model(), [ValueError("once")]
-
-    class FailingOnce(ContinuousBatch):
-        def step(self):
-            outputs = super().step()
-            if failures:
-                raise failures.pop()
-            return outputs
-
-    async def main(engine):
-        return await asyncio.gather(*(collect(engine.submit([SequenceRequest(ids, (), 5)])) for ids in PROMPTS))
-
-    results = run_engine(lambda: FailingOnce(model, max_num_seqs=4), main)
-    assert results == expected_tokens(model, 5), "their tokens of the failed step had not been returned"
 
 
 def test_sequences_that_had_tokens_fail_with_their_batch(tiny_model):

@@ -157,16 +157,6 @@ def test_elements_have_names_and_errors_are_shown(served, open_page, tmp_path):
     open_page.problems.clear()
 
 
-def test_image_that_browsers_cannot_show_is_answered(served, embedded, open_page):
-    page = open_page(served)
-    Image.open(SAMPLE).convert("RGB").save(file := io.BytesIO(), "tiff")
-    page.get_by_label("Choose an image").set_input_files(
-        {"name": "scan.tif", "mimeType": "image/tiff", "buffer": file.getvalue()}
-    )
-    assert ask(page) == embedded.caption(SAMPLE)
-    sync_api.expect(page.get_by_text("Browsers cannot show scan.tif")).to_be_visible()
-
-
 def test_question_without_an_image_is_not_answered(served, open_page):
     page, before = open_page(served), served.metrics()["nanovlm_requests_total"]
     page.get_by_label("Your question").fill("What is in the picture?")
@@ -327,17 +317,6 @@ def test_the_camera_is_asked_about_its_newest_frame_until_it_is_stopped(served, 
     assert len(urls) > 1 and all(url.startswith("data:image/jpeg;base64,") for url in urls)
     page.get_by_role("button", name="Start over").click()
     assert page.evaluate("chat.camera === null") and page.locator("video").is_hidden()
-
-
-ASK = """(url) => fetch(`${url}/v1/chat/completions`, { method: "POST", headers: { "Content-Type": "application/json" },
-  body: JSON.stringify({ messages: [{ role: "user", content: "?" }], max_tokens: 3 }) }).then((r) => r.json())"""
-
-
-def test_pages_of_an_allowed_origin_ask_as_well(embedded, browser):
-    options = ServerOptions(allow_origin=("null",))
-    with RunningServer(embedded, options=options) as server, browser.new_context() as context:
-        page = context.new_page()  # about:blank, whose origin is null
-        assert page.evaluate(ASK, server.url)["object"] == "chat.completion"
 
 
 def test_settings_are_remembered_and_a_wait_shows_its_time(embedded, open_page, slow):

@@ -1,78 +1,49 @@
 """Requests that cannot be answered: each gets one sentence in OpenAI's shape, whatever it is."""
 
-import io
-
 import pytest
-from PIL import Image
 
 from nanovlm.serving.options import Limits
+from support import png
 from support.serving import SAMPLE_URL, RunningServer, data_url, http, user_message
-
-
-def png_of(width, height):
-    """A small file of many pixels."""
-    Image.new("1", (width, height)).save(file := io.BytesIO(), "png")
-    return file.getvalue()
-
 
 INVALID = {
     "no messages": ({"messages": []}, "messages"),
-    "a number for the model": ({"model": 5}, "model: Input should be a valid string"),
     "a tool message": ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
     "an empty question": ({"messages": user_message("  ")}, "the last user message is empty"),
-    "no parts": ({"messages": [{"role": "user", "content": []}]}, "the last user message is empty"),
-    "no content": ({"messages": [{"role": "user"}]}, "messages.0.content: Field required"),
     "only a system message": ({"messages": [{"role": "system", "content": "x"}]}, "no message of a user"),
     "an image from the assistant": (
         {"messages": [*user_message("?"), user_message("?", SAMPLE_URL)[0] | {"role": "assistant"}]},
         "only user messages may contain images, not assistant ones",
     ),
-    "audio": ({"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]}, "type"),
     "a negative temperature": ({"temperature": -1}, "temperature=-1"),
-    "top_p of 2": ({"top_p": 2}, "top_p=2.0 must be above 0 and at most 1"),
     "a negative seed": ({"seed": -2}, "seed=-2"),
-    "a huge seed": ({"seed": 10**30}, "seed"),
-    "n of 0": ({"n": 0}, "n: Input should be greater"),
     "n of 1000": ({"n": 1000}, "n: Input should be less"),
-    "no tokens": ({"max_tokens": 0}, "max_tokens: Input should be greater"),
-    "less than no limit": ({"max_tokens": -2}, "or -1 for no limit"),
     "a long question": ({"messages": user_message("ring " * 9999)}, "lm_max_position_embeddings"),
     "many stops": ({"stop": ["x"] * 9}, "stop"),
     "stream as text": ({"stream": "yes"}, "stream: Input should be a valid boolean"),
     "tools": ({"tools": [{"type": "function"}]}, "tools is not supported by this server; leave it out"),
-    "an odd response": ({"response_format": {"type": "xml"}}, "response_format.type: Input should be"),
-    "a large frequency penalty": ({"frequency_penalty": 3}, "frequency_penalty=3.0 must be at least -2 and at most 2"),
-    "a large presence penalty": ({"presence_penalty": -3}, "presence_penalty=-3.0 must be at least -2 and at most 2"),
     "alternatives alone": ({"top_logprobs": 2}, "top_logprobs needs logprobs: true"),
-    "many alternatives": ({"logprobs": True, "top_logprobs": 21}, "top_logprobs: Input should be less"),
-    "a bias of a word": ({"logit_bias": {"ring": -100}}, "logit_bias.ring"),
-    "a large bias": ({"logit_bias": {"5": -101}}, "logit_bias.5: Input should be greater"),
     "a bias of no token": ({"logit_bias": {"99999": 1}}, "logit_bias: 99999 is not an id below"),
-    "a blank bad word": ({"bad_words": [" "]}, "bad_words.0"),
     "one repetition": ({"repetition_detection": {"max_pattern_size": 4, "min_count": 1}}, "COUNT of 0"),
     "no completion tokens": ({"max_completion_tokens": 0}, "max_completion_tokens: Input should be greater"),
 }
 INVALID_IMAGES = {
     "http://127.0.0.1/a.png": "start it with --allow-remote",
     "/etc/passwd": "is not an image URL",
-    "file:///etc/passwd": "is not an image URL",
     "data:image/png,abc": "without base64",
     "data:image/png;base64,a$b=": "invalid base64",
-    "data:image/png;base64,abc": "invalid base64",
     "data:image/png;base64,": "image 1: an empty file",
     data_url(b"hello"): "image 1: not an image",
     "aGVsbG8=": "image 1: ",
     "abcd" * 30: "image 1: ",
     " " * 10**6 + "!": "image 1: ",  # in no more time than others
     SAMPLE_URL[: len(SAMPLE_URL) // 2 // 4 * 4]: "image 1: ",
-    data_url(png_of(9000, 9000)): "more than 40,000,000 pixels",
-    data_url(png_of(9000, 3)): "one side is more than",
+    data_url(png(9000, 9000)): "more than 40,000,000 pixels",
 }
 INVALID |= {
     f"image {url[:40]}": ({"messages": user_message("?", url)}, message) for url, message in INVALID_IMAGES.items()
 }
 INVALID["a hundred images"] = ({"messages": user_message("?", *[SAMPLE_URL] * 100)}, "show fewer")
-INVALID["image 2"] = ({"messages": user_message("?", SAMPLE_URL, data_url(b"hello"))}, "image 2: ")
 
 
 @pytest.mark.parametrize("name", INVALID)

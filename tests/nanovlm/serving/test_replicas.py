@@ -1,16 +1,13 @@
-"""Two servers behind a load balancer: a round-robin proxy, and nginx with the documented configuration."""
+"""Two servers behind a load balancer: nginx with the documented configuration."""
 
-import itertools
 import os
 import re
 import shutil
 import socket
 import subprocess
 import sys
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx
 import pytest
@@ -55,41 +52,8 @@ def replicas():
 
 
 @contextmanager
-def round_robin(ports, tmp_path):
-    """A proxy that gives each request to the next replica, or the one after it if that is down, full or stopping."""
-    turns = itertools.cycle([ports, ports[::-1]])
-
-    class Proxy(BaseHTTPRequestHandler):
-        def do_POST(self):
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            for port in next(turns):
-                try:
-                    answer = http.post(f"http://127.0.0.1:{port}{self.path}", content=body)
-                except httpx.TransportError:
-                    continue
-                if answer.status_code not in (429, 503):
-                    break
-            self.send_response(answer.status_code)
-            self.send_header("Content-Type", answer.headers["Content-Type"])
-            self.end_headers()
-            self.wfile.write(answer.content)
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Proxy)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield server.server_address[1]
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
-
-
-@contextmanager
 def documented_nginx(ports, tmp_path):
     """nginx with the configuration that docs/serving.md shows, but for the ports."""
-    if shutil.which("nginx") is None:
-        pytest.skip("nginx is not installed")
     (block,) = re.findall(r"```nginx\n(.*?)```", (ROOT / "docs/serving.md").read_text(encoding="utf-8"), re.DOTALL)
     port = free_port()
     for documented, actual in zip((8001, 8002, 8000), (*ports, port)):
@@ -114,15 +78,15 @@ def answers_counted(port):
     return sum(float(value) for value in re.findall(r"^nanovlm_requests_total\{.*\} (\S+)$", text, re.MULTILINE))
 
 
-@pytest.mark.parametrize("balancer", [round_robin, documented_nginx], ids=lambda balancer: balancer.__name__)
-def test_replicas_share_the_requests_and_none_is_lost_when_one_is_killed(balancer, replicas, embedded, tmp_path):
+@pytest.mark.skipif(shutil.which("nginx") is None, reason="needs nginx")
+def test_replicas_share_the_requests_and_none_is_lost_when_one_is_killed(replicas, embedded, tmp_path):
     expected = {question: embedded.caption(SAMPLE, question, max_new_tokens=256) for question in QUESTIONS}
 
     def ask(question):
         body = {"model": "nanovlm", "messages": user_message(question, SAMPLE_URL)}
         return answer_of(http.post(f"http://127.0.0.1:{port}/v1/chat/completions", json=body))
 
-    with balancer(list(replicas), tmp_path) as port, ThreadPoolExecutor(4) as pool:
+    with documented_nginx(list(replicas), tmp_path) as port, ThreadPoolExecutor(4) as pool:
         assert list(pool.map(ask, QUESTIONS * 2)) == [expected[question] for question in QUESTIONS * 2]
         assert all(answers_counted(replica) > 0 for replica in replicas)
         client = PlainClient(f"http://127.0.0.1:{port}")

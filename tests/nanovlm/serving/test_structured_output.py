@@ -6,30 +6,13 @@ import sys
 
 import pytest
 
-from nanovlm import SAMPLE
-from support.serving import QUESTIONS, SAMPLE_URL, RunningServer, answer_of, chat, user_message
+from support.schema import SCHEMA, assert_fits
+from support.serving import QUESTIONS, SAMPLE_URL, RunningServer, answer_of, user_message
 
 pytest.importorskip("llguidance", reason="no llguidance; pip install 'nanovlm[structured]'")
 
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "color": {"enum": ["green", "blue", "red"]},
-        "words": {"type": "array", "items": {"type": "string", "maxLength": 8}, "maxItems": 2},
-        "n": {"type": "integer", "minimum": 0, "maximum": 99},
-    },
-    "required": ["color", "words", "n"],
-    "additionalProperties": False,
-}
 ASKED = {"model": "nanovlm", "messages": user_message(QUESTIONS[1], SAMPLE_URL)}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "image", "strict": True, "schema": SCHEMA}}
-
-
-def assert_fits(answer):
-    """What the schema says."""
-    assert set(answer) == {"color", "words", "n"} and answer["color"] in ("green", "blue", "red")
-    assert len(answer["words"]) <= 2 and all(isinstance(word, str) and len(word) <= 8 for word in answer["words"])
-    assert type(answer["n"]) is int and 0 <= answer["n"] <= 99
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 3.0, "seed": 1, "n": 4}, {"frequency_penalty": 1.0}])
@@ -56,16 +39,6 @@ def test_json_object_is_an_object(served):
         assert isinstance(json.loads(choice["message"]["content"]), dict)
 
 
-def test_other_requests_of_the_batch_are_free(embedded):
-    with RunningServer(embedded) as server:
-        client = server.client()
-        stream = client.chat.completions.create(**ASKED, response_format=FORMAT, stream=True)
-        free = chat(client)
-        assert free.choices[0].message.content == embedded.caption(SAMPLE)
-        text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
-        assert_fits(json.loads(text))
-
-
 @pytest.mark.full
 def test_openai_client_parses_an_answer(served):
     import pydantic
@@ -82,24 +55,14 @@ def test_openai_client_parses_an_answer(served):
     assert isinstance(response.output_parsed, Image)
 
 
-def objects(n):
-    """Schemas of n objects with one required property each."""
-    parts = [{"properties": {f"a{i}": {"type": "integer"}}, "required": [f"a{i}"]} for i in range(n)]
-    return [{"type": "object", "additionalProperties": False} | part for part in parts]
-
-
 @pytest.mark.parametrize(
     "schema",
     [
         {"type": "objec"},
-        {"$ref": "http://127.0.0.1/schema"},
-        {"type": "string", "pattern": "("},
         {"$ref": "#"},
-        {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}},
-        {"anyOf": [{"$ref": "#"}]},
         {"type": "object", "properties": {"x": {"$ref": "#"}}, "required": ["x"]},  # found at the second token
         {"type": "object", "properties": {f"a{i}": {} for i in range(2100)}},
-        {"anyOf": objects(3000)},
+        {"enum": ["x" * 50_000]},
         {"type": "string", "pattern": "^(a{1000}){1000}$"},  # takes 13 seconds
         {"allOf": [{"pattern": f"^([ab])*a([ab]){{{i}}}$"} for i in range(10, 40)]},  # needs gigabytes
     ],
