@@ -53,14 +53,6 @@ def rewrite(folder):
     return change
 
 
-def test_half_precision_files_load_as_float32(tmp_path, tiny_model):
-    model = tiny_model()
-    save_checkpoint(tmp_path / "half", model, TOKENIZER, torch.float16)
-    assert load_file(tmp_path / "half" / "model.safetensors")["MP.proj.weight"].dtype == torch.float16
-    assert model.dtype == torch.float32
-    assert same(bits(read(tmp_path / "half")), bits(model.half().float()))
-
-
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_written_checkpoint_is_read_bit_for_bit_here_and_by_stock_nanovlm(tmp_path, tiny_model, tied, dtype):

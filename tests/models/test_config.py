@@ -76,10 +76,6 @@ def test_values_that_do_not_fit_are_named(tiny_config, changes, parts):
     assert "\n" not in str(error.value)
 
 
-def test_an_int_is_accepted_for_a_float(tiny_config):
-    assert repr(tiny_config(lm_re_base=100).lm_re_base) == "100.0"
-
-
 @pytest.mark.parametrize("tokens", [{"global_image_token": "g"}, {}, None, 5, ["image_token"], {"image_token": 1}])
 def test_extra_tokens_without_an_image_token_raise(tiny_config, tokens):
     with pytest.raises(ValueError, match=r"^vlm_extra_tokens=.* (image_token|table|nothing)") as error:

@@ -147,12 +147,6 @@ def test_samples_are_reproducible_by_seed(tiny_model):
     assert torch.equal(unseeded, generated())
 
 
-def test_samples_of_a_prompt_are_adjacent_rows(tiny_model):
-    model, inputs = tiny_model(), prompt("tit", "t")
-    once = model.generate(**inputs, max_new_tokens=5)
-    assert torch.equal(model.generate(**inputs, max_new_tokens=5, n_samples=3), once.repeat_interleave(3, dim=0))
-
-
 @pytest.fixture
 def reads():
     """The shape, (rows, tokens), of everything that a decoder is given to read from now on."""
@@ -175,11 +169,6 @@ def test_no_unused_step_is_computed(tiny_model, reads, n):
     reads.clear()
     model.generate(**inputs, max_new_tokens=n, use_kv_cache=False)
     assert reads == [(2, 7 + i) for i in range(n)]
-
-
-def test_stream_yields_a_token_before_computing_the_next(tiny_model, reads):
-    for steps, ids in enumerate(tiny_model().stream(**prompt("tit"), max_new_tokens=5), 1):
-        assert ids.shape == (1,) and len(reads) == steps
 
 
 @pytest.mark.parametrize("cached", [True, False])

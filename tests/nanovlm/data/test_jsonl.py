@@ -49,8 +49,3 @@ def test_errors_name_the_line_even_where_a_torn_tail_is_dropped(tmp_path, conten
     for torn_tail in ("drop", "raise"):
         with pytest.raises(DataError, match=message):
             read_jsonl(tmp_path / "rows.jsonl", torn_tail=torn_tail)
-
-
-def test_missing_file_is_a_data_error(tmp_path):
-    with pytest.raises(DataError, match="cannot be read"):
-        read_jsonl(tmp_path / "none.jsonl")

@@ -82,12 +82,6 @@ def test_without_keep_best_the_final_model_is_the_last(learn, tmp_path):
     assert digest(tmp_path) == digest(tmp_path / "checkpoints/step-8")
 
 
-def test_the_best_may_be_that_of_a_metric(learn, tmp_path):
-    learn(tmp_path, replace(CFG, metric_for_best_model="exact_match"), answer_questions=stepwise(SCORES))
-    assert digest(tmp_path) == digest(tmp_path / "checkpoints/step-2"), "the first of equals"
-    assert steps_kept(tmp_path) == [2, 8]
-
-
 @pytest.mark.parametrize(
     "failing", [pytest.param(2, marks=pytest.mark.full), 3, pytest.param(5, marks=pytest.mark.full)]
 )
@@ -121,13 +115,6 @@ def test_a_run_out_of_patience_stops_and_stays_stopped(learn, tmp_path):
     assert digest(tmp_path) == before and steps_kept(tmp_path) == [2, 5]
     learn(tmp_path, replace(cfg, patience=0), answer_questions=stepwise(SCORES[6:]))
     assert steps_kept(tmp_path) == [2, 8] and digest(tmp_path) == before
-
-
-def test_an_evaluation_that_is_not_a_number_is_never_the_best(tmp_path):
-    tracker = BestTracker(tmp_path, CFG, 0, has_answers=False)
-    values = {0: 1.0, 1: None, 2: 3.0, 3: float("nan"), 4: 2.0}
-    assert [step for step, value in values.items() if tracker.add(step, value)] == [2, 4]
-    assert tracker.step == 4 and not tracker.improved
 
 
 def test_the_best_of_the_checkpoints_that_are_left_counts(tmp_path):
