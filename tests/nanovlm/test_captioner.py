@@ -47,8 +47,6 @@ def test_arrays_are_images_and_batches_of_them_are_several(captioner, images):
     assert captioner.caption(array, max_new_tokens=6) == captioner.caption(tensor, max_new_tokens=6) == expected
     assert list(captioner.captions(np.stack([array, array]), max_new_tokens=6)) == [expected] * 2
     assert list(captioner.captions(torch.stack([tensor] * 2), max_new_tokens=6)) == [expected] * 2
-    alone = captioner.caption(images[1], "?", max_new_tokens=6)
-    assert "".join(ChatSession(captioner, [array]).ask("?", max_new_tokens=6)) == alone
 
 
 def test_urls_are_fetched_only_if_allowed(model_folder, images, monkeypatch):

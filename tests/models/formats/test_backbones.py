@@ -209,14 +209,10 @@ def test_an_unsupported_setting_is_refused(copies, part, key, value):
     assert f"{copies[part]}/config.json: {key}={value!r}" in message and "\n" not in message
 
 
-@pytest.mark.parametrize("nested", [True, False])
-def test_naflex_is_refused(tmp_path, pair, nested):
+def test_naflex_is_refused(tmp_path, pair):
     settings = {key: value for key, value in SEES.items() if key != "image_size"} | {"num_patches": 16}
-    if nested:
-        theirs = transformers.Siglip2Model(transformers.Siglip2Config(vision_config=settings, text_config=TEXT))
-    else:
-        theirs = transformers.Siglip2VisionModel(transformers.Siglip2VisionConfig(**settings))
-    theirs.save_pretrained(tmp_path)
+    config = transformers.Siglip2Config(vision_config=settings, text_config=TEXT)
+    transformers.Siglip2Model(config).save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match="model_type='siglip2_vision_model' with num_patches=16 is NaFlex"):
         find_backbones(tmp_path, pair[1], **FOLD)
 
@@ -225,18 +221,6 @@ DAMAGED = {  # what is done to the folders, the arguments, and the message
     "missing": (
         lambda sees, says: rename(says, "", skip="model.norm.weight"), {},
         "llama/model.safetensors lacks 1 tensors that config.json asks for, first model.text_model.norm.weight",
-    ),
-    "unknown": (
-        lambda sees, says: rename(says, "", **{"model.layers.0.self_attn.q_norm.weight": torch.ones(4)}), {},
-        "llama/model.safetensors has 1 tensors .* first 'model.layers.0.self_attn.q_norm.weight'",
-    ),
-    "shape": (
-        lambda sees, says: rename(says, "", **{"lm_head.weight": torch.ones(41, 24)}), {},
-        r"llama/model.safetensors: lm_head.weight is \(41, 24\), but config.json asks for \(40, 24\)",
-    ),
-    "deep": (
-        lambda sees, says: edit(says, num_hidden_layers=10**6), {},
-        "siglip and .*llama make no model: .*lm_n_blocks=1000000 is outside",
     ),
     "small": (lambda sees, says: None, {"lm_vocab_size": 39}, "lm_vocab_size=39 is less than the 40 tokens"),
     "key": (lambda sees, says: None, {"color": 1}, "make no model: .*color"),
