@@ -164,18 +164,13 @@ def test_a_cache_can_be_continued_in_another_grad_mode():
 # ---- minGPT's names, sizes and initialization -----------------------------------------------------------------------
 
 
-def test_parameter_names_are_mingpts_and_state_dicts_are_interchangeable():
+def test_parameter_names_are_mingpts():
     gpt, gpt_kv = (cls(GPTConfig("gpt-nano", vocab_size=5, block_size=7)) for cls in (GPT, GPT_kv))
     block = ["ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj"]
     expected = {f"transformer.h.{i}.{name}.{kind}" for i in range(3) for name in block for kind in ("weight", "bias")}
     expected |= {f"transformer.h.{i}.attn.bias" for i in range(3)}
     expected |= {f"transformer.{name}" for name in ("wte.weight", "wpe.weight", "ln_f.weight", "ln_f.bias")}
     assert set(gpt.state_dict()) == expected | {"lm_head.weight"} == set(gpt_kv.state_dict())
-    gpt_kv.load_state_dict(gpt.state_dict())
-    for p in gpt.parameters():
-        p.data.zero_()
-    gpt.load_state_dict(gpt_kv.state_dict())
-    assert all(torch.equal(a, b) for a, b in zip(gpt.state_dict().values(), gpt_kv.state_dict().values()))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
 
 from models.checkpoint import load_config, save_checkpoint
 from models.config import extra_tokens
@@ -17,7 +16,7 @@ from models.formats.backbones import find_backbones, from_backbones
 from models.formats.transformers_names import LLAMA_CONFIG, SIGLIP_CONFIG
 from nanovlm import EMBEDDED, SAMPLE, Captioner
 from nanovlm.processing.tokenizer import Tokenizer
-from support import ROOT, Package
+from support import ROOT, Package, randomize
 
 transformers = Package("transformers")
 pytestmark = pytest.mark.full
@@ -35,20 +34,12 @@ TEXT = {**{key: SEES[key] for key in list(SEES)[:4]}, "vocab_size": 40, "bos_tok
 FOLD = {"mp_pixel_shuffle_factor": 2}
 
 
-@torch.no_grad()
-def shaken(model: nn.Module) -> nn.Module:
-    """Weights large enough that a misplaced one is noticed; tied ones stay tied."""
-    for parameter in model.parameters():
-        parameter += 0.3 * torch.randn_like(parameter)
-    return model.eval()
-
-
 def siglip(**changes) -> transformers.SiglipVisionModel:
-    return shaken(transformers.SiglipVisionModel(transformers.SiglipVisionConfig(**SEES | changes)))
+    return randomize(transformers.SiglipVisionModel(transformers.SiglipVisionConfig(**SEES | changes))).eval()
 
 
 def llama(**changes) -> transformers.LlamaForCausalLM:
-    return shaken(transformers.LlamaForCausalLM(transformers.LlamaConfig(**SAYS | changes)))
+    return randomize(transformers.LlamaForCausalLM(transformers.LlamaConfig(**SAYS | changes))).eval()
 
 
 def edit(folder: Path, **changes) -> Path:
@@ -129,7 +120,7 @@ def test_missing_keys_take_transformers_defaults(tmp_path, pair):
 def test_siglip2_of_fixed_resolution_is_read_as_siglip(tmp_path, pair):
     """google/siglip2-base-patch16-512 and its kin: both towers in one file, the settings nested."""
     config = transformers.SiglipConfig(vision_config=SEES, text_config=TEXT)
-    theirs = shaken(transformers.SiglipModel(config))
+    theirs = randomize(transformers.SiglipModel(config)).eval()
     theirs.save_pretrained(tmp_path)
     assert_sees(from_backbones(tmp_path, pair[1], **FOLD), theirs.vision_model)
 
