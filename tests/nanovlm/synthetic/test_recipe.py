@@ -2,13 +2,11 @@
 
 import pickle
 from hashlib import blake2b
-from random import Random
 
 import pytest
 import torch
 
-from nanovlm.synthetic import random_scene
-from nanovlm.synthetic.recipe import SceneBatches, scene_example
+from nanovlm.synthetic.recipe import SceneBatches
 
 # Of the code that trained the published weights; images are left to the pixel tests, as Pillow's versions differ.
 DIGESTS = {
@@ -35,11 +33,3 @@ def test_a_batch_is_a_pure_function_of_seed_and_step(model_and_processor):
         assert torch.equal(a, b)
     assert not torch.equal(one(5)["images"], one(6)["images"])
     assert not torch.equal(one(5)["images"], SceneBatches(processor, 4, 4)(5)["images"])
-
-
-def test_example_shows_its_scene_and_asks_for_the_caption_first():
-    scene = random_scene(Random(0))
-    example = scene_example(scene, Random(1), n_questions=5, size=(120, 90))
-    assert [image.size for image in example.images] == [(120, 90)] and len(example.qa_pairs) >= 6
-    caption = example.qa_pairs[0][1]
-    assert all(shape.name in caption for shape in scene.shapes) and scene.background in caption

@@ -441,7 +441,6 @@ def test_a_broken_image_is_named_with_a_remedy(train, workers):
     ("flags", "words"),
     [
         ("--recipe scenes --out out --prompt x", ["--prompt", "has no effect with --recipe"]),
-        ("--recipe scenes --out out --check-data", ["--check-data", "has no effect with --recipe"]),
         ("--recipe scenes --data mine --out out", ["exclude each other"]),
         ("--data mine", ["--out is required"]),
         ("--data mine --out out --validation 1.5", ["--validation 1.5"]),
