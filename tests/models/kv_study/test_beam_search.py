@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from models.inference import InferenceModel
-from models.kv_study.beam_search import beam_search, cached_step, generate
+from models.kv_study.beam_search import Hypothesis, beam_search, cached_step, generate
 from models.kv_study.block_cache import prefill_state
 from models.kv_study.paged_cache import BlockPool, PagedKV
 
@@ -136,6 +136,12 @@ def test_the_rules_are_those_of_whisper(seed, n_beams, length_penalty):
     )
     assert_same(found, [(tuple(ids.tolist()), total) for ids, total in zip(new[0], sums)])
     assert found[0].ids == expected
+
+
+def test_the_penalty_decides_between_short_and_long():
+    short, long = Hypothesis((1,), -2.0), Hypothesis((1, 2, 3, 4), -3.0)
+    assert short.score(0.0) > long.score(0.0) and short.score() < long.score()
+    assert long.score(1.0) == -3.0 / (9 / 6)
 
 
 @pytest.mark.parametrize("options", [{"n_beams": 0, "max_new_tokens": 1}, {"n_beams": 1, "max_new_tokens": 0}])

@@ -15,7 +15,7 @@ from nanovlm.errors import TrainingError
 from nanovlm.synthetic import caption, draw, random_scene
 from nanovlm.training.config import TrainConfig
 from nanovlm.training.loop import TrainingTask
-from nanovlm.training.probe import PROBED_STEPS, Probe, estimate_run, memory_errors
+from nanovlm.training.probe import MARGIN, PROBED_STEPS, Probe, estimate_run, memory_errors
 from support import ROOT
 from support.logs import log_lines
 
