@@ -173,7 +173,7 @@ def test_the_parts_of_a_stream_show_every_row_once_and_read_only_their_shards(si
         n = sum(whole + strided)
         order = [mixture.example(i, part=Part(part, n_parts)).qa_pairs[0][1] for i in range(2 * n)]
         assert sorted(order[:n]) == sorted(order[n:]), "each epoch shows the same rows"
-        assert n < 100 or order[n:] != order[:n] != rows[part::n_parts], "in an order of its own"
+        assert n < 100 or order[n:][:99] != order[:99] != rows[part::n_parts][:99], "in an order of its own"
         shown += order[:n]
         readings.append([shard.readings for shard in shards])
         for shard in shards:
