@@ -117,6 +117,13 @@ def test_a_run_out_of_patience_stops_and_stays_stopped(learn, tmp_path):
     assert steps_kept(tmp_path) == [2, 8] and digest(tmp_path) == before
 
 
+def test_an_evaluation_that_is_not_a_number_is_never_the_best(tmp_path):
+    tracker = BestTracker(tmp_path, CFG, 0, has_answers=False)
+    values = {0: 1.0, 1: None, 2: 3.0, 3: float("nan"), 4: 2.0}
+    assert [step for step, value in values.items() if tracker.add(step, value)] == [2, 4]
+    assert tracker.step == 4 and not tracker.improved
+
+
 def test_the_best_of_the_checkpoints_that_are_left_counts(tmp_path):
     lines = [{"step": step, "validation_loss": loss} for step, loss in [(0, 9), (2, 1), (4, 2), (6, 3)]]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
