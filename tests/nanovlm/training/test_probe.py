@@ -42,7 +42,7 @@ def test_a_probe_counts_what_a_step_learns_from(probed, tiny_model, make_batch):
     assert twice.tokens == pytest.approx(2 * once.tokens, abs=1) and (once.steps, twice.steps) == (40, 20)
     assert once.probed_steps == PROBED_STEPS and probed(make_batch, max_steps=2).probed_steps == 2
     assert once.seconds >= 30 * once.seconds_per_step > 0
-    assert once.peak == int(once.measured_peak * (1 + MARGIN)) > 2**20
+    assert once.peak == int(once.measured_peak * (1 + MARGIN))
 
 
 def test_adapters_and_frozen_parts_are_not_counted_as_trained(probed, make_batch):
