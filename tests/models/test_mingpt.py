@@ -105,6 +105,15 @@ def test_generate_kv_computes_each_token_once_and_the_last_one_not_at_all(n):
     assert embedded == [5] + [1] * (n - 1) and projected == [1] * n
 
 
+@torch.no_grad()
+def test_in_bfloat16_both_are_close():
+    gpt, gpt_kv = (model.bfloat16() for model in make_pair())
+    idx = ids(2, 9)
+    last, _, cache = gpt_kv(idx, kv_cache=read(gpt_kv, idx[:, :8]))
+    torch.testing.assert_close(last[:, 0], gpt(idx)[0][:, -1], atol=0.2, rtol=0.05)
+    assert {t.dtype for block in cache for t in block} == {torch.bfloat16}
+
+
 # ---- the cache: [k, v], an immutable value --------------------------------------------------------------------------
 
 
