@@ -1,5 +1,6 @@
 """The renderer in SVG draws what the scene says, in another way than training's."""
 
+import math
 from dataclasses import replace
 from itertools import product
 from random import Random
@@ -7,7 +8,7 @@ from random import Random
 import pytest
 import torch
 
-from eval.lib.svg_renderer import COLOR_SPREAD, draw
+from eval.lib.svg_renderer import COLOR_SPREAD, TONES, draw
 from nanovlm import synthetic
 from nanovlm.processing.image_loading import as_tensor
 from nanovlm.synthetic import BACKGROUNDS, COLORS, SHAPES, Scene, Shape, random_scene
@@ -50,6 +51,14 @@ def test_a_shape_lies_where_the_scene_says_in_its_size(kind):
         assert 1.3 <= sides / (0.16 * 120) <= 2.1
         areas.add(int(inside.sum()))
     assert len(areas) >= 4, "its proportions vary"
+
+
+@pytest.mark.parametrize("color", COLORS)
+def test_every_tone_is_far_from_every_color(color):
+    for first, second in TONES:
+        for share in range(11):
+            tone = [a + (b - a) * share / 10 for a, b in zip(first, second)]
+            assert math.dist(tone, COLORS[color]) >= 65, (first, second, share)
 
 
 def test_the_colors_of_a_scene_are_closest_to_their_names():
