@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from eval.lib.cache_study import Sizes, make_case, measure_case
+from eval.lib.cache_study import Sizes, make_case, measure_case, timeline
 
 SIZES = Sizes((4, 8, 12), prompts=(8, 20), batches=(1, 3), window=6, rounds=1)
 IDS, TWIN_IDS = torch.tensor([[5, 3, 3, 3, 3, 7, 9]]), torch.tensor([[20, 21, 22]])
@@ -37,6 +37,14 @@ def test_every_design_chooses_the_ids_that_it_promises(study, twin_study):
     wrong = replace(study, rows=[replace(study.rows[1], same_ids=5)])
     assert wrong.failures == ["language model on image and text: per-block cache differs from no cache after 5 tokens"]
     assert replace(study, rows=[replace(wrong.rows[0], is_rounded=True)]).failures == []
+
+
+def test_ids_are_not_one_token_again_and_again(tiny_model, image):
+    case = make_case(tiny_model(), IDS, image, SIZES, export=False)
+    ids, times, run = timeline(case.designs[1].start, IDS, image, 12)
+    assert len(set(ids)) > 1 and times == sorted(times) and len(times) == 12
+    assert ids == tiny_model().generate(IDS, image, max_new_tokens=12)[0].tolist()
+    assert run.bytes_used() == EXACT * (7 + 11), "the last token is not read"
 
 
 @pytest.mark.full  # exports five graphs
