@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from eval.sort_task import SortTask, accuracy, compare, cpu_threads, main, sort_task, splits, time_long_generation
-from models.mingpt import GPT, GPT_kv, GPTConfig
+from eval.sort_task import SortTask, accuracy, compare, cpu_threads, main, sort_task, splits
 
 
 def test_the_split_covers_all_inputs_and_is_the_same_in_every_run():
@@ -38,20 +37,6 @@ def test_whole_outputs_are_counted_and_so_are_different_ones():
     assert compare(Oracle(), Oracle(fails_on=2), inputs, sampled=False)[0] == 18
 
 
-def test_sampled_outputs_are_equal_with_equal_weights_and_differ_with_others():
-    torch.manual_seed(0)
-    gpt = GPT(GPTConfig("gpt-nano", vocab_size=3, block_size=7)).eval()
-    gpt.lm_head.weight.data *= 20  # makes it confident
-    gpt_kv = GPT_kv(gpt.config).eval()
-    gpt_kv.load_state_dict(gpt.state_dict())
-    inputs = torch.zeros(20, 4, dtype=torch.long)
-    n_identical, generate_ms, generate_kv_ms = compare(gpt, gpt_kv, inputs, sampled=True)
-    assert n_identical == 20 and generate_ms > 0 and generate_kv_ms > 0
-
-    gpt_kv.lm_head.weight.data.neg_()
-    assert compare(gpt, gpt_kv, inputs, sampled=True)[0] < 10
-
-
 def test_a_short_sorting_task_is_learned_and_keeps_the_random_state():
     torch.manual_seed(5)
     expected = torch.rand(1)
@@ -77,11 +62,6 @@ def test_a_failure_is_a_sentence_and_exit_code_1(capsys, monkeypatch, changes, m
     out, err = capsys.readouterr()
     assert message in out and failure in err and "torch" in out
     assert "without KV caching: 2.000 +- 0.100 s" in out and "with KV caching:    0.500 +- 0.000 s, 4.00x" in out
-
-
-def test_the_long_generation_compares_tokens_and_takes_turns():
-    seconds = iter([4.0, 1.0, 2.0, 3.0])  # of two interleaved rounds
-    assert time_long_generation(2, n_tokens=3, measure=lambda call: next(seconds)) == ([4.0, 2.0], [1.0, 3.0], True)
 
 
 def test_it_runs_on_one_thread_unless_told_otherwise_and_restores_the_count():

@@ -53,24 +53,6 @@ def test_results_are_plotted(tmp_path, capsys):
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG") and "round 1/1" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--lengths", "8"], "--lengths 8"),
-        (["--lengths", "8", "4"], "rising"),
-        (["--lengths", "4", "2000"], "lm_max_position_embeddings=1024"),
-        (["--rounds", "0"], "--rounds: 0 must be 1 or more"),
-        (["--model-size", "7B"], "7B"),
-        (["--lengths", "4", "8", "--plot", "nowhere/plot.png"], ""),
-    ],
-)
-def test_wrong_flags_are_one_line_and_exit_code_2(flags, message, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main(flags)
-    err = capsys.readouterr().err
-    assert message in err and err.count("\n") == 1
-
-
 def test_without_its_package_a_plot_names_the_extra(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(SystemExit, match="2"):

@@ -53,14 +53,6 @@ def rewrite(folder):
     return change
 
 
-def test_half_precision_files_load_as_float32(tmp_path, tiny_model):
-    model = tiny_model()
-    save_checkpoint(tmp_path / "half", model, TOKENIZER, torch.float16)
-    assert load_file(tmp_path / "half" / "model.safetensors")["MP.proj.weight"].dtype == torch.float16
-    assert model.dtype == torch.float32
-    assert same(bits(read(tmp_path / "half")), bits(model.half().float()))
-
-
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_written_checkpoint_is_read_bit_for_bit_here_and_by_stock_nanovlm(tmp_path, tiny_model, tied, dtype):
@@ -167,7 +159,6 @@ def test_weights_stay_memory_mapped_through_the_check(folder):
     ("changes", "message"),
     [
         ({"lm_n_blocks": 10**9}, ["lm_n_blocks=1000000000 is outside [1, 500)"]),
-        ({"vit_n_blocks": 999}, ["vit_n_blocks=999 is outside [1, 500)"]),
         ({"lm_vocab_size": 10**9}, [HEAD, "(40, 24)", "(1000000000, 24)"]),
         ({"lm_inter_dim": 2**31 - 1}, ["gate_proj", "(32, 24)", "(2147483647, 24)"]),
         (

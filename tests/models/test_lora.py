@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from models.checkpoint import load_config, save_checkpoint
+from models.checkpoint import load_config
 from models.errors import CheckpointError
 from models.lora import (
     EMBEDDINGS,
@@ -53,7 +53,7 @@ def test_adapters_of_the_given_parts_and_with_the_decoder_embeddings_are_trained
 
 
 @torch.no_grad()
-def test_a_merged_model_is_plain_and_computes_the_same(adapted, tiny_model, make_batch, tmp_path):
+def test_a_merged_model_is_plain_and_computes_the_same(adapted, tiny_model, make_batch):
     model, batch = adapted(), make_batch(0)
     plain = merge(model)
     assert not adapters(plain) and plain.state_dict().keys() == tiny_model().state_dict().keys()
@@ -63,9 +63,6 @@ def test_a_merged_model_is_plain_and_computes_the_same(adapted, tiny_model, make
     assert not torch.allclose(plain(**batch)[0], tiny_model()(**batch)[0], atol=1e-2)
     assert plain.decoder.head.weight is plain.decoder.token_embedding.weight
     assert plain.decoder.head.weight.data_ptr() == model.decoder.head.weight.data_ptr()  # shared, not copied
-    save_checkpoint(tmp_path, plain, "{}")
-    read = load_model(tmp_path, load_config(tmp_path), 3)
-    assert torch.equal(read(**batch)[0], plain(**batch)[0])
 
 
 @torch.no_grad()
@@ -214,10 +211,8 @@ def test_training_resumes_adapters_only_on_their_base_model(tiny_model, make_bat
     train(tiny_model(), "{}", make_batch, CFG, tmp_path)
     for model, cfg, message in (
         (tiny_model(seed=1), CFG, "start from the same model as before"),
-        (tiny_model(), replace(CFG, lora_rank=4), "was trained with lora_rank=2; resume with the same, or train in"),
         (tiny_model(), replace(CFG, lora_alpha=4.0), "this model has 2 and 4.0; use the same, or train in another"),
         (tiny_model(), replace(CFG, train_embeddings=False), "has moments of decoder.token_embedding.* parts frozen"),
-        (tiny_model(), replace(CFG, lora_rank=0), "was trained with lora_rank=2; resume with the same"),
     ):
         with pytest.raises(CheckpointError, match=message):
             train(model, "{}", make_batch, cfg, tmp_path)

@@ -6,7 +6,6 @@ from random import Random
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from models.cache import KVCache
@@ -147,12 +146,6 @@ def test_samples_are_reproducible_by_seed(tiny_model):
     assert torch.equal(unseeded, generated())
 
 
-def test_samples_of_a_prompt_are_adjacent_rows(tiny_model):
-    model, inputs = tiny_model(), prompt("tit", "t")
-    once = model.generate(**inputs, max_new_tokens=5)
-    assert torch.equal(model.generate(**inputs, max_new_tokens=5, n_samples=3), once.repeat_interleave(3, dim=0))
-
-
 @pytest.fixture
 def reads():
     """The shape, (rows, tokens), of everything that a decoder is given to read from now on."""
@@ -175,11 +168,6 @@ def test_no_unused_step_is_computed(tiny_model, reads, n):
     reads.clear()
     model.generate(**inputs, max_new_tokens=n, use_kv_cache=False)
     assert reads == [(2, 7 + i) for i in range(n)]
-
-
-def test_stream_yields_a_token_before_computing_the_next(tiny_model, reads):
-    for steps, ids in enumerate(tiny_model().stream(**prompt("tit"), max_new_tokens=5), 1):
-        assert ids.shape == (1,) and len(reads) == steps
 
 
 @pytest.mark.parametrize("cached", [True, False])
@@ -258,29 +246,3 @@ def test_forward_keeps_no_cache(tiny_model):
     model(**inputs, targets=inputs["input_ids"])
     model.prefill(**inputs)
     assert counts[1] == counts[0] and counts[2] == counts[0] + len(model.decoder.blocks)
-
-
-def test_the_loss_is_the_mean_cross_entropy_of_the_targets(tiny_model):
-    model, inputs = tiny_model(), prompt("titt", "tt")
-    targets = torch.full_like(inputs["input_ids"], -100)
-    targets[0, 5], targets[1, -1] = 11, 12
-    logits, loss = model(**inputs, targets=targets)
-    close(loss, -(F.log_softmax(logits[0, 5], -1)[11] + F.log_softmax(logits[1, -1], -1)[12]) / 2)
-    close(logits[:, -1], model.prefill(**inputs)[0])
-    assert model(**inputs)[1] is None
-
-
-def test_logits_of_the_targets_alone_give_the_same_loss_and_gradients(tiny_model):
-    inputs, found = prompt("titt", "tt"), []
-    targets = torch.full_like(inputs["input_ids"], -100)
-    targets[0, 2:5], targets[1, -1] = torch.tensor([7, 8, 9]), 12
-    for targets_only in (False, True):
-        model = tiny_model()
-        logits, loss = model(**inputs, targets=targets, targets_only=targets_only)
-        loss.backward()
-        found.append((logits, loss, [p.grad for p in model.parameters()]))
-    (logits, loss, gradients), (some, same, others) = found
-    close(some, torch.stack([logits[0, 2], logits[0, 3], logits[0, 4], logits[1, -1]]))
-    close(same, loss)
-    for gradient, other in zip(gradients, others):
-        close(other, gradient)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from eval.lib.cache_study import Sizes, designs_table, generations_table, make_case, measure_case, timeline
+from eval.lib.cache_study import Sizes, make_case, measure_case, timeline
 
 SIZES = Sizes((4, 8, 12), prompts=(8, 20), batches=(1, 3), window=6, rounds=1)
 IDS, TWIN_IDS = torch.tensor([[5, 3, 3, 3, 3, 7, 9]]), torch.tensor([[20, 21, 22]])
@@ -73,10 +73,3 @@ def test_bytes_per_token_follow_the_formula(study, twin_study):
     assert {row.bytes_per_token for row in twin_study.rows[1:]} == {2 * 2 * 24 * 4}
     image_bytes = 2 * 2 * 24 * 16 * 4
     assert list(kept.values()) == [0, image_bytes, image_bytes, image_bytes]
-
-
-def test_the_tables_name_every_axis(study):
-    generations, designs = generations_table(study), designs_table(study)
-    assert generations.count("times faster") == 5 and "±" in generations and "grows as" in generations
-    for word in ("bytes/token", "prefill 20, ms", "step of 3, ms", "12 of 12"):
-        assert word in designs

@@ -1,10 +1,6 @@
 """Levels of CPU instructions are chosen, restored and refused by name."""
 
-import argparse
-
-import pytest
-
-from eval.lib.cpu_levels import at_level, current_level, level_here, levels_here, lowering, peers_note
+from eval.lib.cpu_levels import at_level, current_level, levels_here, lowering, peers_note
 
 
 def test_a_level_is_that_of_the_block_and_then_the_one_before(monkeypatch):
@@ -25,10 +21,3 @@ def test_a_single_level_below_the_best_lowers_other_engines():
     for level in levels_here()[:-1]:
         assert lowering([level])["NANOVLM_CPU_LEVEL"] == level and "ONEDNN_MAX_CPU_ISA" in lowering([level])
         assert f"oneDNN in OpenVINO held to {level}, " in peers_note([level])
-
-
-@pytest.mark.parametrize("level", ["none", "naive", "sse9"])
-def test_a_level_that_this_cpu_lacks_is_refused(level):
-    assert [level_here(name) for name in levels_here()] == levels_here()
-    with pytest.raises(argparse.ArgumentTypeError, match=f"this CPU has no level {level}; use "):
-        level_here(level)

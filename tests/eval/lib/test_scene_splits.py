@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from eval.lib import svg_renderer
-from eval.lib.scene_splits import N_COMPARED, OBJECT_ROWS, count_by_row, make_splits, png, question_kind
+from eval.lib.scene_splits import N_COMPARED, OBJECT_ROWS, count_by_row, make_splits, png
 from nanovlm.synthetic import names_withheld, random_scene
 
 
@@ -42,23 +42,10 @@ def test_comparisons_are_about_two_objects_or_more(splits):
 def test_questions_of_all_kinds_are_asked_about_the_scenes_of_the_captions(splits):
     assert len(splits["questions"]) == 120
     assert {example.image for example in splits["questions"]} == {example.image for example in splits["captions"]}
-    assert len({example.row for example in splits["questions"]}) >= 9
-
-
-@pytest.mark.parametrize(
-    ("question", "kind"),
-    [
-        ("Is the red star left of the blue ring?", "Is X left of Y?"),
-        ("What is above the ring?", "What is left of X?"),
-        ("What is in the middle?", "What is at the top?"),
-        ("What is at the top left?", "What is at the top?"),
-        ("What is the background like?", "What is the background?"),
-        ("How many rings are there?", "How many"),
-        ("Is there a red star?", "Is there"),
-    ],
-)
-def test_questions_are_counted_by_kind(question, kind):
-    assert question_kind(question) == kind
+    assert {example.row for example in splits["questions"]} == {
+        "Is X left of Y?", "What is left of X?", "What is at the top?", "What is the background?", "What colour",
+        "What shape", "How big", "How many", "Is there", "Where is",
+    }  # fmt: skip
 
 
 def test_rows_are_in_order():

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
 
 from models.checkpoint import load_config, save_checkpoint
 from models.config import extra_tokens
@@ -17,7 +16,7 @@ from models.formats.backbones import find_backbones, from_backbones
 from models.formats.transformers_names import LLAMA_CONFIG, SIGLIP_CONFIG
 from nanovlm import EMBEDDED, SAMPLE, Captioner
 from nanovlm.processing.tokenizer import Tokenizer
-from support import ROOT, Package
+from support import ROOT, Package, randomize
 
 transformers = Package("transformers")
 pytestmark = pytest.mark.full
@@ -35,20 +34,12 @@ TEXT = {**{key: SEES[key] for key in list(SEES)[:4]}, "vocab_size": 40, "bos_tok
 FOLD = {"mp_pixel_shuffle_factor": 2}
 
 
-@torch.no_grad()
-def shaken(model: nn.Module) -> nn.Module:
-    """Weights large enough that a misplaced one is noticed; tied ones stay tied."""
-    for parameter in model.parameters():
-        parameter += 0.3 * torch.randn_like(parameter)
-    return model.eval()
-
-
 def siglip(**changes) -> transformers.SiglipVisionModel:
-    return shaken(transformers.SiglipVisionModel(transformers.SiglipVisionConfig(**SEES | changes)))
+    return randomize(transformers.SiglipVisionModel(transformers.SiglipVisionConfig(**SEES | changes))).eval()
 
 
 def llama(**changes) -> transformers.LlamaForCausalLM:
-    return shaken(transformers.LlamaForCausalLM(transformers.LlamaConfig(**SAYS | changes)))
+    return randomize(transformers.LlamaForCausalLM(transformers.LlamaConfig(**SAYS | changes))).eval()
 
 
 def edit(folder: Path, **changes) -> Path:
@@ -129,7 +120,7 @@ def test_missing_keys_take_transformers_defaults(tmp_path, pair):
 def test_siglip2_of_fixed_resolution_is_read_as_siglip(tmp_path, pair):
     """google/siglip2-base-patch16-512 and its kin: both towers in one file, the settings nested."""
     config = transformers.SiglipConfig(vision_config=SEES, text_config=TEXT)
-    theirs = shaken(transformers.SiglipModel(config))
+    theirs = randomize(transformers.SiglipModel(config)).eval()
     theirs.save_pretrained(tmp_path)
     assert_sees(from_backbones(tmp_path, pair[1], **FOLD), theirs.vision_model)
 
@@ -209,14 +200,10 @@ def test_an_unsupported_setting_is_refused(copies, part, key, value):
     assert f"{copies[part]}/config.json: {key}={value!r}" in message and "\n" not in message
 
 
-@pytest.mark.parametrize("nested", [True, False])
-def test_naflex_is_refused(tmp_path, pair, nested):
+def test_naflex_is_refused(tmp_path, pair):
     settings = {key: value for key, value in SEES.items() if key != "image_size"} | {"num_patches": 16}
-    if nested:
-        theirs = transformers.Siglip2Model(transformers.Siglip2Config(vision_config=settings, text_config=TEXT))
-    else:
-        theirs = transformers.Siglip2VisionModel(transformers.Siglip2VisionConfig(**settings))
-    theirs.save_pretrained(tmp_path)
+    config = transformers.Siglip2Config(vision_config=settings, text_config=TEXT)
+    transformers.Siglip2Model(config).save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match="model_type='siglip2_vision_model' with num_patches=16 is NaFlex"):
         find_backbones(tmp_path, pair[1], **FOLD)
 
@@ -225,18 +212,6 @@ DAMAGED = {  # what is done to the folders, the arguments, and the message
     "missing": (
         lambda sees, says: rename(says, "", skip="model.norm.weight"), {},
         "llama/model.safetensors lacks 1 tensors that config.json asks for, first model.text_model.norm.weight",
-    ),
-    "unknown": (
-        lambda sees, says: rename(says, "", **{"model.layers.0.self_attn.q_norm.weight": torch.ones(4)}), {},
-        "llama/model.safetensors has 1 tensors .* first 'model.layers.0.self_attn.q_norm.weight'",
-    ),
-    "shape": (
-        lambda sees, says: rename(says, "", **{"lm_head.weight": torch.ones(41, 24)}), {},
-        r"llama/model.safetensors: lm_head.weight is \(41, 24\), but config.json asks for \(40, 24\)",
-    ),
-    "deep": (
-        lambda sees, says: edit(says, num_hidden_layers=10**6), {},
-        "siglip and .*llama make no model: .*lm_n_blocks=1000000 is outside",
     ),
     "small": (lambda sees, says: None, {"lm_vocab_size": 39}, "lm_vocab_size=39 is less than the 40 tokens"),
     "key": (lambda sees, says: None, {"color": 1}, "make no model: .*color"),

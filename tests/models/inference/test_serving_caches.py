@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from models.inference.continuous_batching import ContinuousBatch
-from models.inference.serving_caches import ImageCache, LRUCache, PrefixCache, TiledImage, common_prefix_length
+from models.inference.serving_caches import ImageCache, LRUCache, PrefixCache, TiledImage
 from support.generation import IMAGE, PER_IMAGE, run_ids
 
 LARGE = 2**24
@@ -173,17 +173,3 @@ def test_least_recently_used_goes_first():
     assert cache.bytes_used == 7
     with pytest.raises(ValueError, match="max_bytes=-1"):
         LRUCache(-1)
-
-
-def test_common_length_counts_images():
-    ids = torch.tensor([4, IMAGE, IMAGE, 5, IMAGE, IMAGE, 6])
-    for other, images, length in (
-        (ids, (("a", 1), ("b", 4)), 7),
-        (ids, (("a", 1), ("c", 4)), 4),
-        (ids, (("c", 1), ("b", 4)), 1),
-        (ids, (("a", 1), (None, 4)), 4),
-        (ids[:3], (("a", 1),), 3),
-        (torch.tensor([4, IMAGE, IMAGE, 9]), (("a", 1),), 3),
-        (torch.tensor([9]), (), 0),
-    ):
-        assert common_prefix_length(ids, other, (("a", 1), ("b", 4)), images) == length

@@ -139,10 +139,6 @@ def test_hooks_are_removed_after_an_error_and_the_past_is_unchanged(encoder_deco
         raise KeyboardInterrupt
     assert count_hooks(decoder) == 0
     assert past.length == 5 and all(torch.equal(kv, before[linear]) for linear, kv in past.self_kv.items())
-    with install_kv_cache_hooks(decoder, past) as extended:
-        again = decoder(ids[:, 5:], xa)
-    torch.testing.assert_close(again, decoder(ids, xa)[:, 5:], atol=1e-4, rtol=1e-4)
-    assert (extended.length, past.length) == (6, 5)
 
 
 def test_the_hook_cache_derives_start_pos_and_refuses_another_one(encoder_decoder):

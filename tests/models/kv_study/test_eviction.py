@@ -16,16 +16,6 @@ def read(decoder, caches, x):
         return decoder(x, None, block_caches(caches), caches[0].length)[0]
 
 
-@pytest.mark.parametrize("name", POLICIES)
-def test_a_whole_cache_is_the_uncached_model(tiny_model, name):
-    decoder = tiny_model(2).decoder
-    x = torch.randn(2, 20, 24)
-    caches = [EvictingKV(POLICIES[name], 1.0) for _ in decoder.blocks]
-    parts = [read(decoder, caches, x[:, :9]), *(read(decoder, caches, x[:, i : i + 1]) for i in range(9, 20))]
-    torch.testing.assert_close(torch.cat(parts, 1), decoder(x)[0], atol=1e-5, rtol=1e-5)
-    assert decoder.blocks[0].attn.attend is attention, "the model is as it was"
-
-
 class MaskedKV(KVCache):
     """A full cache, whose attention is masked to the positions that an evicting cache holds, and the new token's."""
 

@@ -49,23 +49,6 @@ def test_every_cache_of_a_family_tree_holds_what_was_put_there(mode, block_size)
     assert used(pool) == 0 and set(pool.references) == {0}
 
 
-def test_the_model_generates_the_same_ids_and_frees_its_blocks(tiny_model):
-    model = tiny_model(seed=6)
-    images, ids = torch.rand(2, 3, 16, 16), torch.randint(4, 40, (2, 9))
-    ids[:, 2:6] = 3
-    expected = model.generate(ids, images, max_new_tokens=30)
-    memory = pools(model)
-    logits, state = model.prefill(ids, images, None, empty(memory))
-    exact, _ = model.prefill(ids, images)
-    assert torch.equal(logits, exact)
-    for column in expected.T:
-        assert torch.equal(logits.argmax(-1), column)
-        logits, state = model.decode(column, state)
-    assert all(used(pool) == 2 * 10 for pool in memory), "39 tokens in blocks of 4, for two rows"
-    del state
-    assert all(used(pool) == 0 for pool in memory)
-
-
 def test_questions_about_one_prefix_share_its_blocks_and_copy_the_half_full_one(tiny_model):
     model = tiny_model(seed=7)
     memory, prefix_ids = pools(model), torch.randint(4, 40, (1, 18))

@@ -63,20 +63,6 @@ def test_the_mask_lets_each_token_see_the_window_and_the_sinks():
     ]
 
 
-def test_a_window_as_long_as_the_text_is_plain_attention(decoder):
-    x = torch.randn(2, 12, 24)
-    torch.testing.assert_close(forward(decoder, x, window=12), decoder(x)[0], atol=1e-5, rtol=1e-5)
-
-
-def test_only_one_block_would_forget_what_left_the_window(tiny_model):
-    """Recomputing the last `window` tokens alone, as minGPT does, is another function from two blocks on."""
-    window, x = 5, torch.randn(1, 16, 24)
-    for n_blocks, same in ((1, True), (2, False)):
-        decoder = tiny_model(seed=4, lm_n_blocks=n_blocks).decoder
-        rolling, recomputed = forward(decoder, x, window)[:, -1], decoder(x[:, -window:])[0][:, -1]
-        assert torch.allclose(rolling, recomputed, atol=1e-4) == same
-
-
 def test_chosen_rows_are_copies_that_part_ways(decoder):
     x, more = torch.randn(2, 9, 24), torch.randn(3, 4, 24)
     kv_cache, index = caches(decoder, 4), torch.tensor([1, 0, 1])

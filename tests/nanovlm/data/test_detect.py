@@ -71,19 +71,12 @@ def test_a_folder_of_several_formats_names_what_is_not_read():
     assert lines == []
 
 
-@pytest.mark.parametrize("mark", [";", "\t", ","])
-def test_a_csv_may_be_separated_by_semicolons_or_tabs(mark):
+def test_a_csv_of_another_name_or_separator_is_read_or_named():
     write("mine/a.png", png(3))
-    write("mine/metadata.csv", f'"file_name"{mark}"text"\na.png{mark}"A; b,\tc"\n')
-    ((_, seeds, pairs, _),) = read_all("mine")
-    assert seeds == [3] and [answer for _, answer in pairs] == ["A; b,\tc"]
-
-
-def test_a_csv_of_another_name_is_read_or_named():
-    write("mine/a.png", png(3))
-    write("mine/captions.csv", "file_name;text\na.png;A\n")
-    ((_, seeds, pairs, _),) = read_all("mine")
-    assert seeds == [3] and [answer for _, answer in pairs] == ["A"]
+    for mark in ";\t":
+        write("mine/captions.csv", f'file_name{mark}text\na.png{mark}"A; b,\tc"\n')
+        ((_, seeds, pairs, _),) = read_all("mine")
+        assert seeds == [3] and [answer for _, answer in pairs] == ["A; b,\tc"]
     write("mine/a.txt", "B")
     with log_lines() as lines:
         open_source("mine", OPTIONS)

@@ -4,7 +4,6 @@ import re
 from dataclasses import replace
 
 import pytest
-import torch
 
 from models.config import CHATML
 from nanovlm.data.examples import IGNORE_INDEX, Example, ExampleError, collate, encode, encode_checked
@@ -47,21 +46,6 @@ def test_example_without_an_answer_is_refused_by_name(images, processor):
         encode(Example(images, [], name="holiday/7.png"), processor)
 
 
-def test_padding_is_masked_and_has_no_targets(processor):
-    rows = [encode(example, processor) for example in EXAMPLES.values()]
-    batch = collate(rows, pad_id=7)
-    T = batch["input_ids"].size(1)
-    assert T % 8 == 0 and 0 <= T - max(len(row.ids) for row in rows) < 8  # few lengths, for a compiled step
-    assert batch["input_ids"].shape == batch["targets"].shape == batch["attention_mask"].shape
-    for b, row in enumerate(rows):
-        n = len(row.ids)
-        assert batch["input_ids"][b].tolist() == row.ids + [7] * (T - n)
-        assert batch["targets"][b].tolist() == row.targets + [IGNORE_INDEX] * (T - n)
-        assert batch["attention_mask"][b].tolist() == row.mask + [0] * (T - n)
-    assert torch.equal(batch["images"], torch.cat([tile for row in rows for tile in row.images]))
-    assert collate([rows[3]])["images"] is None
-
-
 def test_length_is_not_rounded_up_beyond_the_limit(processor):
     row = encode(EXAMPLES["no image"], processor)
     n = len(row.ids)
@@ -92,11 +76,6 @@ def test_conversation_that_the_chat_template_changes_is_refused(processor):
     lowering = Processor(cfg, Tokenizer(processor.tokenizer.backend, cfg))
     with pytest.raises(ExampleError, match=r"^7\.json\[1\]: in turn 2 "):
         encode(Example([], [("a", "B"), ("c", "d")], "7.json[1]", multi_turn=True), lowering)
-
-
-def test_conversation_of_one_turn_equals_a_question(processor):
-    question, turn = (encode(Example([noise_image(16, 16)], TURNS[:1], multi_turn=m), processor) for m in (False, True))
-    assert (question.ids, question.targets, question.mask) == (turn.ids, turn.targets, turn.mask)
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,6 @@ def test_interrupted_write_loses_only_the_last_line(tmp_path, end):
         (b'{"a": 1}\n{oops\n{"a": 2}\n', "line 2, cannot be read"),
         (b'{"a": 1}\n{"a": "\xff"}\n', "line 2, cannot be read"),
         (b'{"a": 1}\n\n[1]\n', "line 3, holds list, not an object"),
-        (b"file_name,text", "line 1, cannot be read"),
         (b'{"a":' * 100_000 + b"\n", "line 1, cannot be read"),
     ],
 )
@@ -49,8 +48,3 @@ def test_errors_name_the_line_even_where_a_torn_tail_is_dropped(tmp_path, conten
     for torn_tail in ("drop", "raise"):
         with pytest.raises(DataError, match=message):
             read_jsonl(tmp_path / "rows.jsonl", torn_tail=torn_tail)
-
-
-def test_missing_file_is_a_data_error(tmp_path):
-    with pytest.raises(DataError, match="cannot be read"):
-        read_jsonl(tmp_path / "none.jsonl")

@@ -93,16 +93,6 @@ def test_data_without_an_end_need_a_share_unless_they_are_alone(endless):
     assert set(names(Mixture([Subset(endless, range(5))], 0), range(5))) == {f"a[{i}]" for i in range(5)}
 
 
-def test_order_of_a_stream_is_a_pure_function_too():
-    mixture = Mixture([Subset(stream("a", 600), ())], 5)
-    order = names(mixture, range(1200))
-    assert sorted(order[:600]) == sorted(order[600:]) == sorted(f"a[{i}]" for i in range(600))
-    assert order[:600] != order[600:] and order[:600] != [f"a[{i}]" for i in range(600)]
-    assert names(mixture, [1, 1, 700, 2]) == [order[1], order[1], order[700], order[2]]  # also backwards
-    assert names(pickle.loads(pickle.dumps(mixture)), [900]) == [order[900]]
-    assert names(Mixture(mixture.groups[0], 6), range(20)) != order[:20]
-
-
 def keys(subset):
     return {subset.source.key(i) for i in subset.indices}
 
@@ -117,13 +107,6 @@ def test_held_out_fraction_stays_when_data_grow_or_move():
     assert keys(held_out) <= keys(held_out_of_large) and keys(train) <= keys(train_of_large)
     assert keys(split([(moved, None)], 0.1)[1][0]) == keys(held_out)
     assert keys(held_out) < keys(split([(small, None)], 0.2)[1][0])
-
-
-def test_held_out_number_counts_over_all_sources():
-    sources = [(source(name, n, keys=[f"{name}{i}" for i in range(n)]), 0.5) for name, n in (("a", 30), ("b", 60))]
-    train, held_out = split(sources, 9)
-    assert sum(map(len, held_out)) == 9 and sum(map(len, train)) == 81
-    assert all(subset.weight == 0.5 for subset in [*train, *held_out])
 
 
 def test_examples_of_one_image_are_held_out_together():
@@ -175,7 +158,7 @@ class Shard:
         return iter(self.rows)
 
 
-@pytest.mark.parametrize("sizes", [[12], [5, 5, 5], [6, 6, 6, 6, 6], [4] * 6], ids=str)
+@pytest.mark.parametrize("sizes", [[1200], [5, 5, 5], [6, 6, 6, 6, 6], [4] * 6], ids=str)
 @pytest.mark.parametrize("n_parts", [1, 2, 3])
 def test_the_parts_of_a_stream_show_every_row_once_and_read_only_their_shards(sizes, n_parts):
     shards = [Shard([f"{i}.{k}" for k in range(size)]) for i, size in enumerate(sizes)]
@@ -190,6 +173,7 @@ def test_the_parts_of_a_stream_show_every_row_once_and_read_only_their_shards(si
         n = sum(whole + strided)
         order = [mixture.example(i, part=Part(part, n_parts)).qa_pairs[0][1] for i in range(2 * n)]
         assert sorted(order[:n]) == sorted(order[n:]), "each epoch shows the same rows"
+        assert n < 100 or order[n:][:99] != order[:99] != rows[part::n_parts][:99], "in an order of its own"
         shown += order[:n]
         readings.append([shard.readings for shard in shards])
         for shard in shards:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nanovlm.data.examples import EncodedExample, Example, collate, encode
-from nanovlm.data.packing import join, pack
+from nanovlm.data.packing import pack
 from support import noise_image
 
 PAIRS = [("What is this?", "A red star."), ("How many stars are there? " * 3, "one"), ("?", ""), ("Is it?", "yes")]
@@ -51,12 +51,6 @@ def test_packed_loss_and_gradients_equal_those_of_the_samples_alone(tiled, rows,
     alone = {name: p.grad for name, p in model.named_parameters()}
     torch.testing.assert_close(packed, alone, atol=1e-5, rtol=1e-4)
     model.zero_grad()
-
-
-def test_joined_rows_can_be_joined_again(rows):
-    nested, flat = join([join(rows[:2]), join(rows[2:4]), rows[4]]), join(rows[:5])
-    assert nested.ids == flat.ids and nested.mask == flat.mask and nested.targets == flat.targets
-    assert len(nested.images) == len(flat.images)
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -117,7 +117,6 @@ def test_of_preferences_the_chosen_answer_is_the_reference(capsys):
         (["--metric", "bleu"], ["bleu", "exact_match"]),
         (["--limit", "0"], ["--limit 0"]),
         (["--validation", "1.5"], ["--validation 1.5", "neither a share below 1 nor a number"]),
-        (["--validation", "-1"], ["--validation -1", "neither a share below 1 nor a number"]),
         (["--report", "x.jpg"], ["--report x.jpg", ".html"]),
         (["--report", "nowhere/x.html"], ["nowhere"]),
         (["--model", "nowhere"], ["nowhere", "Hub id"]),

@@ -5,9 +5,8 @@ import json
 import pytest
 import torch
 
-from models.formats.smolvlm import SmolVLM
 from models.formats.to_smolvlm import smolvlm_config, smolvlm_tensors
-from models.lora import PARTS, adapter_tensors, adapters, merge
+from models.lora import PARTS, merge
 from nanovlm.export.adapters import write_smolvlm_adapters
 from support import Package
 from support.smolvlm import assert_same_logits
@@ -42,15 +41,6 @@ def test_peft_loads_them_onto_the_exported_base(adapted, tiny_model, tmp_path, p
     with pytest.raises(AssertionError):
         assert_same_logits(base, theirs, ids, images)
     assert_same_logits(merge(model), theirs.merge_and_unload(), ids, images)
-
-
-def test_q_k_and_v_share_lora_a(adapted):
-    model = adapted(("vision_encoder",))
-    fused = adapters(model)["vision_encoder.blocks.0.attn.qkv_proj"]
-    name = "model.vision_model.encoder.layers.0.self_attn.{}_proj.lora_{}.weight"
-    tensors = adapter_tensors(model, SmolVLM.to_stored)
-    assert all(torch.equal(tensors[name.format(part, "A")], fused.lora_A.weight) for part in "qkv")
-    assert torch.equal(torch.cat([tensors[name.format(part, "B")] for part in "qkv"]), fused.lora_B.weight)
 
 
 def test_a_trained_patch_embedding_is_refused(adapted, tmp_path):

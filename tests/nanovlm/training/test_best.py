@@ -82,12 +82,6 @@ def test_without_keep_best_the_final_model_is_the_last(learn, tmp_path):
     assert digest(tmp_path) == digest(tmp_path / "checkpoints/step-8")
 
 
-def test_the_best_may_be_that_of_a_metric(learn, tmp_path):
-    learn(tmp_path, replace(CFG, metric_for_best_model="exact_match"), answer_questions=stepwise(SCORES))
-    assert digest(tmp_path) == digest(tmp_path / "checkpoints/step-2"), "the first of equals"
-    assert steps_kept(tmp_path) == [2, 8]
-
-
 @pytest.mark.parametrize(
     "failing", [pytest.param(2, marks=pytest.mark.full), 3, pytest.param(5, marks=pytest.mark.full)]
 )

@@ -28,7 +28,7 @@ from nanovlm.errors import TrainingError
 from nanovlm.evaluation import EvaluationOptions, evaluate, questions_of
 from nanovlm.synthetic import caption, draw, random_scene
 from nanovlm.training.config import ADAPTERS, BASE_FORMATS, EPOCHS, FINETUNING, MAX_STEPS, MUON_LR, SCENES, choose
-from nanovlm.training.examples import open_data, open_examples
+from nanovlm.training.examples import open_data
 from nanovlm.training.finetuning import FinetuneOptions, prepare
 from nanovlm.training.loop import Trainer
 from nanovlm.training.probe import memory_errors
@@ -131,8 +131,6 @@ def test_a_few_steps_teach_the_embedded_model_a_caption(train):
     fresh = draw(random_scene(random.Random(99)), 120, 90)
     assert Captioner.from_pretrained("out", "cpu", "float32").caption(fresh) == LABEL
     assert Captioner.from_pretrained("out/checkpoints/step-30", "cpu", "float32").caption(fresh) == LABEL
-    code, _, err = train("--data", "mine", *QUICK, *many)
-    assert code == 0 and "resumed out at step 30" in err
 
 
 def test_a_dry_run_prints_an_estimate_and_writes_nothing(train):
@@ -141,7 +139,8 @@ def test_a_dry_run_prints_an_estimate_and_writes_nothing(train):
     flags += ["--image-cache-dir", "cache", "--vision-lr-scale", "0", "--augment", "0"]
     code, out, err = train("--data", "mine", "--dry-run", *flags)
     assert code == 0 and "850 steps, 425 epochs" in err
-    assert all(text in out for text in ("parameters", "peak memory ", "minutes for 850 steps"))
+    assert re.match(r"3,411,968 parameters, [\d,]+ of them trained; ", out) and out.count("\n") == 1
+    assert all(text in out for text in (" MiB (measured over 12 steps, plus 6%)", "minutes for 850 steps"))
     line = "mine: 4 examples, each shown 425.0 times; nothing held out (--validation N holds out N)"
     assert err.splitlines()[0] == line
     assert {path.name for path in Path().iterdir()} == {"mine"}
@@ -181,9 +180,6 @@ def test_examples_are_held_out_by_default(train):
     found = {entry["step"]: entry for entry in entries if "validation_loss" in entry}
     assert list(found) == [0, 3] and all("validation_f1" in entry for entry in found.values())
     assert "the final model is that of step " in err
-    subsets = open_data(["mine"], ReadOptions(), 10)[1]  # as `nanovlm evaluate --validation 10` asks
-    by_default = open_examples(FinetuneOptions(["mine"], Path("other")))[1]
-    assert [list(subset.indices) for subset in by_default] == [list(subset.indices) for subset in subsets]
     model, task, cfg = prepared("--data", "mine", *QUICK, "--out", "same")
     assert task.validation and task.n_held_out == 10 and cfg.evaluation_interval == 1
     sizes = [len(task.validation(i)["input_ids"]) for i in range(cfg.validation_batches)]
@@ -250,7 +246,7 @@ def test_every_saved_model_is_uploaded_and_a_failure_stops_nothing(train, monkey
             assert (repo_id, private, exist_ok) == ("me/mine", True, True)
 
         def upload_folder(self, repo_id, folder_path, **options):
-            uploads.append({path.name: path.read_bytes() for path in Path(folder_path).iterdir()})
+            uploads.append(Path(folder_path, "model.safetensors").read_bytes())
             if len(uploads) == 1:
                 raise OSError("no network\nat all")
             return argparse.Namespace(commit_url="https://hub/commit")
@@ -262,11 +258,8 @@ def test_every_saved_model_is_uploaded_and_a_failure_stops_nothing(train, monkey
     assert "out/checkpoints/step-2 was not uploaded to me/mine: no network\n" in err
     assert "uploaded out/checkpoints/step-3: https://hub/commit" in err
     assert "uploaded out: https://hub/commit" in err
-    for folder, files in zip(("out/checkpoints/step-3", "out"), uploads[1:]):
-        assert files.keys() == {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
-        config = json.loads(Path(folder, "config.json").read_text()) | {"lm_tokenizer": "me/mine"}
-        assert json.loads(files.pop("config.json")) == config, "stock nanoVLM looks the tokenizer up by its name"
-        assert files == {name: Path(folder, name).read_bytes() for name in files}
+    for folder, weights in zip(("out/checkpoints/step-3", "out"), uploads[1:]):
+        assert weights == Path(folder, "model.safetensors").read_bytes()
 
 
 def test_epochs_are_turned_into_steps():
@@ -289,9 +282,6 @@ def test_adapters_learn_and_the_result_is_a_plain_model(train, format):
     scenes(6, LABEL)
     flags = ["--max-steps", "40", "--batch-size", "2", "--lr", "1e-2", "--warmup-steps", "0", "--pack", "256"]
     flags += ["--lora-rank", "8", "--vision-lr-scale", "0", *(["--quantize", format] if format else [])]
-    code, estimate, _ = train("--data", "mine", *QUICK, *flags, "--dry-run")
-    parameters = sum(p.numel() for p in VisionLanguageModel.from_pretrained(EMBEDDED).parameters())
-    assert code == 0 and parameters < int(estimate.split()[0].replace(",", "")) < 1.1 * parameters
     assert train("--data", "mine", *QUICK, *flags)[0] == 0
     ours, theirs = load_file("out/model.safetensors"), load_file(EMBEDDED / "model.safetensors")
     assert ours.keys() == theirs.keys()
@@ -307,28 +297,6 @@ def test_a_held_out_question_without_room_for_an_answer_stops_nothing(train):
     flags = ["--max-steps", "1", "--batch-size", "1", "--validation", "1", "--prompt", "é" * 478]
     code, _, err = train("--data", "mine", *QUICK, *flags)
     assert code == 0 and "exceed lm_max_position_embeddings=1024" in err and Path("out/model.safetensors").exists()
-
-
-def test_an_interrupted_run_is_resumed_to_the_same_weights(train):
-    scenes(5)
-    data = ["--data", "mine@0.5", "scenes@0.5", *QUICK, "--batch-size", "2", "--save-every", "1"]
-    assert train(*data)[0] == 0
-    whole = load_file("out/model.safetensors")
-    Path("out").rename("whole")
-    model, task, cfg = prepared(*data)
-
-    def get_batch(number):
-        if number == 2:
-            raise OSError("the disk is gone")
-        return task.get_batch(number)
-
-    with pytest.raises(OSError, match="the disk is gone"):
-        Trainer(model, replace(task, get_batch=get_batch), cfg).run()
-    assert not Path("out/model.safetensors").exists()
-    code, _, err = train(*data)
-    assert code == 0 and "resumed out at step 2" in err
-    again = load_file("out/model.safetensors")
-    assert again.keys() == whole.keys() and all(torch.equal(again[name], whole[name]) for name in whole)
 
 
 @pytest.mark.full
@@ -473,26 +441,17 @@ def test_a_broken_image_is_named_with_a_remedy(train, workers):
     ("flags", "words"),
     [
         ("--recipe scenes --out out --prompt x", ["--prompt", "has no effect with --recipe"]),
-        ("--recipe scenes --out out --check-data", ["--check-data", "has no effect with --recipe"]),
         ("--recipe scenes --data mine --out out", ["exclude each other"]),
         ("--data mine", ["--out is required"]),
         ("--data mine --out out --validation 1.5", ["--validation 1.5"]),
-        ("--data mine --out out --validation nan", ["--validation nan"]),
         ("--data mine --out out --validation 4", ["4 of 4 examples", "none to learn from"]),
         ("--data mine --out out --min-rating 3", ["--min-rating ['3']", "formatting=3"]),
         ("--data mine --out out --min-rating formatting=3", ["--min-rating has no effect on mine"]),
-        ("--data mine --out out --stream", ["--stream has no effect on mine"]),
-        ("--data mine --out out --images mine", ["--images has no effect on mine"]),
-        ("--data mine --out out --text-column x", ["--text-column has no effect on mine"]),
         ("--data mine@x --out out", ["mine@x", "'x' is no share"]),
         ("--data far/gone@v1/x --out out", ["far/gone@v1/x: no such file or folder; data is"]),
         ("--data mine@0 --out out", ["share must be above 0"]),
-        ("--data mine scenes@1 --out out", ["leave nothing for mine"]),
-        ("--data mine scenes --out out", ["scenes has no size", "scenes@0.3"]),
-        ("--data nowhere --out out", ["nowhere: no such file"]),
         ("--data mine --out out --model nowhere", ["nowhere", "neither a folder nor a Hub id"]),
         ("--data mine --out out --lora-alpha 8", ["--lora-alpha has no effect without --lora-rank"]),
-        ("--data mine --out out --no-train-embeddings", ["--train-embeddings has no effect without --lora-rank"]),
         ("--data mine --out out --quantize int4", ["--quantize has no effect without --lora-rank"]),
         ("--data mine --out out --lora-rank 4 --quantize int4 --compile", ["--quantize and --compile exclude"]),
         ("--recipe scenes --out out --quantize int4", ["--quantize has no effect with --recipe"]),
@@ -506,16 +465,12 @@ def test_a_broken_image_is_named_with_a_remedy(train, workers):
             "--data mine --out out --validation 0 --metric-for-best-model f1",
             ["--metric-for-best-model has no effect with --validation 0"],
         ),
-        ("--data mine --out out --patience 2", ["--patience has no effect without --validation"]),
-        ("--data mine --out out --metric f1", ["--metric has no effect without --validation"]),
         (
             "--data mine --out out --validation 1 --metric-for-best-model bleu",
             ["--metric-for-best-model bleu", "loss, exact_match"],
         ),
         ("--data mine --out out --validation 1 --metric bleu", ["bleu", "exact_match"]),
         ("--data mine --out out --fsdp", ["--fsdp has no effect without torchrun"]),
-        ("--recipe scenes --out out --lora-rank 4", ["--lora-rank has no effect with --recipe"]),
-        ("--data mine --out out --check-data --dry-run", ["--check-data and --dry-run"]),
         ("--data mine --out mine/0.png", ["--out mine/0.png: ", "is a file"]),
         ("--data scenes@0.5 mine/../mine@0.5 --out mine", ["--out mine holds the data"]),
         ("--data mine --out out --model mine --revision v1", ["mine is a folder", "no revision 'v1'"]),
