@@ -64,10 +64,21 @@ def append_block(model):
     model.decoder.blocks.append(copy.deepcopy(model.decoder.blocks[0]))
 
 
-@pytest.mark.parametrize("change", [widen_mlp, widen_vision_mlp, widen_vocabulary, append_block])
+def drop_bias_of_norm(model):
+    model.vision_encoder.blocks[0].ln1 = nn.LayerNorm(16, eps=1e-6, bias=False)
+
+
+def change_eps(model):
+    model.decoder.blocks[0].norm1.eps = 0.5
+
+
+CONFIG_CHANGES = [widen_mlp, widen_vision_mlp, widen_vocabulary, append_block, drop_bias_of_norm, change_eps]
+
+
+@pytest.mark.parametrize("change", CONFIG_CHANGES)
 @pytest.mark.parametrize("quantize", [None, "int8"])
-def test_layers_of_other_sizes_than_the_configs_are_computed_by_the_plain_modules(tiny_model, change, quantize):
-    """The kernels would read and write beyond the memory that the config's sizes need."""
+def test_modules_other_than_the_configs_are_computed_by_the_plain_modules(tiny_model, change, quantize):
+    """The kernels would read and write beyond the memory that the config's sizes need, or compute something else."""
     change(model := tiny_model(lm_tie_weights=False))
     inference = InferenceModel(model, quantize=quantize)
     assert type(inference.network) is PlainNetwork
