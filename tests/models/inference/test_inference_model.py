@@ -85,6 +85,14 @@ def test_modules_other_than_the_configs_are_computed_by_the_plain_modules(tiny_m
     assert_same(inference, model, None if quantize is None else 0.2)
 
 
+@pytest.mark.parametrize("name", ["q_proj", "k_proj"])
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+def test_a_layer_may_have_another_format_than_those_beside_it(tiny_model, name, quantize):
+    attn = (model := tiny_model()).decoder.blocks[0].attn
+    setattr(attn, name, QuantizedLinear(getattr(attn, name).weight, None, quantize))
+    assert_same(InferenceModel(model), model, 0.05)
+
+
 @pytest.mark.parametrize("name", ["encode_images", "embed_tokens", "prefill_embeds"])
 def test_a_subclass_is_computed_by_its_own_methods(tiny_model, name):
     def doubled(self, *args):
