@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from models.cache import PrefillState
 from models.errors import InputError
 from models.inference.inference_model import InferenceModel, PlainNetwork
 from models.inference.kernel_network import KernelNetwork
@@ -198,6 +199,7 @@ def test_shapes_that_do_not_fit_are_refused(tiny_model):
     for model in (plain := tiny_model(), InferenceModel(plain)):
         ids = torch.tensor([[5, 6, 7, 8]])
         logits, state = model.prefill(ids)
+        masked = PrefillState(state.kv_cache, torch.ones(1, 500, dtype=torch.long))
         assert model.prefill(ids[:0])[0].shape == (0, logits.size(1))
         width = plain.cfg.lm_hidden_dim
         embeds = torch.rand(1, 3, width, device="meta")
@@ -205,6 +207,7 @@ def test_shapes_that_do_not_fit_are_refused(tiny_model):
             (partial(model.generate, ids, prefix=state, max_new_tokens=2), "not .B, T, .* of at least one new token"),
             (partial(model.prefill_embeds, torch.rand(1, 3, width - 2)), f"have the shape .1, 3, {width - 2}., not"),
             (partial(model.prefill, ids, attention_mask=ids[:, :2].ge(5)), r"the shape \(1, 2\), not \(1, 4\)"),
+            (partial(model.decode, ids[0, :1], masked), r"the prefix's mask has the shape \(1, 500\), not \(1, 4\)"),
             (partial(model.decode, ids[:, :1], state), "have the shape .1, 1, 1, .*, not"),
             (partial(model.prefill, IDS, IMAGES.byte()), "images are of torch.uint8, not floats; normalize them"),
         ):
