@@ -161,9 +161,11 @@ class VisionLanguageModel(nn.Module, GenerationMixin):  # in this order: FSDP ch
         width, shape = self.cfg.lm_hidden_dim, tuple(embeds.shape)
         if embeds.ndim != 3 or not embeds.size(1) or embeds.size(2) != width:
             raise InputError(f"embeddings have the shape {shape}, not (B, T, {width}) of at least one new token")
-        if attention_mask is not None and tuple(attention_mask.shape) != shape[:2]:
-            raise InputError(f"attention_mask has the shape {tuple(attention_mask.shape)}, not {shape[:2]}")
         past, start_pos = (None, 0) if prefix is None else (prefix.attention_mask, prefix.length)
+        masks = ("attention_mask", attention_mask, shape[:2]), ("the prefix's mask", past, (shape[0], start_pos))
+        for name, mask, wanted in masks:
+            if mask is not None and tuple(mask.shape) != wanted:
+                raise InputError(f"{name} has the shape {tuple(mask.shape)}, not {wanted}")
         if past is None and attention_mask is None:
             return None
         ones = torch.ones(1, 1, dtype=torch.long, device=embeds.device)

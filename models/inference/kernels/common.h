@@ -94,20 +94,24 @@ INLINE long round_up(long n, long multiple) { return (n + multiple - 1) / multip
 #if LEVEL >= VNNI
 INLINE vec max_vec(vec a, vec b) { return (vec)_mm512_max_ps((__m512)a, (__m512)b); }
 INLINE vec min_vec(vec a, vec b) { return (vec)_mm512_min_ps((__m512)a, (__m512)b); }
+INLINE ivec max_int(ivec a, ivec b) { return (ivec)_mm512_max_epi32((__m512i)a, (__m512i)b); }
 INLINE ivec load_uint8(const uint8_t *x) { return (ivec)_mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)x)); }
 INLINE ivec load_uint16(const uint16_t *x) { return (ivec)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)x)); }
 #elif LEVEL > NAIVE
 INLINE vec max_vec(vec a, vec b) { return (vec)_mm256_max_ps((__m256)a, (__m256)b); }
 INLINE vec min_vec(vec a, vec b) { return (vec)_mm256_min_ps((__m256)a, (__m256)b); }
+INLINE ivec max_int(ivec a, ivec b) { return (ivec)_mm256_max_epi32((__m256i)a, (__m256i)b); }
 INLINE ivec load_uint8(const uint8_t *x) { return (ivec)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const void *)x)); }
 INLINE ivec load_uint16(const uint16_t *x) { return (ivec)_mm256_cvtepu16_epi32(_mm_loadu_si128((const void *)x)); }
 #else
 INLINE vec max_vec(vec a, vec b) { return (vec)(((ivec)a & (a > b)) | ((ivec)b & ~(a > b))); }
 INLINE vec min_vec(vec a, vec b) { return (vec)(((ivec)a & (a < b)) | ((ivec)b & ~(a < b))); }
+INLINE ivec max_int(ivec a, ivec b) { return (a & (a > b)) | (b & ~(a > b)); }
 INLINE ivec load_uint8(const uint8_t *x) { return (ivec){x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7]}; }
 INLINE ivec load_uint16(const uint16_t *x) { return (ivec){x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7]}; }
 #endif
-INLINE vec abs_vec(vec x) { return (vec)((ivec)x & 0x7fffffff); }
+// Max of `largest` and |x| as integers, so that a NaN, the highest of them, is not lost; max_vec gives b for a NaN
+INLINE vec max_abs(vec largest, vec x) { return (vec)max_int((ivec)largest, (ivec)x & 0x7fffffff); }
 
 INLINE float sum_lanes(vec x) {
 #if LEVEL >= VNNI
@@ -123,7 +127,7 @@ INLINE float sum_lanes(vec x) {
 
 INLINE float max_lanes(vec x) {
     float largest = x[0];
-    for (int i = 1; i < LANES; i++) largest = fmaxf(largest, x[i]);
+    for (int i = 1; i < LANES; i++) if (x[i] > largest || isnan(x[i])) largest = x[i];
     return largest;
 }
 
@@ -171,9 +175,9 @@ INLINE void put(void *x, long dtype, long i, float y) {
 #define ROUND_BITS 0x4b400000
 INLINE ivec round_to_int(vec x) { return (ivec)(x + ROUND_FLOAT) - ROUND_BITS; }
 
-// e^x with a relative error of 2e-7, for x up to 88; 0 or up to 1e-38 for x below -87
+// e^x with a relative error of 2e-7, for x up to 88; 0 or up to 1e-38 for x below -87; NaN for NaN
 INLINE vec exp_vec(vec x) {
-    vec power = max_vec(min_vec(x * 1.44269504f, splat(127)), splat(-127)), whole = power + ROUND_FLOAT;
+    vec power = max_vec(splat(-127), min_vec(splat(127), x * 1.44269504f)), whole = power + ROUND_FLOAT;
     ivec exponent = (ivec)whole - ROUND_BITS;
     vec part = power - (whole - ROUND_FLOAT), y;
     y = part * 1.326697e-3f + 9.675460e-3f;

@@ -111,7 +111,7 @@ INLINE float int16_limit(long depth) { return floorf(sqrtf(2.147e9f / max_long(d
 // A row x of n values, a multiple of LANES, as int16 up to `limit`; returns their scale. to may be x.
 static float quantize_row(const float *x, long n, float limit, uint16_t *to) {
     vec largest = splat(1e-30f);
-    for (long i = 0; i < n; i += LANES) largest = max_vec(largest, abs_vec(load(x + i)));
+    for (long i = 0; i < n; i += LANES) largest = max_abs(largest, load(x + i));
     const float scale = max_lanes(largest) / limit;
     for (long i = 0; i < n; i += LANES)
         ((unaligned_hvec *)(to + i))->v = __builtin_convertvector(round_to_int(load(x + i) / scale), hvec);
@@ -139,7 +139,7 @@ static void pack_panel(const float *x, operand *out, long panel) {
             continue;
         }
         vec largest = splat(1e-30f);
-        for (long c = 0; c < depth; c++) largest = max_vec(largest, abs_vec(load(lane + c * PANEL)));
+        for (long c = 0; c < depth; c++) largest = max_abs(largest, load(lane + c * PANEL));
         const float limit = out->type == INT8 ? 127 : int16_limit(depth);
         vec inverse = limit / largest;
         ivec sum = {0};
@@ -167,7 +167,7 @@ static void quantize_token(const float *x, operand *out) {
         float values[QUANT_GROUP] ALIGNED = {0};
         memcpy(values, x + start, n * 4);
         vec largest = splat(1e-30f);
-        for (long i = 0; i < QUANT_GROUP; i += LANES) largest = max_vec(largest, abs_vec(load(values + i)));
+        for (long i = 0; i < QUANT_GROUP; i += LANES) largest = max_abs(largest, load(values + i));
         const float scale = max_lanes(largest) / 127, inverse = 1 / scale;
         for (long half = 0; half < 2; half++) {
             ivec sum = {0};

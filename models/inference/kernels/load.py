@@ -186,7 +186,7 @@ def load_library(level: str) -> ctypes.CDLL | None:
     except (OSError, AttributeError, subprocess.SubprocessError) as error:
         if level == "avx2-vnni":  # which compilers before gcc 11 and clang 12 do not know
             return load_library("avx2")
-        reason = (getattr(error, "stderr", None) or str(error)).strip().partition("\n")[0]
+        reason = str(getattr(error, "stderr", None) or error).strip().partition("\n")[0]
         logger.warning("no CPU kernels (%s): PyTorch's own operations are used, which are slower", reason)
     return None
 

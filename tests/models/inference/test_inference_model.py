@@ -2,14 +2,18 @@
 
 import copy
 import logging
+import os
 import pickle
+import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from models.errors import InputError
+from models.cache import PrefillState
+from models.errors import InputError, is_out_of_memory
 from models.inference.inference_model import InferenceModel, PlainNetwork
 from models.inference.kernel_network import KernelNetwork
 from models.inference.kernels.load import WITHOUT_BF16_DOT
@@ -64,14 +68,33 @@ def append_block(model):
     model.decoder.blocks.append(copy.deepcopy(model.decoder.blocks[0]))
 
 
-@pytest.mark.parametrize("change", [widen_mlp, widen_vision_mlp, widen_vocabulary, append_block])
+def drop_bias_of_norm(model):
+    model.vision_encoder.blocks[0].ln1 = nn.LayerNorm(16, eps=1e-6, bias=False)
+
+
+def change_eps(model):
+    model.decoder.blocks[0].norm1.eps = 0.5
+
+
+CONFIG_CHANGES = [widen_mlp, widen_vision_mlp, widen_vocabulary, append_block, drop_bias_of_norm, change_eps]
+
+
+@pytest.mark.parametrize("change", CONFIG_CHANGES)
 @pytest.mark.parametrize("quantize", [None, "int8"])
-def test_layers_of_other_sizes_than_the_configs_are_computed_by_the_plain_modules(tiny_model, change, quantize):
-    """The kernels would read and write beyond the memory that the config's sizes need."""
+def test_modules_other_than_the_configs_are_computed_by_the_plain_modules(tiny_model, change, quantize):
+    """The kernels would read and write beyond the memory that the config's sizes need, or compute something else."""
     change(model := tiny_model(lm_tie_weights=False))
     inference = InferenceModel(model, quantize=quantize)
     assert type(inference.network) is PlainNetwork
     assert_same(inference, model, None if quantize is None else 0.2)
+
+
+@pytest.mark.parametrize("name", ["q_proj", "k_proj"])
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+def test_a_layer_may_have_another_format_than_those_beside_it(tiny_model, name, quantize):
+    attn = (model := tiny_model()).decoder.blocks[0].attn
+    setattr(attn, name, QuantizedLinear(getattr(attn, name).weight, None, quantize))
+    assert_same(InferenceModel(model), model, 0.05)
 
 
 @pytest.mark.parametrize("name", ["encode_images", "embed_tokens", "prefill_embeds"])
@@ -180,6 +203,7 @@ def test_shapes_that_do_not_fit_are_refused(tiny_model):
     for model in (plain := tiny_model(), InferenceModel(plain)):
         ids = torch.tensor([[5, 6, 7, 8]])
         logits, state = model.prefill(ids)
+        masked = PrefillState(state.kv_cache, torch.ones(1, 500, dtype=torch.long))
         assert model.prefill(ids[:0])[0].shape == (0, logits.size(1))
         width = plain.cfg.lm_hidden_dim
         embeds = torch.rand(1, 3, width, device="meta")
@@ -187,6 +211,7 @@ def test_shapes_that_do_not_fit_are_refused(tiny_model):
             (partial(model.generate, ids, prefix=state, max_new_tokens=2), "not .B, T, .* of at least one new token"),
             (partial(model.prefill_embeds, torch.rand(1, 3, width - 2)), f"have the shape .1, 3, {width - 2}., not"),
             (partial(model.prefill, ids, attention_mask=ids[:, :2].ge(5)), r"the shape \(1, 2\), not \(1, 4\)"),
+            (partial(model.decode, ids[0, :1], masked), r"the prefix's mask has the shape \(1, 500\), not \(1, 4\)"),
             (partial(model.decode, ids[:, :1], state), "have the shape .1, 1, 1, .*, not"),
             (partial(model.prefill, IDS, IMAGES.byte()), "images are of torch.uint8, not floats; normalize them"),
         ):
@@ -199,6 +224,22 @@ def test_shapes_that_do_not_fit_are_refused(tiny_model):
         for elsewhere in (partial(model.encode_images, IMAGES.to("meta")), partial(model.prefill_embeds, embeds)):
             with pytest.raises((InputError, RuntimeError), match="meta"):
                 elsewhere()
+
+
+@few_levels
+@pytest.mark.skipif(sys.platform != "linux" or "asan" in os.environ.get("LD_PRELOAD", ""), reason="needs its limits")
+def test_too_little_memory_is_an_error_that_callers_know(tiny_model):
+    import resource  # which Windows does not have
+
+    inference = InferenceModel(tiny_model(lm_inter_dim=4000, lm_max_position_embeddings=4096))
+    used, limits = int(Path("/proc/self/statm").read_text().split()[0]), resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used * resource.getpagesize() + 2**26, limits[1]))
+    try:
+        with pytest.raises(RuntimeError) as error:
+            inference.prefill(torch.full((1, 4096), 5))
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+    assert is_out_of_memory(error.value)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

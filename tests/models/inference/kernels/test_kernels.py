@@ -85,6 +85,18 @@ def test_extreme_values(level, n):
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("kind", TOLERANCES)
+@pytest.mark.parametrize("n", [1, 40])
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_a_token_with_a_nan_or_infinity_gives_neither_numbers_nor_harm_to_others(level, kind, n, wrong):
+    layer, _ = make_layer(kind, 40, 128)
+    x = torch.randn(n, 128)
+    x[-1, 70] = wrong
+    is_finite = product(level, layer, x).isfinite()
+    assert is_finite[:-1].all() and not is_finite[-1].any()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("kind", TOLERANCES)
 def test_threads_give_the_same(level, kind):
     layer, _ = make_layer(kind, 200, 64)
     x, threads = torch.randn(70, 64), torch.get_num_threads()

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import subprocess
 
 import pytest
 import torch
@@ -66,6 +67,17 @@ def test_a_damaged_library_is_built_anew(library, monkeypatch, tmp_path):
         path.chmod(0o700)
         assert load_library.__wrapped__("naive") is not None
         assert is_trusted(path)
+
+
+def test_a_compiler_that_takes_too_long_is_one_line_of_the_log(monkeypatch, tmp_path, caplog):
+    def run(command, timeout, **options):
+        raise subprocess.TimeoutExpired(command, timeout, stderr=b"a warning")  # in bytes, whatever the options
+
+    monkeypatch.setenv("NANOVLM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("CC", "slow-compiler")
+    monkeypatch.setattr(subprocess, "run", run)
+    assert load_library.__wrapped__("naive") is None
+    assert "a warning" in caplog.text
 
 
 @HAS_KERNELS
