@@ -151,7 +151,7 @@ def _caption_found(
         tried += len(paths)
     remaining = len(plan.todo) - tried
     try:
-        output.finish(images.paths if captioned else (), is_whole=not remaining)
+        output.finish(images.paths, is_whole=not remaining)
     except OSError as error:
         target = output.target("") if isinstance(output, Table) else output.folder
         raise _output_error(error, target, f"the captions are kept in {output.resume_log}") from error

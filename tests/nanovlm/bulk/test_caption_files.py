@@ -416,12 +416,22 @@ def test_a_dry_run_names_what_a_run_would_caption_and_writes_nothing(
 
 
 @pytest.mark.parametrize("where", ["captions.jsonl", full("captions.csv"), PARQUET])
-def test_rows_of_a_finished_table_follow_the_images(generate, folder, files):
-    """Captions that end early come first, between rows of other images; at the end all are sorted."""
+def test_rows_of_a_finished_table_follow_the_images(generate, folder, files, monkeypatch):
+    """Captions that end early come first, between rows of other images; at the end all are sorted, even if a run is
+    killed just then."""
+
+    def dies(source, target, replace=os.replace):
+        if Path(target).name == files.out.name:
+            raise Killed
+        replace(source, target)
+
     for i in range(12):
         noise_image(30 + i, 40, seed=i).save(folder / f"n{i:02}.png")
     files.edit(zebra="z", d="old", x="x")
-    assert generate(folder, "--out", files.out, "--batch-size", "3")[0] == 0
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(os, "replace", dies)
+        generate(folder, "--out", files.out, "--batch-size", "3")
+    assert generate(folder, "--out", files.out)[0] == 0
     names = [row["file_name"] for row in read_table(files.path)]
     images = [os.path.relpath(path, folder) for path in find_images([str(folder)]).paths]
     assert [name for name in names if name in images] == images and len(images) == 17
