@@ -279,9 +279,7 @@ def test_the_report_has_no_curve_of_a_metric_that_is_never_a_number(learn, tmp_p
 
 
 def test_a_report_is_a_page_whatever_names_and_texts_hold(tmp_path):
-    answer = Answer(
-        Question("s", "a\udcff\"'>.png", [], "q\0\x1b[31m", ["</script><img src=x onerror=alert(1)>"]), "a", {}
-    )
+    question = Question("s", "a\udcff\"'>.png", [], "q\0\x1b[31m", ["</script><img src=x onerror=alert(1)>"])
     write_report(tmp_path / "report.html", "t\udcff", Evaluation([Answer(question, "a", {})]))
     page, tags = (tmp_path / "report.html").read_text(encoding="utf-8"), set()
     parser = HTMLParser()
