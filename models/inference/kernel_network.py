@@ -27,19 +27,13 @@ from models.inference.kernels.load import (
     load_library,
 )
 from models.language_model import build_attention_mask, rope_cos_sin
-from models.modality_projector import ModalityProjector, pixel_shuffle
+from models.modality_projector import pixel_shuffle
 from models.vision_language_model import VisionLanguageModel, empty_model
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}  # the numbers in common.h
 QUANTIZED = {"int8": 2, "int4": 3}
 ADAPTED = "adapted"  # the format of a linear layer with an adapter
 MAX_PATCHES = 1024  # of images that are encoded together; activations of more leave the CPU's cache
-KNOWN_MODULES = (
-    vision_transformer.VisionTransformer, vision_transformer.PatchEmbedding, vision_transformer.Block,
-    vision_transformer.Attention, vision_transformer.MLP, ModalityProjector, language_model.LanguageModel,
-    language_model.Block, language_model.Attention, language_model.MLP, language_model.RMSNorm,
-    nn.Linear, nn.LayerNorm, nn.Embedding, nn.Conv2d, nn.Dropout, nn.ModuleList,
-)  # fmt: skip
 
 
 class Packer:
@@ -131,23 +125,24 @@ def _check_device(x: Tensor) -> None:
         raise InputError(f"a tensor is on {x.device}, but the model on cpu; move either")
 
 
-def _has_sizes_of_config(model: VisionLanguageModel) -> bool:
-    """Whether blocks and weights are as many and as large as the config says, by which the kernels read and write."""
+def _is_as_configured(model: VisionLanguageModel) -> bool:
+    """Whether modules and weights are those that the config says, by which the kernels read and write."""
     one_block = empty_model(replace(model.cfg, vit_n_blocks=1, lm_n_blocks=1), model.image_token_id)
-    return len(model.decoder.blocks) == model.cfg.lm_n_blocks and _weight_sizes(model) == _weight_sizes(one_block)
+    return len(model.decoder.blocks) == model.cfg.lm_n_blocks and _parts(model) == _parts(one_block)
 
 
-def _weight_sizes(model: VisionLanguageModel) -> set[tuple[str, Sequence[int]]]:
-    """The sizes of the weights that the kernels read, by modules' names, which are the same in all blocks."""
-    sizes: set[tuple[str, Sequence[int]]] = set()
+def _parts(model: VisionLanguageModel) -> set[tuple[str, type, bool, Sequence[int]]]:
+    """Name, type, lack of a bias and size of the weight of each module; they are the same in all blocks."""
+    parts: set[tuple[str, type, bool, Sequence[int]]] = set()
     for name, module in model.named_modules():
         layer: Any = getattr(module, "base", module)  # of an AdaptedLinear
         is_quantized = getattr(layer, "format", None) in QUANTIZED
         weight = getattr(layer, "weight", getattr(layer, "position_embedding", None))
         size = (layer.out_features, layer.in_features) if is_quantized else getattr(weight, "shape", ())
         if name.startswith(("vision_encoder", "MP", "decoder")):
-            sizes.add((re.sub(r"blocks\.\d+|\.base", "", name), size))
-    return sizes
+            kind, lacks_bias = nn.Linear if is_quantized else type(layer), getattr(layer, "bias", None) is None
+            parts.add((re.sub(r"blocks\.\d+|\.base", "", name), kind, lacks_bias, size))
+    return parts
 
 
 def empty_cache(network: Any, n_sequences: int, capacity: int) -> Tensor:
@@ -216,9 +211,8 @@ class KernelNetwork:
     @staticmethod
     def supports(model: VisionLanguageModel) -> bool:
         """Whether the kernels compute what the model does: on this CPU, in its dtype, and of the core's own modules."""
-        known = all(
-            (type(module) in KNOWN_MODULES or getattr(module, "format", None) in (*QUANTIZED, ADAPTED))
-            and not (module._forward_hooks or module._forward_pre_hooks)
+        has_hooks = any(
+            module._forward_hooks or module._forward_pre_hooks
             for part in (model.vision_encoder, model.MP, model.decoder)
             for module in part.modules()
         )
@@ -226,7 +220,7 @@ class KernelNetwork:
         is_overridden = any(getattr(type(model), name) is not getattr(VisionLanguageModel, name) for name in methods)
         tensors = [p for p in model.parameters() if p.is_floating_point()]
         fits = all(p.device.type == "cpu" and p.dtype in DTYPES for p in tensors) and model.cfg.vit_grid > 1
-        computable = known and not is_overridden and fits and _has_sizes_of_config(model)
+        computable = not (has_hooks or is_overridden) and fits and _is_as_configured(model)
         level = chosen_level() if computable else None
         return level is not None and load_library(level) is not None
 

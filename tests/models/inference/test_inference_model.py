@@ -64,10 +64,21 @@ def append_block(model):
     model.decoder.blocks.append(copy.deepcopy(model.decoder.blocks[0]))
 
 
-@pytest.mark.parametrize("change", [widen_mlp, widen_vision_mlp, widen_vocabulary, append_block])
+def norm_without_bias(model):
+    model.vision_encoder.blocks[0].ln1 = nn.LayerNorm(16, bias=False)  # which the kernels would take for an RMSNorm
+
+
+def other_norm(model):
+    model.decoder.norm = nn.LayerNorm(24)
+
+
+CHANGES = [widen_mlp, widen_vision_mlp, widen_vocabulary, append_block, norm_without_bias, other_norm]
+
+
+@pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("quantize", [None, "int8"])
-def test_layers_of_other_sizes_than_the_configs_are_computed_by_the_plain_modules(tiny_model, change, quantize):
-    """The kernels would read and write beyond the memory that the config's sizes need."""
+def test_layers_other_than_the_configs_are_computed_by_the_plain_modules(tiny_model, change, quantize):
+    """The kernels would compute something else, or read and write beyond the memory that the config's sizes need."""
     change(model := tiny_model(lm_tie_weights=False))
     inference = InferenceModel(model, quantize=quantize)
     assert type(inference.network) is PlainNetwork
