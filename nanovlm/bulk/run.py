@@ -153,8 +153,9 @@ def _caption_found(
     try:
         output.finish(images.paths, is_whole=not remaining)
     except OSError as error:
-        target = output.target("") if isinstance(output, Table) else output.folder
-        raise _output_error(error, target, f"the captions are kept in {output.resume_log}") from error
+        target, log = output.target("") if isinstance(output, Table) else output.folder, output.resume_log
+        kept = log if log is not None and log.exists() else target
+        raise _output_error(error, target, f"the captions are kept in {kept}") from error
     return BulkReport(
         captioned=captioned,
         already_done=plan.already_done,

@@ -418,11 +418,12 @@ def test_a_dry_run_names_what_a_run_would_caption_and_writes_nothing(
 @pytest.mark.parametrize("where", ["captions.jsonl", full("captions.csv"), PARQUET])
 def test_rows_of_a_finished_table_follow_the_images(generate, folder, files, monkeypatch):
     """Captions that end early come first, between rows of other images; at the end all are sorted, even if a run is
-    killed just then."""
+    killed just then, or the disk is full."""
+    errors = [OSError(28, "No space left"), Killed()]
 
     def dies(source, target, replace=os.replace):
         if Path(target).name == files.out.name:
-            raise Killed
+            raise errors.pop()
         replace(source, target)
 
     for i in range(12):
@@ -431,6 +432,11 @@ def test_rows_of_a_finished_table_follow_the_images(generate, folder, files, mon
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(os, "replace", dies)
         generate(folder, "--out", files.out, "--batch-size", "3")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", dies)
+        code, _, err = generate(folder, "--out", files.out)
+    kept = Path(err.partition("the captions are kept in ")[2].partition(";")[0])
+    assert code == 1 and b'"text"' in kept.read_bytes()
     assert generate(folder, "--out", files.out)[0] == 0
     names = [row["file_name"] for row in read_table(files.path)]
     images = [os.path.relpath(path, folder) for path in find_images([str(folder)]).paths]
