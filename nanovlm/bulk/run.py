@@ -54,7 +54,10 @@ def caption_images(
         for target, lock in _lock_files(output, folders).items():
             stack.enter_context(file_lock(lock, target))
         settings = run_settings(options, output, model_settings or {})
-        opened = open_output(output, Path(folders[0]), settings)
+        try:
+            opened = open_output(output, Path(folders[0]), settings)
+        except OSError as error:  # a killed run's files are put in order first
+            raise _output_error(error, output.table or Path(folders[0]), "no caption is written") from error
         return _caption_found(captioner, images, make_plan(images, opened, limit), options, opened)
 
 

@@ -571,6 +571,22 @@ def test_a_full_disk_names_the_file_and_how_to_resume(generate, folder, files, t
     assert code == 0 and files.texts() == texts and not files.litter()
 
 
+def test_a_disk_that_is_still_full_is_named_by_the_next_run(generate, folder, one_worker, monkeypatch):
+    (folder / "a.txt").write_text("old")
+    written = []
+
+    def fills(*args, replace=os.replace):
+        written.append(args)
+        if len(written) > 1:  # the first makes the resume log
+            raise OSError(28, "No space left on device")
+        replace(*args)
+
+    monkeypatch.setattr(os, "replace", fills)
+    for _ in range(2):
+        code, _, err = generate(folder, "--existing", "append")
+        assert code == 1 and f"{folder}" in err and "free some space and run the same command to resume" in err
+
+
 def test_a_line_that_is_written_in_part_is_a_full_disk(tmp_path, monkeypatch):
     write = os.write
     monkeypatch.setattr(os, "write", lambda file, line: write(file, line[:5]))
