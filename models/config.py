@@ -79,7 +79,7 @@ class CheckpointFormat(ABC):
 
     @abstractmethod
     def weights(self, cfg: "VLMConfig", state: Mapping[str, Any]) -> dict[str, Any]:
-        """The tensors of model.safetensors."""
+        """The tensors of model.safetensors, by the files' names; of a tied pair only one, as `to_stored` gives both."""
 
     @staticmethod
     def patch_positions(grid: int) -> list[int] | None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from models.cache import KVCache, PrefillState
 from models.decoding import GenerationMixin
 from models.errors import InputError
-from models.inference.kernel_network import ADAPTED, KernelNetwork
+from models.inference.kernel_network import ADAPTED, QUANTIZED, KernelNetwork
 from models.vision_language_model import VisionLanguageModel
 
 if TYPE_CHECKING:
@@ -116,10 +116,10 @@ class InferenceModel(GenerationMixin):
                 "the floating-point weights were released after quantization; "
                 "load the model without quantize= to train, convert or save it"
             )
-        if any(getattr(module, "format", None) == ADAPTED for module in self._source.modules()):
+        if any(getattr(module, "format", None) in (ADAPTED, *QUANTIZED) for module in self._source.modules()):
             raise InputError(
-                "the adapters lie beside the weights, in no file's format; merge them to train, convert or save the "
-                "model: Captioner.from_pretrained(MODEL, adapter=FOLDER)"
+                "the adapters lie beside the weights, or these are quantized, in no file's format; merge them to "
+                "train, convert or save the model: Captioner.from_pretrained(MODEL, adapter=FOLDER)"
             )
         return self._source
 

@@ -54,7 +54,10 @@ def caption_images(
         for target, lock in _lock_files(output, folders).items():
             stack.enter_context(file_lock(lock, target))
         settings = run_settings(options, output, model_settings or {})
-        opened = open_output(output, Path(folders[0]), settings)
+        try:
+            opened = open_output(output, Path(folders[0]), settings)
+        except OSError as error:  # a killed run's files are put in order first
+            raise _output_error(error, output.table or Path(folders[0]), "no caption is written") from error
         return _caption_found(captioner, images, make_plan(images, opened, limit), options, opened)
 
 
@@ -151,10 +154,11 @@ def _caption_found(
         tried += len(paths)
     remaining = len(plan.todo) - tried
     try:
-        output.finish(images.paths if captioned else (), is_whole=not remaining)
+        output.finish(images.paths, is_whole=not remaining)
     except OSError as error:
-        target = output.target("") if isinstance(output, Table) else output.folder
-        raise _output_error(error, target, f"the captions are kept in {output.resume_log}") from error
+        target, log = output.target("") if isinstance(output, Table) else output.folder, output.resume_log
+        kept = log if log is not None and log.exists() else target
+        raise _output_error(error, target, f"the captions are kept in {kept}") from error
     return BulkReport(
         captioned=captioned,
         already_done=plan.already_done,

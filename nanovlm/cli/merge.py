@@ -23,10 +23,8 @@ def run(args: argparse.Namespace) -> int:
     checkpoint = Path(args.checkpoint)
     if not checkpoint.is_dir():
         raise UsageError(f"{checkpoint}: no such folder; name FOLDER/checkpoints/step-N of a run with --fsdp")
-    if (checkpoint / "checkpoints").is_dir():
-        raise UsageError(
-            f"{checkpoint} is a run's folder; name one of its checkpoints, {checkpoint}/checkpoints/step-N"
-        )
+    if found := [*checkpoint.glob("step-*"), *checkpoint.glob("checkpoints/step-*")]:
+        raise UsageError(f"{checkpoint} is of a run, not of one step; name one of its checkpoints, as {found[0]}")
 
     import torch
 

@@ -13,6 +13,7 @@ from typing import Any
 from PIL import Image
 
 from models.checkpoint import atomic_write
+from nanovlm.console import CONTROL
 from nanovlm.evaluation.evaluate import Answer, Evaluation
 from nanovlm.processing.video import load_image_or_video
 
@@ -49,12 +50,10 @@ def write_report(
         sections += [f"<h2>Scores of {n:,} answers</h2>", _scores(evaluation)]
         sections += ["<h2>Worst answers</h2>", _figures(evaluation.worst(SHOWN_ANSWERS))]
         sections += ["<h2>Random answers</h2>", _figures(drawn)]
+    head = f"<!doctype html><html lang=en><meta charset=utf-8><title>{escape(title)}</title><style>{STYLE}</style>"
+    page = CONTROL.sub("\N{REPLACEMENT CHARACTER}", "\n".join([head, *sections, "</html>\n"]))
     with atomic_write(path) as new:
-        new.write_text(
-            f"<!doctype html><html lang=en><meta charset=utf-8><title>{escape(title)}</title>"
-            f"<style>{STYLE}</style>\n" + "\n".join(sections) + "\n</html>\n",
-            encoding="utf-8",
-        )
+        new.write_text(page, encoding="utf-8", errors="replace")  # names may hold bytes that are not Unicode
 
 
 def _scores(evaluation: Evaluation) -> str:

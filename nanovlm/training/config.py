@@ -260,6 +260,9 @@ class FinetuneOptions:
     automatic: Sequence[str] = ()  # settings of TrainConfig that follow from the model and the data, see `choose`
 
     def __post_init__(self) -> None:
+        names = (str, os.PathLike)
+        if isinstance(self.data, names) or not all(isinstance(path, names) for path in self.data):
+            raise InputError("data must be a list of paths, as ['photos']; save anything else and name its folder")
         check_settings(self)
 
 

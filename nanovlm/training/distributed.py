@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from nanovlm.bulk.resume_log import file_lock
 from nanovlm.errors import TrainingError
 from nanovlm.training.loader import TrainingInterrupted
 
@@ -31,7 +32,7 @@ class DistributedContext:
         A group that the caller has initialized is used and left alone.
         """
         self.world_size, self.rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
-        self.device, self.max_bucketed_bytes = device, max_bucketed_bytes
+        self.device, self.max_bucketed_bytes, self.lock = device, max_bucketed_bytes, ExitStack()
         self.owns_group = self.world_size > 1 and not dist.is_initialized()
         if self.owns_group:
             if device.type == "cuda":
@@ -62,8 +63,13 @@ class DistributedContext:
         assert message[0] is not None
         return message[0]
 
-    def check_shared(self, folder: Path) -> None:
-        """Raise TrainingError on all processes unless what the main process writes into folder is there for all."""
+    def claim(self, folder: Path) -> None:
+        """Keep other runs out of folder until the end of this one: UsageError if one is there.
+
+        TrainingError on all processes unless what the main process writes into folder is there for all.
+        """
+        if self.is_main:
+            self.lock.enter_context(file_lock(folder / ".train.lock", str(folder), by_process=True))
         if self.world_size == 1:
             return
         with TemporaryDirectory(prefix=".shared-", dir=folder) if self.is_main else nullcontext() as probe:
@@ -115,7 +121,8 @@ class DistributedContext:
             raise
 
     def close(self) -> None:
-        """Leave the process group, unless the caller initialized it."""
+        """Give the folder free, and leave the process group, unless the caller initialized it."""
+        self.lock.close()
         if self.owns_group:
             dist.destroy_process_group()
 

@@ -10,7 +10,7 @@ from hashlib import blake2b
 from nanovlm.console import count
 from nanovlm.data import Mixture, Source, Stream, Subset, open_source, split
 from nanovlm.data.examples import ExampleError
-from nanovlm.errors import TrainingError, UsageError
+from nanovlm.errors import MissingCaptionsError, TrainingError, UsageError
 from nanovlm.options import ReadOptions
 from nanovlm.synthetic.recipe import scene_source
 from nanovlm.training.checkpointing import stored_settings
@@ -39,10 +39,15 @@ def open_data(
     data: Sequence[str | os.PathLike[str]], read: ReadOptions, validation: float | None
 ) -> tuple[list[Subset], list[Subset]]:
     """The training examples and the held-out examples of each source, see FinetuneOptions and `split`."""
-    sources = []
+    sources, missing = [], []
     for text in data:
         path, share = parse_data(text)
-        sources.append((open_source(path, read, generators={"scenes": scene_source}), share))
+        try:
+            sources.append((open_source(path, read, generators={"scenes": scene_source}), share))
+        except MissingCaptionsError as error:
+            missing.append(str(error))
+    if missing:
+        raise MissingCaptionsError("; ".join(missing))
     check_supported(read, [source for source, _ in sources])
     return split(sources, validation)
 

@@ -110,7 +110,7 @@ class Trainer:
             check_output_folder(task.folder, disk_space(model, n_checkpoints))
         with write_errors(task.folder):  # before any work
             task.folder.mkdir(parents=True, exist_ok=True)
-        self.context.check_shared(task.folder)
+        self.context.claim(task.folder)
         self._start_or_resume(load_newest(task.folder, model))
 
     def _start_or_resume(self, checkpoint: Checkpoint | None) -> None:

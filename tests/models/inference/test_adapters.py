@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from models.errors import CheckpointError
+from models.errors import CheckpointError, InputError
 from models.inference.adapters import with_adapter
 from models.inference.continuous_batching import ContinuousBatch
 from models.inference.inference_model import InferenceModel
@@ -90,6 +90,15 @@ def test_a_quantized_base(level, tiny_model, make_adapter, format, trained):
         layer = plain.get_submodule(name)
         layer.weight = nn.Parameter(QuantizedLinear(layer.weight, None, format).dequantize(torch.float32))
     assert error(logits_of(beside), logits_of(plain)) < (1e-5 if level == "none" else 0.05)  # which round activations
+
+
+def test_a_quantized_base_without_adapters_beside_its_weights_is_no_model_to_save(tiny_model, make_adapter):
+    folder, _ = make_adapter(embeddings=True)
+    in_full = {name: x for name, x in load_file(folder / ADAPTER_WEIGHTS).items() if ".lora_" not in name}
+    save_file(in_full, folder / ADAPTER_WEIGHTS)
+    beside = with_adapter(InferenceModel(tiny_model(), quantize="int8"), folder)
+    with pytest.raises(InputError, match="quantized, in no file's format; merge them"):
+        _ = beside.model
 
 
 def test_the_base_is_shared_and_not_copied(tiny_model, make_adapter):

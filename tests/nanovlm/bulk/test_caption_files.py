@@ -387,12 +387,28 @@ def test_a_dry_run_names_what_a_run_would_caption_and_writes_nothing(
 
 
 @pytest.mark.parametrize("where", ["captions.jsonl", full("captions.csv"), PARQUET])
-def test_rows_of_a_finished_table_follow_the_images(generate, folder, files):
-    """Captions that end early come first, between rows of other images; at the end all are sorted."""
+def test_rows_of_a_finished_table_follow_the_images(generate, folder, files, monkeypatch):
+    """Captions that end early come first, between rows of other images; at the end all are sorted, even if a run is
+    killed just then, or the disk is full."""
+    errors = [OSError(28, "No space left"), Killed()]
+
+    def dies(source, target, replace=os.replace):
+        if Path(target).name == files.out.name:
+            raise errors.pop()
+        replace(source, target)
+
     for i in range(12):
         noise_image(30 + i, 40, seed=i).save(folder / f"n{i:02}.png")
     files.edit(zebra="z", d="old", x="x")
-    assert generate(folder, "--out", files.out, "--batch-size", "3")[0] == 0
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(os, "replace", dies)
+        generate(folder, "--out", files.out, "--batch-size", "3")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", dies)
+        code, _, err = generate(folder, "--out", files.out)
+    kept = Path(err.partition("the captions are kept in ")[2].partition(";")[0])
+    assert code == 1 and b'"text"' in kept.read_bytes()
+    assert generate(folder, "--out", files.out)[0] == 0
     names = [row["file_name"] for row in read_table(files.path)]
     images = [os.path.relpath(path, folder) for path in find_images([str(folder)]).paths]
     assert [name for name in names if name in images] == images and len(images) == 17
@@ -524,6 +540,22 @@ def test_a_full_disk_names_the_file_and_how_to_resume(generate, folder, files, t
         assert "run the same command to resume" in err
     code, _, err = generate(*command)
     assert code == 0 and files.texts() == texts and not files.litter()
+
+
+def test_a_disk_that_is_still_full_is_named_by_the_next_run(generate, folder, one_worker, monkeypatch):
+    (folder / "a.txt").write_text("old")
+    written = []
+
+    def fills(*args, replace=os.replace):
+        written.append(args)
+        if len(written) > 1:  # the first makes the resume log
+            raise OSError(28, "No space left on device")
+        replace(*args)
+
+    monkeypatch.setattr(os, "replace", fills)
+    for _ in range(2):
+        code, _, err = generate(folder, "--existing", "append")
+        assert code == 1 and f"{folder}" in err and "free some space and run the same command to resume" in err
 
 
 def test_a_line_that_is_written_in_part_is_a_full_disk(tmp_path, monkeypatch):

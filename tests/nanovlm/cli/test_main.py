@@ -157,11 +157,12 @@ def test_every_verb_checks_its_output_folder_first(capsys, verb, out, words):
     assert len(err.splitlines()) == 1 and "--out" in err and words in err
 
 
-def test_merge_of_a_run_says_to_name_one_of_its_checkpoints(capsys):
+@pytest.mark.parametrize("folder", ["run", "run/checkpoints"])
+def test_merge_of_a_run_says_to_name_one_of_its_checkpoints(capsys, folder):
     Path("run/checkpoints/step-4").mkdir(parents=True)
     assert_usage_error(
-        (cli.main(["merge", "run", "--out", "out"]), *capsys.readouterr()),
-        "run/checkpoints/step-N",
+        (cli.main(["merge", folder, "--out", "out"]), *capsys.readouterr()),
+        "run/checkpoints/step-4",
         program="nanovlm merge",
     )
 

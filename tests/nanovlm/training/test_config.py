@@ -3,6 +3,7 @@
 import argparse
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -80,3 +81,6 @@ def test_fine_tuning_options_out_of_range_are_named():
     for wrong in ({"epochs": 0.0}, {"validation": -1.0}, {"quantize": "int2"}, {"format": "gguf"}):
         with pytest.raises(InputError, match="{}={}".format(*next(iter(wrong.items())))):
             FinetuneOptions(**wrong)
+    for data in ("photos", Path("photos"), [{"image": "a.png"}]):
+        with pytest.raises(InputError, match=r"data must be a list of paths, as \['photos'\]"):
+            FinetuneOptions(data)

@@ -413,6 +413,9 @@ def test_check_data_counts_examples_and_shows_them_as_the_model_sees_them(train)
     missing, *rest = out.splitlines()
     assert code == 1 and missing.startswith("captions missing: 1 of 4 images in mine have no .txt beside them: 3.png;")
     assert rest[2:5] == lines[3:6], "the other kinds of faults are named, too"
+    shutil.copytree("mine", "yours")
+    _, out, _ = train("--data", "mine", "yours", "--check-data", "--prompt", "Tell!")
+    assert [f"1 of 4 images in {name}" in out.splitlines()[0] for name in ("mine", "yours")] == [True, True]
 
 
 def test_check_data_shows_several_answers_one_after_another(train):

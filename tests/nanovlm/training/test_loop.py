@@ -1,5 +1,7 @@
 """Training on plain images and their colors: it learns, and each checkpoint is a model."""
 
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -10,6 +12,7 @@ from models.config import extra_tokens
 from models.vision_language_model import VisionLanguageModel
 from nanovlm import Captioner
 from nanovlm.data.examples import Example, collate, encode
+from nanovlm.errors import UsageError
 from nanovlm.evaluation import Evaluation
 from nanovlm.processing.processor import Processor
 from nanovlm.synthetic.recipe import SceneBatches
@@ -19,6 +22,7 @@ from support.training import train
 
 COLORS = ("red", "green", "blue", "black")
 IMAGES = [Image.new("RGB", (16, 16), color) for color in COLORS]
+HOLD = "import fcntl, sys; f = open(sys.argv[1], 'ab'); fcntl.lockf(f, fcntl.LOCK_EX); print(flush=True); input()"
 CFG = TrainConfig(max_steps=6, batch_size=2, lr=1e-2, warmup_steps=2, save_every=2, log_every=10, num_workers=0)
 
 
@@ -58,6 +62,17 @@ def test_it_learns(learn, tmp_path):
     assert losses[0] > 1 > 10 * losses[-1]
     captioner = Captioner.from_pretrained(tmp_path, dtype="float32")
     assert list(captioner.captions(IMAGES, "What colour?", max_new_tokens=8)) == list(COLORS)
+
+
+def test_two_runs_at_once_are_refused(learn, tmp_path):
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", HOLD, tmp_path / ".train.lock"], **pipes) as other:
+        other.stdout.readline()
+        with pytest.raises(UsageError, match="another run writes there; wait for its end"):
+            learn(tmp_path)
+        other.kill()
+    learn(tmp_path)
+    assert not (tmp_path / ".train.lock").exists()
 
 
 def test_a_worker_changes_nothing(learn, processor, tmp_path):

@@ -12,6 +12,7 @@ import sys
 from contextlib import closing
 from dataclasses import replace
 from html import unescape
+from html.parser import HTMLParser
 from types import SimpleNamespace
 
 import pytest
@@ -22,6 +23,7 @@ from safetensors.torch import load_file
 from nanovlm.errors import MissingExtraError, TrainingError
 from nanovlm.evaluation import Evaluation
 from nanovlm.evaluation.evaluate import Answer, Question
+from nanovlm.evaluation.report import write_report
 from nanovlm.training.config import TrainConfig
 from nanovlm.training.distributed import DistributedContext
 from nanovlm.training.metrics import MetricsLogger, StepMetrics, check_installed, read_metrics, truncate
@@ -274,6 +276,17 @@ def test_the_report_has_no_curve_of_a_metric_that_is_never_a_number(learn, tmp_p
     learn(tmp_path, answer_questions=lambda model, everything: answers)
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert ">f1</text>" in page and ">mine</text>" not in page and "mine nan" in page
+
+
+def test_a_report_is_a_page_whatever_names_and_texts_hold(tmp_path):
+    question = Question("s", "a\udcff\"'>.png", [], "q\0\x1b[31m", ["</script><img src=x onerror=alert(1)>"])
+    write_report(tmp_path / "report.html", "t\udcff", Evaluation([Answer(question, "a", {})]))
+    page, tags = (tmp_path / "report.html").read_text(encoding="utf-8"), set()
+    parser = HTMLParser()
+    parser.handle_starttag = lambda tag, attributes: tags.add(tag)
+    parser.feed(page)
+    assert "figcaption" in tags and not tags & {"img", "script"}
+    assert all(c.isprintable() or c == "\n" for c in page) and "q\ufffd\ufffd[31m" in page
 
 
 def test_a_report_never_fails_a_run(learn, tmp_path):
