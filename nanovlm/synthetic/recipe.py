@@ -6,7 +6,7 @@ the published weights; a change of anything here, even of the order of random dr
 
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from random import Random
 from typing import TypeVar
 
@@ -206,7 +206,6 @@ class SceneBatches:
     processor: Processor
     batch_size: int
     seed: int
-    conversation_share: Mapping[int, float] = field(default_factory=lambda: CONVERSATION_SHARE)
 
     def __call__(self, step: int) -> dict[str, Tensor | None]:
         rng = Random(f"{self.seed} {step}")
@@ -216,7 +215,7 @@ class SceneBatches:
         return collate(rows, max_length=length)
 
     def _row(self, rng: Random, step: int) -> EncodedExample:
-        schedules = (WORD_DROPOUT, UNNAMED_SHARE, self.conversation_share)
+        schedules = (WORD_DROPOUT, UNNAMED_SHARE, CONVERSATION_SHARE)
         dropout, unnamed_share, multi_turn_share = (schedule_value(schedule, step) for schedule in schedules)
         size, scene = _random_size(rng), random_scene(rng, max_shapes=schedule_value(MAX_SHAPES, step))
         colorless, multi_turn = rng.random() < unnamed_share, rng.random() < multi_turn_share

@@ -3,8 +3,10 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -334,6 +336,28 @@ def test_other_settings_are_another_run(generate, folder, files, monkeypatch):
     code, _, err = generate(folder, "--out", table, "--prefix", "2 ")
     assert code == 0 and "1 had captions already" in err
     assert sorted(text[:2] for text in read_captions(table).values()) == ["1 ", "2 ", "2 ", "2 ", "2 "]
+
+
+@pytest.mark.full  # two processes
+def test_kill_9_leaves_complete_files_and_the_next_run_resumes(folder, files, model_folder, captions_of):
+    for i in range(60):
+        noise_image(40, 40, seed=i).save(folder / f"n{i:02}.png")
+    command = [sys.executable, ROOT / "generate.py", folder, "--model", model_folder, *FAST_FLAGS, "--batch-size", "2"]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "env": os.environ | {"OMP_NUM_THREADS": "1"}}
+    run = subprocess.Popen(command, **quiet)
+    until = time.monotonic() + 120
+    while len(list(folder.glob("[!.]*.txt"))) < 8 and time.monotonic() < until and run.poll() is None:
+        time.sleep(0.002)
+    run.send_signal(signal.SIGKILL)
+    _, err = run.communicate()
+    first = {p: (p.stat().st_mtime_ns, p.read_text()) for p in folder.rglob("[!.]*.txt")}
+    assert run.returncode == -signal.SIGKILL and 8 <= len(first) < 65, err.decode()
+    for name, text in files.texts().items():
+        assert text == captions_of(str(folder / files.file_name(name)))[0].strip()
+    run = subprocess.run(command, timeout=300, **quiet)
+    assert run.returncode == 0 and f"{len(first)} had captions already" in run.stderr.decode()
+    assert len(files.texts()) == 65 and not files.litter()
+    assert all((p.stat().st_mtime_ns, p.read_text()) == was for p, was in first.items()), "nothing is captioned twice"
 
 
 @outputs_and_modes(("txt", "append"), ("captions.jsonl", "skip"))

@@ -251,6 +251,15 @@ def test_steps_are_those_of_torch():
     assert (ours - 1).abs().max() > 0.01
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_weight_decay_is_for_matrices_and_kernels_alone(tiny_model, optimizer):
+    model = tiny_model()
+    groups = make_optimizer(model, replace(CFG, optimizer=optimizer, weight_decay=0.1)).param_groups
+    decayed = {id(p) for group in groups if group["weight_decay"] for p in group["params"]}
+    layers = [module for module in model.modules() if isinstance(module, (nn.Linear, nn.Conv2d))]
+    assert decayed == {id(layer.weight) for layer in layers if layer is not model.decoder.head}, "the head is tied"
+
+
 def test_linear_layers_learn_by_muon_and_all_else_by_adamw(tiny_model, make_batch):
     """One step: everything that is no Linear's matrix changes exactly as with AdamW alone."""
     models = {}
