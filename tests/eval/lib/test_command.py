@@ -87,7 +87,7 @@ def test_threads_are_those_of_this_process_and_of_later_ones(monkeypatch):
         ("speedup --lengths 8", "--lengths 8"),
         ("speedup --lengths 8 4", "rising"),
         ("speedup --lengths 4 2000", "lm_max_position_embeddings=1024"),
-        ("speedup --plot nowhere/plot.png", "nowhere"),
+        ("speedup --html nowhere/page.html", "nowhere"),
     ],
 )
 def test_wrong_use_of_a_command_is_one_line_and_exit_code_2(command, message, capsys):
