@@ -301,8 +301,6 @@ class KernelNetwork:
             visible = visible.expand(B, -1, -1).transpose(1, 2).to(torch.uint8).contiguous()
         positions = positions.contiguous()
         logits = x.new_empty(B, self.cfg.lm_vocab_size, dtype=torch.float32)
-        # as much as the activations: torch raises an error if there is no memory, but the kernels crash
-        x.new_empty(B * T, 4 * self.cfg.lm_hidden_dim + 3 * self.cfg.lm_inter_dim, dtype=torch.float32)
         step = DecoderStep(
             x.data_ptr(), DTYPES[x.dtype], B, T, places.data_ptr(), past_lengths.data_ptr(), positions.data_ptr(),
             None if visible is None else visible.data_ptr(), last_tokens.data_ptr(), cache.data_ptr(),
