@@ -24,10 +24,11 @@ from nanovlm.bulk.inputs import read_names
 from nanovlm.bulk.options import FAILURES, BulkOptions, BulkReport, OutputOptions, Plan
 from nanovlm.bulk.prompt_template import TAGS
 from nanovlm.bulk.remote_inputs import RemoteImage, find_remote, is_container, read_images
-from nanovlm.bulk.resume_log import file_lock, json_line
+from nanovlm.bulk.resume_log import json_line
 from nanovlm.bulk.run import Progress, run_settings
 from nanovlm.bulk.shards import Done, ShardFolder
 from nanovlm.captioner import Captioner
+from nanovlm.data.file_lock import file_lock
 from nanovlm.errors import MissingExtraError, NanoVLMError, UsageError
 from nanovlm.options import check_positive
 from nanovlm.processing.image_loading import printable

@@ -1,4 +1,4 @@
-"""Files that a run keeps for itself: a resume log, a list of failures, and a lock against a second run.
+"""Files that a run keeps for itself: a resume log and a list of failures.
 
 The log says which images are done and what their captions replaced, so that a resumed run never overwrites a caption
 that somebody else has changed since.
@@ -9,9 +9,8 @@ import errno
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from models.checkpoint import atomic_write
@@ -19,42 +18,12 @@ from nanovlm.data.jsonl import read_jsonl, repair_jsonl
 from nanovlm.errors import UsageError
 from nanovlm.processing.image_loading import printable
 
-fcntl: ModuleType | None
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
-
 logger = logging.getLogger(__name__)
 
 
 def relative(image: str | os.PathLike[str], folder: Path) -> str:
     """The path of an image relative to a folder, with / on every system."""
     return Path(os.path.relpath(image, folder)).as_posix()
-
-
-@contextlib.contextmanager
-def file_lock(path: Path, target: str, by_process: bool = False) -> Iterator[None]:
-    """Hold a lock file while this process writes to target; UsageError if another process holds it.
-
-    The system releases the lock however a process ends, so the file of a killed process blocks nobody. by_process is
-    for a process with forked workers, which would hold its lock for seconds after a kill; its own threads do not see
-    the lock. Where the file cannot be written or the file system has no locks, nothing is locked.
-    """
-    with contextlib.ExitStack() as stack:
-        while fcntl:
-            try:
-                file = stack.enter_context(open(path, "ab"))
-                (fcntl.lockf if by_process else fcntl.flock)(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise UsageError(f"{target}: another run writes there; wait for its end, or name another") from None
-            except OSError:
-                break
-            with contextlib.suppress(FileNotFoundError):  # the previous holder may just have removed it
-                if os.path.samestat(os.stat(path), os.fstat(file.fileno())):
-                    stack.callback(path.unlink, missing_ok=True)  # while the lock is still held
-                    break
-        yield
 
 
 def read_log(path: Path, read_only: bool = False) -> list[dict[str, Any]]:

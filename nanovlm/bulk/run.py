@@ -13,9 +13,10 @@ from nanovlm.bulk.captioning import BulkCaptioner, EmptyCaptionError, failure_re
 from nanovlm.bulk.inputs import ImageList, find_images, read_names
 from nanovlm.bulk.options import BulkOptions, BulkReport, OutputOptions, Plan
 from nanovlm.bulk.outputs import Output, Sidecars, Table, open_output
-from nanovlm.bulk.resume_log import FailureLog, file_lock
+from nanovlm.bulk.resume_log import FailureLog
 from nanovlm.captioner import Captioner
 from nanovlm.console import progress_bar
+from nanovlm.data.file_lock import file_lock
 from nanovlm.errors import NanoVLMError, OutputError, UsageError
 from nanovlm.options import check_positive
 from nanovlm.processing.image_loading import printable

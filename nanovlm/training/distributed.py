@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from nanovlm.bulk.resume_log import file_lock
+from nanovlm.data.file_lock import file_lock
 from nanovlm.errors import TrainingError
 from nanovlm.training.loader import TrainingInterrupted
 

@@ -17,9 +17,10 @@ import pytest
 from models.inference.continuous_batching import ContinuousBatch
 from nanovlm import EMBEDDED, SAMPLE
 from nanovlm.bulk.inputs import find_images
-from nanovlm.bulk.resume_log import append_row, file_lock
+from nanovlm.bulk.resume_log import append_row
 from nanovlm.bulk.table_files import write_table
 from nanovlm.data import ReadOptions, open_source
+from nanovlm.data.file_lock import file_lock
 from nanovlm.data.folders import read_table
 from nanovlm.errors import CheckpointError
 from support import ROOT, noise_image
