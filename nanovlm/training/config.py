@@ -20,6 +20,7 @@ from nanovlm.options import ReadOptions
 BASE_FORMATS = ("bfloat16", "int8", "int4")  # of the frozen weights of a LoRA run, beside float32
 MUON_LR = 5e-4  # of fine-tuning by Muon, for the embedded model
 EPOCHS, MAX_STEPS = 45, 4500  # by default each example is shown 45 times, in at least FINETUNING's steps
+PATH = (str, os.PathLike)
 TURNED_OFF_BY = {"validation": 0, "lora_rank": 0, "schedule": "cosine"}  # see `setting`
 
 
@@ -195,6 +196,8 @@ class FinetuneOptions:
         (),
         "fine-tune on folders, files or Hub data sets of images and texts, each with an optional share of the examples "
         "as in photos@0.3",
+        limits="a list of paths, as ['photos']; save anything else and name its folder",
+        fits=lambda data: not isinstance(data, PATH) and all(isinstance(path, PATH) for path in data),
         metavar="PATH[@SHARE]",
         nargs="+",
         action="extend",
@@ -260,9 +263,6 @@ class FinetuneOptions:
     automatic: Sequence[str] = ()  # settings of TrainConfig that follow from the model and the data, see `choose`
 
     def __post_init__(self) -> None:
-        names = (str, os.PathLike)
-        if isinstance(self.data, names) or not all(isinstance(path, names) for path in self.data):
-            raise InputError("data must be a list of paths, as ['photos']; save anything else and name its folder")
         check_settings(self)
 
 

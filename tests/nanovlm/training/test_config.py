@@ -82,5 +82,5 @@ def test_fine_tuning_options_out_of_range_are_named():
         with pytest.raises(InputError, match="{}={}".format(*next(iter(wrong.items())))):
             FinetuneOptions(**wrong)
     for data in ("photos", Path("photos"), [{"image": "a.png"}]):
-        with pytest.raises(InputError, match=r"data must be a list of paths, as \['photos'\]"):
+        with pytest.raises(InputError, match=r"^data=.* must be a list of paths, as \['photos'\]"):
             FinetuneOptions(data)
