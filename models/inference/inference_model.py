@@ -118,8 +118,8 @@ class InferenceModel(GenerationMixin):
             )
         if any(getattr(module, "format", None) in (ADAPTED, *QUANTIZED) for module in self._source.modules()):
             raise InputError(
-                "the adapters lie beside the weights, or these are quantized, in no file's format; merge them to "
-                "train, convert or save the model: Captioner.from_pretrained(MODEL, adapter=FOLDER)"
+                "no file's format has adapters beside weights, or quantized weights; merge the adapters to train, "
+                "convert or save the model: Captioner.from_pretrained(MODEL, adapter=FOLDER)"
             )
         return self._source
 
