@@ -16,6 +16,7 @@ import torch
 from models.checkpoint import WEIGHTS, atomic_write, checkpoint_dtype, load_config, snapshot_path
 from models.vision_language_model import VisionLanguageModel, load_model
 from nanovlm.captioner import Captioner
+from nanovlm.console import print_text
 from nanovlm.data import Batches, Mixture, Stream
 from nanovlm.data.examples import ExampleError
 from nanovlm.data.validate import check_data
@@ -82,7 +83,7 @@ def check_examples(options: FinetuneOptions) -> int:
     except MissingCaptionsError as error:  # the other images may have faults, too
         training, held_out = open_examples(replace(options, read=replace(options.read, on_error="skip")))
         are_missing = True
-        print(error)
+        print_text(str(error))
     _, processor, _ = load_start(options)
     return check_data(training, held_out, processor, skip_errors=options.read.skip_errors) or int(are_missing)
 

@@ -418,13 +418,14 @@ def test_check_data_counts_examples_and_shows_them_as_the_model_sees_them(train)
     assert [f"1 of 4 images in {name}" in out.splitlines()[0] for name in ("mine", "yours")] == [True, True]
 
 
-def test_check_data_shows_several_answers_one_after_another(train):
+def test_check_data_shows_several_answers_one_after_another_and_commands_no_terminal(train, monkeypatch):
     scenes(1)
     Path("mine/0.txt").unlink()
-    Path("mine/metadata.jsonl").write_text(json.dumps({"file_name": "0.png", "captions": ["One.", "Two."]}))
+    Path("mine/metadata.jsonl").write_text(json.dumps({"file_name": "0.png", "captions": ["One.", "\x1b[2JTwo."]}))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     code, out, _ = train("--data", "mine", "--check-data", "--prompt", "?")
     asked = "?<|im_end|>\n<|im_start|>assistant\n"
-    assert code == 0 and f"<|image|> x 36 {asked}[[One.<|im_end|>]]\n... {asked}[[Two.<|im_end|>]]\n" in out
+    assert code == 0 and f"<|image|> x 36 {asked}[[One.<|im_end|>]]\n... {asked}[[\ufffd[2JTwo.<|im_end|>]]\n" in out
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.full)])
