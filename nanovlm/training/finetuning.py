@@ -81,7 +81,8 @@ def check_examples(options: FinetuneOptions) -> int:
     try:
         training, held_out = open_examples(options)
     except MissingCaptionsError as error:  # the other images may have faults, too
-        training, held_out = open_examples(replace(options, read=replace(options.read, on_error="skip")))
+        skipping = replace(options, read=replace(options.read, on_error="skip"))
+        training, held_out = open_examples(skipping, skip_sources=True)
         are_missing = True
         print_text(str(error))
     _, processor, _ = load_start(options)

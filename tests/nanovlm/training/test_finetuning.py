@@ -414,8 +414,12 @@ def test_check_data_counts_examples_and_shows_them_as_the_model_sees_them(train)
     assert code == 1 and missing.startswith("captions missing: 1 of 4 images in mine have no .txt beside them: 3.png;")
     assert rest[2:5] == lines[3:6], "the other kinds of faults are named, too"
     shutil.copytree("mine", "yours")
-    _, out, _ = train("--data", "mine", "yours", "--check-data", "--prompt", "Tell!")
-    assert [f"1 of 4 images in {name}" in out.splitlines()[0] for name in ("mine", "yours")] == [True, True]
+    Path("none").mkdir()
+    shutil.copy("mine/0.png", "none")
+    _, out, _ = train("--data", "none", "mine", "yours", "--check-data", "--prompt", "Tell!")
+    missing = [f"{n} images in {name}" for n, name in (("1 of 1", "none"), ("1 of 4", "mine"), ("1 of 4", "yours"))]
+    assert all(words in out.splitlines()[0] for words in missing)
+    assert out.count("mine/1.png: not an image") == out.count("yours/1.png: not an image") == 1
 
 
 def test_check_data_shows_several_answers_one_after_another_and_commands_no_terminal(train, monkeypatch):
