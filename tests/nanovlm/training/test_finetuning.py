@@ -79,10 +79,11 @@ def test_a_flag_takes_the_place_of_what_the_run_file_chose_without_it():
 
 
 def test_each_held_out_example_is_asked_once_whatever_the_shares():
+    """Also where a table has several rows for an image."""
     scenes(24)
     shutil.copytree("mine", "more")
-    for path in Path("more").glob("*.txt"):
-        path.write_text(f"More of {path.stem}.")
+    rows = [{"file_name": f"{i}.png", "text": f"{text} of {i}."} for i in range(24) for text in ("Some", "More")]
+    Path("more/metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
     model, task, _ = prepared("--data", "mine@0.9", "more@0.1", "--validation", 6, "--out", "out", "--metric", "f1")
     answers = task.answer_questions(model, True).answers
     asked = [(answer.question.source, *answer.question.references) for answer in answers]
@@ -97,7 +98,7 @@ def test_data_and_model_may_be_paths():
     assert tasks[0].data_fingerprint == tasks[1].data_fingerprint and tasks[0].base == tasks[1].base
 
 
-def test_each_held_out_example_of_a_stream_is_asked_once():
+def test_each_held_out_example_of_a_stream_is_asked_once_and_counts_once_in_the_loss():
     pytest.importorskip("datasets")
     scenes(12)
     with tarfile.open("mine.tar", "w") as tar:
@@ -106,6 +107,7 @@ def test_each_held_out_example_of_a_stream_is_asked_once():
     model, task, cfg = prepared("--data", address, "--stream", "--validation", 0.5, "--out", "out")
     names = [answer.question.name for answer in task.answer_questions(model, True).answers]
     assert 1 < len(names) == len(set(names)) == cfg.validation_questions < 12
+    assert sum(len(task.validation(i)["input_ids"]) for i in range(cfg.validation_batches)) == len(names)
 
 
 @pytest.mark.full
