@@ -1,5 +1,7 @@
 """The program itself: verbs, help, and how every exception ends."""
 
+import errno
+import io
 import os
 import subprocess
 import sys
@@ -67,6 +69,16 @@ def test_full_disk_is_one_error_line(generate, monkeypatch):
         set_stream("stdout", full, monkeypatch)
         code, _, err = generate("good.png", "fine.jpg")
     assert code == 1 and len(err.splitlines()) == 1 and "No space left" in err
+
+
+def test_messages_that_cannot_be_written_stop_nothing(generate, monkeypatch):
+    class FullDisk(io.StringIO):
+        def write(self, text):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    set_stream("stderr", FullDisk(), monkeypatch)
+    code, out, _ = generate("good.png", "missing.png")
+    assert code == 1 and len(out.splitlines()) == 1
 
 
 def test_help_shows_every_verb_with_an_example(capsys):
