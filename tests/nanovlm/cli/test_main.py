@@ -81,6 +81,14 @@ def test_messages_that_cannot_be_written_stop_nothing(generate, monkeypatch):
     assert code == 1 and len(out.splitlines()) == 1
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows deletes no current folder")
+def test_a_deleted_current_folder_is_one_line(generate, tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert_usage_error(generate("x.png"), "the current folder was deleted")
+
+
 def test_help_shows_every_verb_with_an_example(capsys):
     with pytest.raises(SystemExit):
         cli.main(["--help"])
