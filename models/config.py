@@ -4,7 +4,8 @@ import importlib
 import math
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import Field, dataclass, field, fields
 from numbers import Integral, Real
 from pathlib import Path
@@ -181,8 +182,7 @@ class VLMConfig:
         """Raise InputError if a field's value has the wrong type or is out of range; an int is a valid float."""
         name, value, kind = f.name, getattr(self, f.name), (get_args(f.type) or (f.type,))[0]
         if kind is float and type(value) is int:
-            value = float(value)
-            object.__setattr__(self, name, value)
+            object.__setattr__(self, name, value := float(value))
         if kind in (int, float, bool, str) and type(value) is not kind:
             raise InputError(f"{name}={value!r} is not of type {kind.__name__}")
         if name == "vlm_extra_tokens" and not (
@@ -259,7 +259,7 @@ BOUNDS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
 
 
 def setting(default: Any, help: str, limits: str = "", fits: Callable[[Any], bool] | None = None, **flag: Any) -> Any:
-    """A field of an options record: default, help, and the check fits(value), whose limits an error names.
+    """A field of an options record: default, help, "" for none, and the check fits(value), whose limits an error names.
 
     flag holds the bounds of a number, of BOUNDS, and what else its command-line flag needs; a value other than the
     default must be one of its choices.
@@ -278,7 +278,10 @@ def check_settings(record: Any) -> None:
             raise InputError(f"{f.name}={value!r} must be True or False")
         if choices and value is not f.default and value not in choices:
             raise InputError(f"{f.name}={value} is none of {', '.join(choices)}")
-        if fits is not None and (value is None or not fits(value)):
+        if fits is not None:
+            with suppress(TypeError):  # the value is of a type that fits cannot take
+                if fits(value):
+                    continue
             raise InputError(f"{f.name}={value} must be {f.metadata['limits']}")
         bounds = [(*BOUNDS[name], f.metadata[name]) for name in BOUNDS if name in f.metadata]
         kind = Real if float in types else Integral
@@ -301,22 +304,21 @@ class SamplingParams:
         1.0, "above 1, tokens of the prompt and the answer become less likely", above=0, below=math.inf
     )
     frequency_penalty: float = setting(
-        0.0, "subtracted from a token's logit for each time it is in the answer; below 0 favors it",
-        minimum=-2, maximum=2,
-    )  # fmt: skip
+        0.0, "subtracted from a token's logit each time it is in the answer; below 0 favors it", minimum=-2, maximum=2
+    )
     presence_penalty: float = setting(
         0.0, "subtracted once from the logits of tokens in the answer; below 0 favors them", minimum=-2, maximum=2
     )
     no_repeat_ngram_size: int = setting(0, "no N tokens follow each other twice in an answer; 0 is off", minimum=0)
-    bad_words_ids: tuple[tuple[int, ...], ...] = ()  # token sequences that cannot be generated
+    bad_words_ids: Sequence[Sequence[int]] = setting(  # that no answer contains
+        (), "", "sequences of ids, none of them empty", lambda words: all(min(ids, default=-1) >= 0 for ids in words)
+    )
     temperature: float = setting(0.0, "sampling temperature; 0 is greedy", minimum=0, below=math.inf)
     top_k: int = setting(0, "sample among the K most likely tokens; 0 is all", minimum=0, metavar="K")
     top_p: float = setting(
         1.0, "sample among the most likely tokens whose probabilities sum to P", above=0, maximum=1, metavar="P"
     )
-    min_p: float = setting(
-        0.0, "drop tokens less likely than P times the most likely one", minimum=0, maximum=1, metavar="P"
-    )
+    min_p: float = setting(0.0, "drop tokens less likely than P times the likeliest", minimum=0, maximum=1, metavar="P")
     seed: int | None = setting(None, "seed of the random generator, for reproducible samples", minimum=0, below=2**63)
     repetition_detection: RepetitionDetection = setting(  # noqa: RUF009 (a setting is a field)
         (0, 0, 0), "end an answer that repeats a cycle of MIN to MAX tokens COUNT times; a COUNT of 0 is off",
@@ -328,8 +330,6 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         check_settings(self)
-        if not all(self.bad_words_ids):  # of which no last token could be excluded
-            raise InputError(f"bad_words_ids={self.bad_words_ids} has a sequence without tokens; leave it away")
 
     @property
     def is_greedy(self) -> bool:

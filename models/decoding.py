@@ -102,7 +102,7 @@ class TokenSampler:
         prompts = self._prompt[:, -reach:].tolist() if reach and self._prompt is not None else [[]] * len(logits)
         for row, prompt, output in zip(logits, prompts, self.outputs or [[]] * len(logits)):
             before = prompt + output
-            excluded = [word[-1] for word in words if tuple(before[len(before) - len(word) + 1 :]) == word[:-1]]
+            excluded = [word[-1] for word in words if before[len(before) - len(word) + 1 :] == [*word[:-1]]]
             if n:
                 last = output[len(output) - n + 1 :]
                 excluded += [output[i + n - 1] for i in range(len(output) - n + 1) if output[i : i + n - 1] == last]

@@ -1,4 +1,4 @@
-"""What a person reads on standard error: log lines, notes, errors and progress bars."""
+"""What a person reads: text on standard output; log lines, notes, errors and progress bars on standard error."""
 
 import logging
 import os
@@ -85,6 +85,11 @@ def print_remedy(seconds: float, ways: Sequence[str]) -> None:
     """Say on a terminal how a long answer becomes faster, by flags that were not given."""
     if seconds > LONG_S and ways and has_terminal():
         print_error(f"note: this took {seconds:.0f} s; faster, with less detail: {' or '.join(ways)}")
+
+
+def print_text(text: str, end: str = "\n") -> None:
+    """Print text on standard output at once; control characters do not reach a terminal."""
+    print(for_terminal(text, sys.stdout), end=end, flush=True)
 
 
 def for_terminal(text: str, file: TextIO | None) -> str:

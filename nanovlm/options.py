@@ -82,7 +82,7 @@ class ModelOptions:
         None,
         "keep encoded images in FOLDER, at most 2 GiB, and encode none again that it has",
         "the name of a folder",
-        lambda folder: str(folder) != "" and not os.path.isfile(folder),
+        lambda folder: os.fspath(folder) != "" and not os.path.isfile(folder),
         metavar="FOLDER",
     )
     skip_special_tokens: bool = setting(True, "leave special tokens out of answers, but for those of Docling models")
@@ -138,7 +138,7 @@ class GenerationOptions(SamplingParams):
 
     def sampling(self, encode: Callable[[str], Sequence[int]]) -> SamplingParams:
         """The same with the words of `ban` as ids, which encode gives."""
-        return replace(self, bad_words_ids=self.bad_words_ids + banned_ids(self.ban, encode))
+        return replace(self, bad_words_ids=(*self.bad_words_ids, *banned_ids(self.ban, encode)))
 
 
 @dataclass(frozen=True)

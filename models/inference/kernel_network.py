@@ -134,7 +134,7 @@ def _has_modules_of_config(model: VisionLanguageModel) -> bool:
 def _describe(model: VisionLanguageModel) -> set[tuple]:
     """Type, numbers and parameters' sizes of the modules that the kernels read, by names that are equal in all blocks.
 
-    Of a linear layer, in whatever format, it is the weight's size: a bias may be there or not.
+    Of a linear layer, in whatever format, it is the weight's size; a bias may be there or not, but of no other size.
     """
     modules: set[tuple] = set()
     for name, module in model.named_modules():
@@ -146,6 +146,8 @@ def _describe(model: VisionLanguageModel) -> set[tuple]:
             numbers = {key: value for key, value in vars(layer).items() if type(value) in (int, float, tuple)}
             sizes = {key: p.shape for key, p in layer.named_parameters(recurse=False)}
             details = type(layer), *sorted((numbers | sizes).items())
+        if details[0] is nn.Linear and layer.bias is not None and layer.bias.shape != details[1:2]:
+            details += (layer.bias.shape,)
         if name.startswith(("vision_encoder", "MP", "decoder")):
             modules.add((re.sub(r"blocks\.\d+|\.base", "", name), details))
     return modules

@@ -21,7 +21,7 @@ from nanovlm.cli.options import (
     refuse_flags,
     report_missing,
 )
-from nanovlm.console import TileProgress, for_terminal, is_terminal, print_error, print_remedy
+from nanovlm.console import TileProgress, is_terminal, print_error, print_remedy, print_text
 from nanovlm.embedded import PROMPT, SAMPLE
 from nanovlm.errors import ImageError, InputError, UsageError, is_out_of_memory
 from nanovlm.options import GenerationOptions, ModelOptions, check_positive
@@ -298,17 +298,17 @@ def print_caption(
             row = {kind: name, "prompt": prompt, "text": text, "finish_reason": reason}
             print(json.dumps(row | samples | stats_fields(stats)), flush=True)
     else:
-        lines = "".join(label + " ".join(text.splitlines()) + "\n" for text in texts)
-        print(for_terminal(lines, sys.stdout), end="", flush=True)
+        for text in texts:
+            print_text(label + " ".join(text.splitlines()))
     return stats, texts
 
 
 def stream_caption(pieces: Iterator[str], label: str) -> str:
     """Print the pieces of an answer as they come; returns the whole."""
     text = next(pieces, "")  # an error is raised before the label is printed
-    print(for_terminal(label + text, sys.stdout), end="", flush=True)
+    print_text(label + text, end="")
     for piece in pieces:
-        print(for_terminal(piece, sys.stdout), end="", flush=True)
+        print_text(piece, end="")
         text += piece
     print()
     return text

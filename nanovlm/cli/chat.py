@@ -21,7 +21,7 @@ from nanovlm.cli.options import (
     model_options,
     report_missing,
 )
-from nanovlm.console import TileProgress, bold, for_terminal, is_terminal, print_error
+from nanovlm.console import TileProgress, bold, is_terminal, print_error, print_text
 from nanovlm.errors import ImageError, NanoVLMError, UsageError, is_out_of_memory
 from nanovlm.options import CHAT_MAX_NEW_TOKENS, GenerationOptions
 
@@ -145,7 +145,7 @@ class Chat:
         """Print the answer as it is generated."""
         with contextlib.closing(self.session.ask(question, options=self.generation)) as pieces:
             for piece in pieces:
-                print(for_terminal(piece, sys.stdout), end="", flush=True)
+                print_text(piece, end="")
         print(flush=True)
 
     def open(self, argument: str) -> None:

@@ -17,7 +17,7 @@ from nanovlm.cli.options import (
     load_captioner,
     model_options,
 )
-from nanovlm.console import print_error
+from nanovlm.console import count, print_error
 from nanovlm.errors import UsageError
 from nanovlm.options import EVALUATION_MAX_NEW_TOKENS, ReadOptions, check_positive
 
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     captioner = load_captioner(model)
     result = evaluate(captioner, questions, options)
     if result.skipped:
-        print_error(f"{len(result.skipped)} questions or examples were skipped, the first: {result.skipped[0]}")
+        print_error(f"{count(len(result.skipped), 'question')} skipped, the first: {result.skipped[0]}")
     print(as_json(str(model.model), result) if args.json else table(result))
     if args.report:
         from nanovlm.evaluation.report import write_report

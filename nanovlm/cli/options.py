@@ -24,7 +24,7 @@ Record = TypeVar("Record")
 
 def settings_of(record: type) -> list[Field]:
     """The fields of an options record that have a flag."""
-    return [f for f in fields(record) if "help" in f.metadata]
+    return [f for f in fields(record) if f.metadata.get("help")]
 
 
 def flag_of(name: str) -> str:

@@ -186,6 +186,17 @@ class Mixture:
         source, i = self.pick(group, part.turn_of_all(turn + skip))
         return source[i]
 
+    def distinct(self, n: int) -> list[int]:
+        """The positions below n whose example has not been shown before."""
+        first: dict[object, int] = {}
+        for position in range(n):
+            try:
+                example = self.example(position)
+                first.setdefault((example.name, *example.qa_pairs), position)
+            except ExampleError as error:
+                first.setdefault(str(error), position)
+        return list(first.values())
+
 
 def _apportion(shares: Sequence[float]) -> list[int]:
     """SHARE_BLOCK divided by shares, the remainder going to the largest fractions (Hamilton's method)."""
@@ -224,12 +235,13 @@ class Batches:
     pack: int = 0  # join examples into rows of at most this many tokens; 0 gives each a row
     augment: float = 0.0  # how much `augment` changes images that are shown again
     n_parts: int = 1
-    n_rows: int | None = None  # of a sequence that ends; its last batch may be smaller
+    positions: Sequence[int] | None = None  # of a sequence that ends; its last batch may be smaller
     reported: set[str] = field(default_factory=set)  # messages of skipped examples, which come again every epoch
 
     def __call__(self, step: int) -> dict[str, Tensor | None]:
-        first, end = step * self.batch_size, (step + 1) * self.batch_size
-        rows = [self.row(position) for position in range(first, min(end, self.n_rows or end))]
+        numbers = range(step * self.batch_size, (step + 1) * self.batch_size)
+        positions = numbers if self.positions is None else self.positions[numbers.start : numbers.stop]
+        rows = [self.row(position) for position in positions]
         limit = self.processor.cfg.lm_max_position_embeddings
         return collate(pack(rows, min(self.pack, limit)) if self.pack else rows, max_length=limit)
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, islice
 
-from nanovlm.console import count
+from nanovlm.console import count, print_text
 from nanovlm.data.examples import IGNORE_INDEX, EncodedExample, ExampleError, encode_checked
 from nanovlm.data.mixture import Subset
 from nanovlm.processing.processor import Processor
@@ -42,22 +42,22 @@ def check_data(train: Sequence[Subset], held_out: Sequence[Subset], processor: P
         role = ", held out" if subset in held_out else ""
         limit = "the first " if subset.source.endless else ""
         examples, images = count(summary.examples, "example"), count(summary.images, "image")
-        print(
+        print_text(
             f"{subset.source.path}{role}: {limit}{examples}, {images}, "
             f"{count(summary.answer_tokens, 'answer token')}; the longest takes {summary.longest} of "
             f"{processor.cfg.lm_max_position_embeddings}"
         )
     errors = [line for summary in summaries for line in summary.errors]
     if errors:
-        print(f"\n{len(errors)} cannot be used{' and will be skipped' if skip_errors else ''}:")
-        print("".join(f"  {line}\n" for line in errors), end="")
-    print("\nAs the model sees them; it is trained on the text in [[ ]]:")
+        print_text(f"\n{len(errors)} cannot be used{' and will be skipped' if skip_errors else ''}:")
+        print_text("".join(f"  {line}\n" for line in errors), end="")
+    print_text("\nAs the model sees them; it is trained on the text in [[ ]]:")
     shown = [summary.first[i] for i in range(N_SHOWN) for summary in summaries if i < len(summary.first)]
     for name, row in shown[:N_SHOWN]:
-        print(f"\n--- {name}")
+        print_text(f"\n--- {name}")
         for k, tiles in enumerate(row.images, 1):
-            print(f"(image {k}: {count(len(tiles), 'tile')} of {tiles.size(-1)} x {tiles.size(-1)})")
-        print(decode(row, processor.tokenizer))
+            print_text(f"(image {k}: {count(len(tiles), 'tile')} of {tiles.size(-1)} x {tiles.size(-1)})")
+        print_text(decode(row, processor.tokenizer))
     return 1 if errors and not skip_errors else 0
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from PIL import Image
 
 from models.checkpoint import atomic_write
-from nanovlm.console import CONTROL
+from nanovlm.console import CONTROL, count
 from nanovlm.evaluation.evaluate import Answer, Evaluation
 from nanovlm.processing.video import load_image_or_video
 
@@ -47,7 +47,7 @@ def write_report(
     if evaluation is not None and evaluation.answers:
         n, random = len(evaluation.answers), Random(0)
         drawn = random.sample(list(evaluation.answers), min(n, SHOWN_ANSWERS))
-        sections += [f"<h2>Scores of {n:,} answers</h2>", _scores(evaluation)]
+        sections += [f"<h2>Scores of {count(n, 'answer')}</h2>", _scores(evaluation)]
         sections += ["<h2>Worst answers</h2>", _figures(evaluation.worst(SHOWN_ANSWERS))]
         sections += ["<h2>Random answers</h2>", _figures(drawn)]
     head = f"<!doctype html><html lang=en><meta charset=utf-8><title>{escape(title)}</title><style>{STYLE}</style>"

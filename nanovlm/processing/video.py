@@ -1,8 +1,7 @@
 """Videos as frames with times: video files by PyAV, animated GIF and WebP by Pillow, folders and lists of images.
 
 Frames are chosen as by transformers' SmolVLMVideoProcessor (version 5): one a second, without the first and last second
-of a long video, at most max_frames. Video files are decoded by a process of its own with limits on time and memory,
-since decoders are large and read untrusted files.
+of a long video, at most max_frames. Video files are decoded by a process of its own, see `video_decoder`.
 """
 
 import json
@@ -19,7 +18,7 @@ from typing import Any
 from PIL import Image, ImageSequence
 
 from nanovlm.errors import ImageError, MissingExtraError, UsageError
-from nanovlm.processing import MAX_FRAMES, VIDEO_EXTENSIONS
+from nanovlm.processing import MAX_FRAMES, VIDEO_EXTENSIONS, video_decoder
 from nanovlm.processing.image_loading import (
     load_image,
     open_file,
@@ -28,11 +27,8 @@ from nanovlm.processing.image_loading import (
     readable_extensions,
     reason,
 )
+from nanovlm.processing.video_decoder import DECODING_SECONDS, LISTED_FPS, sample_frames, spread
 
-LISTED_FPS = 24.0  # of frames without times, as in transformers
-SKIPPED_SECONDS = 1  # at both ends of a long video
-DECODING_SECONDS, DECODING_BYTES = 120, 4 * 2**30  # limits of the process that decodes
-MAX_FRAME_PIXELS = 16_000_000  # of a video file; 4K has half of them
 MAX_ANIMATION_FRAMES = 10_000
 ONES = (
     "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
@@ -89,7 +85,7 @@ class Video:
     def _of_images(cls, names: Sequence[str | os.PathLike[str]], max_frames: int) -> "Video":
         if not names:
             raise ImageError("a video without frames; name images, or a folder of them")
-        kept = _spread(0, len(names) - 1, min(len(names), max_frames))
+        kept = spread(0, len(names) - 1, min(len(names), max_frames))
         return cls([load_image(names[i]) for i in kept], [i / LISTED_FPS for i in kept], len(names) / LISTED_FPS)
 
 
@@ -100,24 +96,6 @@ def load_image_or_video(source: Any, name: str | None = None, max_frames: int = 
     if isinstance(source, (str, os.PathLike)) and Path(source).suffix.lower() in VIDEO_EXTENSIONS:
         return Video.read(source, max_frames)
     return load_image(source, name)
-
-
-def sample_frames(n_frames: int, fps: float, max_frames: int) -> list[int]:
-    """The numbers of the frames to show, ascending, of n_frames at fps a second."""
-    duration = n_frames / fps
-    wanted = max(1, min(round(duration), max_frames))
-    first, last = 0, n_frames - 1
-    if duration - 2 * SKIPPED_SECONDS > max_frames:
-        first = max(0, int(SKIPPED_SECONDS * fps))
-        last = min(n_frames - 1, int(n_frames - SKIPPED_SECONDS * fps))
-        if first >= last:
-            first, last = 0, n_frames - 1
-    return _spread(first, last, wanted)
-
-
-def _spread(first: int, last: int, n: int) -> list[int]:
-    step = (last - first) / max(1, n - 1)
-    return sorted({int(first + i * step) if i < n - 1 or n == 1 else last for i in range(n)})
 
 
 def _read_animation(path: Path, max_frames: int) -> Video:
@@ -141,7 +119,7 @@ def _decode(path: Path, max_frames: int) -> Video:
     """The frames of a video file, decoded by another process."""
     if not path.is_file():
         raise ImageError(f"{path}: No such file or directory")
-    command = [sys.executable, "-m", __name__, str(path), str(max_frames)]
+    command = [sys.executable, "-m", video_decoder.__name__, str(path), str(max_frames)]
     try:
         result = subprocess.run(command, capture_output=True, timeout=DECODING_SECONDS, stdin=subprocess.DEVNULL)
     except subprocess.TimeoutExpired:
@@ -167,42 +145,3 @@ def in_words(n: int) -> str:
     if n < 100:
         return TENS[n // 10 - 2] + (f"-{ONES[n % 10]}" if n % 10 else "")
     return f"{ONES[n // 100]} hundred" + (f" and {in_words(n % 100)}" if n % 100 else "")
-
-
-def _main(path: str, max_frames: int) -> None:
-    """The process that decodes: a line of JSON, then RGB pixels of the frames that are shown."""
-    try:
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_AS, (DECODING_BYTES, DECODING_BYTES))
-        resource.setrlimit(resource.RLIMIT_CPU, (DECODING_SECONDS, DECODING_SECONDS))
-    except ImportError:  # Windows
-        pass
-    try:
-        import av
-    except ImportError:
-        sys.exit(MissingExtraError.exit_code)
-    # Of an open file FFmpeg takes no name for a protocol; the option keeps playlists from opening other files or URLs.
-    options = {"protocol_whitelist": "none"}
-    with open(path, "rb") as file, av.open(file, "r", options=options) as container:
-        stream = container.streams.video[0]
-        if stream.width * stream.height > MAX_FRAME_PIXELS:
-            sys.exit(f"ImageError: frames of {stream.width} x {stream.height}, more than {MAX_FRAME_PIXELS:,} pixels")
-        fps = float(stream.average_rate or LISTED_FPS)
-        n_frames = stream.frames or sum(1 for _ in container.decode(stream))
-    kept, shown = set(sample_frames(n_frames, fps, max_frames)), []
-    with open(path, "rb") as file, av.open(file, "r", options=options) as container:
-        for i, frame in enumerate(container.decode(video=0)):
-            if i in kept:
-                shown.append((i, frame.to_image()))
-            if i >= max(kept):
-                break
-    size = shown[0][1].size
-    header = {"size": size, "seconds": [i / fps for i, _ in shown], "duration": n_frames / fps}
-    sys.stdout.buffer.write(json.dumps(header).encode() + b"\n")
-    for _, image in shown:
-        sys.stdout.buffer.write((image if image.size == size else image.resize(size)).tobytes())
-
-
-if __name__ == "__main__":
-    _main(sys.argv[1], int(sys.argv[2]))

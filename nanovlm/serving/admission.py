@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
-from nanovlm.serving.errors import APIError
+from nanovlm.serving.errors import APIError, stopping
 
 T = TypeVar("T")
 
@@ -90,7 +90,7 @@ class Admission(Budget):
     def admit(self, client: str, n: int, request_scope: ExitStack | AsyncExitStack) -> None:
         """Admit a request of n sequences until request_scope closes; APIError 503 or 429 if that is impossible now."""
         if self.draining:
-            raise APIError(503, "the server is stopping; try again when it is back", headers={"Retry-After": "5"})
+            raise stopping()
         if not self.take(client, n):
             raise busy(f"all {self.share} places for running and waiting answers are taken")
         request_scope.callback(self.release, client, n)

@@ -1,5 +1,6 @@
 """The errors that clients see, and how every other error becomes one of them."""
 
+import asyncio
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -51,13 +52,15 @@ def refusing(param: str, code: str | None = None) -> Iterator[None]:
         raise APIError(400, str(error), code, param) from None
 
 
-def as_api_error(error: Exception) -> APIError:
+def as_api_error(error: BaseException) -> APIError:
     """What to tell the client. An unexpected exception is logged, and the client learns no more than that."""
     match error:
         case APIError():
             return error
         case ClientDisconnect():
             return APIError(CLIENT_DISCONNECTED, "the client disconnected")
+        case asyncio.CancelledError():  # a second signal has ended the event loop
+            return stopping()
         case EngineStoppedError():
             return APIError(503, "the model does not run any more; the server's log has the reason")
         case EngineError():  # the engine has logged it
@@ -66,6 +69,10 @@ def as_api_error(error: Exception) -> APIError:
             return APIError(400, str(error))
     logger.error("a request failed", exc_info=error)
     return internal_error()
+
+
+def stopping() -> APIError:
+    return APIError(503, "the server is stopping; try again when it is back", headers={"Retry-After": "5"})
 
 
 def internal_error() -> APIError:

@@ -7,6 +7,7 @@ from types import FrameType
 
 import uvicorn
 
+from nanovlm.console import count
 from nanovlm.errors import UsageError
 from nanovlm.serving.app import make_app
 from nanovlm.serving.options import ServerOptions
@@ -56,7 +57,7 @@ class DrainingServer(uvicorn.Server):
             logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # no traceback of each answer that is cut off
             self.should_exit = self.force_exit = True
         elif self.admission.count:
-            logger.info("finishing %d answers; press ctrl-c again to stop at once", self.admission.count)
+            logger.info("finishing %s; press ctrl-c again to stop at once", count(self.admission.count, "answer"))
         self.admission.draining = True
 
     async def on_tick(self, counter: int) -> bool:

@@ -116,7 +116,7 @@ class ChatService:
         """The response to one request. Whatever goes wrong is an APIError, and counted in the metrics."""
         try:
             response = await self._complete(http_request, dialect)
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:
             api_error = as_api_error(error)
             self.metrics.requests.labels(api_error.status).inc()
             raise api_error from None

@@ -64,7 +64,7 @@ class DistributedContext:
         return message[0]
 
     def claim(self, folder: Path) -> None:
-        """Keep other runs out of folder until the end of this one: UsageError if one is there.
+        """Keep other runs out of folder until self.lock is left: UsageError if one is there.
 
         TrainingError on all processes unless what the main process writes into folder is there for all.
         """
@@ -121,8 +121,7 @@ class DistributedContext:
             raise
 
     def close(self) -> None:
-        """Give the folder free, and leave the process group, unless the caller initialized it."""
-        self.lock.close()
+        """Leave the process group, unless the caller initialized it."""
         if self.owns_group:
             dist.destroy_process_group()
 

@@ -23,12 +23,12 @@ def resumed_options(options: FinetuneOptions) -> FinetuneOptions:
     return options if settings is None else replace(options, validation=settings["validation"])
 
 
-def open_examples(options: FinetuneOptions) -> tuple[list[Subset], list[Subset]]:
+def open_examples(options: FinetuneOptions, *, skip_sources: bool = False) -> tuple[list[Subset], list[Subset]]:
     """The training examples and the held-out examples of each source.
 
     UsageError for flags that have no effect because nothing is held out.
     """
-    training, held_out = open_data(options.data, options.read, options.validation)
+    training, held_out = open_data(options.data, options.read, options.validation, skip_sources=skip_sources)
     if options.evaluation_flags and not held_out:
         flag = options.evaluation_flags[0]
         raise UsageError(f"{flag} has no effect without --validation: nothing of these data is held out by default")
@@ -36,9 +36,16 @@ def open_examples(options: FinetuneOptions) -> tuple[list[Subset], list[Subset]]
 
 
 def open_data(
-    data: Sequence[str | os.PathLike[str]], read: ReadOptions, validation: float | None
+    data: Sequence[str | os.PathLike[str]],
+    read: ReadOptions,
+    validation: float | None,
+    *,
+    skip_sources: bool = False,
 ) -> tuple[list[Subset], list[Subset]]:
-    """The training examples and the held-out examples of each source, see FinetuneOptions and `split`."""
+    """The training examples and the held-out examples of each source, see FinetuneOptions and `split`.
+
+    With skip_sources, those whose captions are missing are left out if there are others.
+    """
     sources, missing = [], []
     for text in data:
         path, share = parse_data(text)
@@ -46,9 +53,10 @@ def open_data(
             sources.append((open_source(path, read, generators={"scenes": scene_source}), share))
         except MissingCaptionsError as error:
             missing.append(str(error))
-    if missing:
+    if not missing:
+        check_supported(read, [source for source, _ in sources])
+    elif not (skip_sources and sources):
         raise MissingCaptionsError("; ".join(missing))
-    check_supported(read, [source for source, _ in sources])
     return split(sources, validation)
 
 

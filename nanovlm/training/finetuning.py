@@ -16,6 +16,7 @@ import torch
 from models.checkpoint import WEIGHTS, atomic_write, checkpoint_dtype, load_config, snapshot_path
 from models.vision_language_model import VisionLanguageModel, load_model
 from nanovlm.captioner import Captioner
+from nanovlm.console import print_text
 from nanovlm.data import Batches, Mixture, Stream
 from nanovlm.data.examples import ExampleError
 from nanovlm.data.validate import check_data
@@ -80,9 +81,10 @@ def check_examples(options: FinetuneOptions) -> int:
     try:
         training, held_out = open_examples(options)
     except MissingCaptionsError as error:  # the other images may have faults, too
-        training, held_out = open_examples(replace(options, read=replace(options.read, on_error="skip")))
+        skipping = replace(options, read=replace(options.read, on_error="skip"))
+        training, held_out = open_examples(skipping, skip_sources=True)
         are_missing = True
-        print(error)
+        print_text(str(error))
     _, processor, _ = load_start(options)
     return check_data(training, held_out, processor, skip_errors=options.read.skip_errors) or int(are_missing)
 
@@ -125,16 +127,18 @@ def prepare(options: FinetuneOptions, cfg: TrainConfig) -> tuple[VisionLanguageM
         n_parts = world_size() * max(1, cfg.num_workers)
     evaluation: dict[str, Any] = {}
     if held_out:
-        if not any(isinstance(subset.source, Stream) for subset in held_out):
+        is_streamed = any(isinstance(subset.source, Stream) for subset in held_out)
+        if not is_streamed:
             held_out = [replace(subset, weight=None) for subset in held_out]  # each is asked once, whatever its share
         unseen = Mixture(held_out, cfg.seed)
-        # the size of a stream is unknown; this many examples are read of it
+        # the size of a stream is unknown; this many examples are read of it, and a small one shows some again
         n = sum(map(len, held_out)) or cfg.batch_size * (cfg.validation_batches or STREAMED_BATCHES)
-        all_batches = math.ceil(n / cfg.batch_size)
+        positions = unseen.distinct(n) if is_streamed else range(n)
+        all_batches = math.ceil(len(positions) / cfg.batch_size)
         cfg = replace(cfg, validation_batches=min(cfg.validation_batches or all_batches, all_batches))
         # packed as the training batches are: padded ones might need more memory
-        evaluation["validation"] = Batches(unseen, processor, cfg.batch_size, skip, cfg.pack, n_rows=n)
-        evaluation["answer_questions"], asked = answer_scorer(unseen, n, processor, options, cfg)
+        evaluation["validation"] = Batches(unseen, processor, cfg.batch_size, skip, cfg.pack, positions=positions)
+        evaluation["answer_questions"], asked = answer_scorer(unseen, positions, processor, options, cfg)
         cfg = replace(cfg, validation_questions=asked)
         if cfg.metric_for_best_model == AUTO and options.metric and AUTO_METRIC not in options.metric:
             cfg = replace(cfg, metric_for_best_model=LOSS)
@@ -240,9 +244,9 @@ def load_start(options: FinetuneOptions) -> tuple[VisionLanguageModel, Processor
 
 
 def answer_scorer(
-    held_out: Mixture, n: int, processor: Processor, options: FinetuneOptions, cfg: TrainConfig
+    held_out: Mixture, positions: Sequence[int], processor: Processor, options: FinetuneOptions, cfg: TrainConfig
 ) -> tuple[Callable[[VisionLanguageModel, bool], Evaluation] | None, int]:
-    """A model's scored answers to some questions of n held-out examples, or to all of them; and how many are some.
+    """A model's scored answers to some questions of the held-out examples at positions, or to all; how many are some.
 
     These are cfg.validation_questions, or all where there are fewer. UsageError if cfg.metric_for_best_model is not
     among the metrics.
@@ -253,12 +257,10 @@ def answer_scorer(
         raise UsageError(f"--metric-for-best-model {cfg.metric_for_best_model} is none of {', '.join(names)}")
     if not cfg.validation_questions:
         return None, 0
-    by_name: dict[str, list[Question]] = {}  # a small stream shows an example several times
-    for position in range(n):
+    questions: list[Question] = []
+    for position in positions:
         with suppress(ExampleError):
-            example = held_out.example(position)
-            by_name[example.name] = example_questions(example, "held out")
-    questions = [question for asked in by_name.values() for question in asked]
+            questions += example_questions(held_out.example(position), "held out")
     how = EvaluationOptions(metrics, max_new_tokens=MAX_ANSWER_TOKENS, skip_errors=True, show_progress=False)
 
     def answer(model: VisionLanguageModel, everything: bool) -> Evaluation:

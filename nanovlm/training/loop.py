@@ -106,8 +106,7 @@ class Trainer:
         freeze(model, cfg)
         self.objective = PreferenceObjective(model, cfg.dpo_beta) if cfg.dpo_beta else AnswerObjective()
         if not checkpoint_paths(task.folder):  # those of a run that is resumed have their space
-            n_checkpoints = cfg.keep_checkpoints + 1  # one is written before one goes
-            check_output_folder(task.folder, disk_space(model, n_checkpoints))
+            check_output_folder(task.folder, disk_space(model, cfg.keep_checkpoints + 1))  # one more during a save
         with write_errors(task.folder):  # before any work
             task.folder.mkdir(parents=True, exist_ok=True)
         self.context.claim(task.folder)
@@ -128,7 +127,8 @@ class Trainer:
         self.optimizer = make_optimizer(model, cfg)
         if checkpoint:
             restore_optimizer(checkpoint, model, self.optimizer, self.scaler)
-            self._log_resumed(checkpoint)
+            if self.context.is_main:
+                self._log_resumed(checkpoint)
 
     def run(self) -> VisionLanguageModel:
         """Train until cfg.max_steps or out of patience, write the model to task.folder and return it.
@@ -138,6 +138,14 @@ class Trainer:
         use; with cfg.fsdp an unsharded copy, on the main process only. After SIGINT or SIGTERM a checkpoint is saved
         and TrainingInterrupted is raised. TrainingError if the run diverges or files cannot be written.
         """
+        with self.context.lock:
+            model = self._train()
+            if self.context.is_main:
+                self.write_results(model)
+        merges = adapters(model) and (self.context.is_main or not self.cfg.fsdp)
+        return merge(model, consume=True) if merges else model
+
+    def _train(self) -> VisionLanguageModel:
         cfg, model, context = self.cfg, self.model, self.context
         with (
             accelerated(model, cfg),
@@ -166,10 +174,7 @@ class Trainer:
             model = self._full_model().eval()
             if context.is_main or not cfg.fsdp:
                 self._restore_best(model, done)
-        if context.is_main:
-            self.write_results(model)
-        merges = adapters(model) and (context.is_main or not cfg.fsdp)
-        return merge(model, consume=True) if merges else model
+        return model
 
     def _evaluate_at(self, step: int, metrics: MetricsLogger) -> bool:
         """Evaluate the model after `step` steps; whether it is the best so far, and so to be kept."""
@@ -301,11 +306,8 @@ class Trainer:
             raise InputError(f"fsdp does not work with {self.dtype}; choose dtype=float32, or omit fsdp")
 
     def _log_resumed(self, checkpoint: Checkpoint) -> None:
-        if not self.context.is_main:
-            return
         folder, stored, data = self.task.folder, checkpoint.settings, self.task.data_fingerprint
-        ours = {name: value for name, value in asdict(self.cfg).items() if stored.get(name, value) != value}
-        changed = [f"{name}={value} instead of {stored[name]}" for name, value in ours.items()]
+        changed = [f"{k}={v} instead of {stored[k]}" for k, v in asdict(self.cfg).items() if stored.get(k, v) != v]
         remedy, use = "", "training goes on with it"
         if checkpoint.step >= self.cfg.max_steps or self._out_of_patience():
             remedy = (

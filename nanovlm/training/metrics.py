@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from models.checkpoint import atomic_write
+from nanovlm.console import count
 from nanovlm.data.jsonl import read_jsonl
 from nanovlm.device import peak_memory
 from nanovlm.errors import MissingExtraError
@@ -186,10 +187,11 @@ def truncate(path: Path, step: int) -> None:
 
 def report_run(folder: Path, answers: Evaluation, kept_step: int | None) -> None:
     """Log the scores of the final model's answers, and write report.html; kept_step is marked in its curves."""
-    fact = f"the final model's answers to {len(answers.answers):,} held-out questions: {in_words(answers.scores)}"
+    asked = count(len(answers.answers), "held-out question")
+    fact = f"the final model's answers to {asked}: {in_words(answers.scores)}"
     logger.info(fact)
     if answers.skipped:
-        logger.warning(f"{len(answers.skipped)} questions could not be asked, the first: {answers.skipped[0]}")
+        logger.warning(f"{count(len(answers.skipped), 'question')} could not be asked, the first: {answers.skipped[0]}")
     if answers.scores.get("exact_match") == 0:
         logger.warning("no answer is exactly right: more --max-steps may be needed")
     write_report(folder / REPORT, str(folder), answers, read_metrics(folder / METRICS), [fact], kept_step)

@@ -186,7 +186,7 @@ def test_a_row_that_repeats_itself_ends_and_the_others_go_on():
 def test_what_a_grammar_leaves_alone_is_not_excluded():
     only = torch.tensor([[-torch.inf, 1.0, -torch.inf], [0.0, 1.0, -torch.inf]])
     for temperature in (0, 1):
-        sampling = SamplingParams(bad_words_ids=((1,),), temperature=temperature)
+        sampling = SamplingParams(bad_words_ids=[[1]], temperature=temperature)
         assert generate(sampling, only[None].expand(3, -1, -1)) == [[1, 1, 1], [0, 0, 0]]
 
 
@@ -194,7 +194,7 @@ def test_what_a_grammar_leaves_alone_is_not_excluded():
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_no_ngram_is_repeated_and_no_bad_word_generated_as_in_transformers(n):
     hf = pytest.importorskip("transformers")
-    words, prompt = ((3,), (1, 2), (0, 4, 1)), torch.tensor([[5, 1], [0, 4]])
+    words, prompt = ([3], (1, 2), [0, 4, 1]), torch.tensor([[5, 1], [0, 4]])
     steps = torch.randn(12, 2, 20, generator=torch.Generator().manual_seed(n))
     steps[:, :, :6] += 2
     sampling = SamplingParams(no_repeat_ngram_size=n, bad_words_ids=words)

@@ -1,5 +1,7 @@
 """Keywords of the Captioner's methods: sampling fields, start_with and trim_incomplete."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -34,9 +36,17 @@ def test_wrong_keywords_are_named(embedded):
         embedded.caption(SAMPLE, temprature=0.5)
     wrong = [("temperature", -1, "at least 0"), ("start_with", 3, "a text"), ("max_new_tokens", 0, "at least 1")]
     wrong += [("max_new_tokens", None, "a whole number"), ("repetition_detection", None, "three numbers")]
+    wrong += [("ban", 3, "texts"), ("bad_words_ids", None, "sequences of ids"), ("bad_words_ids", [()], "sequences")]
     for name, value, limits in wrong:
-        with pytest.raises(InputError, match=f"{name}={value} must be {limits}"):
+        with pytest.raises(InputError, match=re.escape(f"{name}={value} must be {limits}")):
             embedded.caption(SAMPLE, **{name: value})
+    for name, limits in (
+        ("adapter", "a folder with"),
+        ("model", "a folder with"),
+        ("image_cache_dir", "the name of a"),
+    ):
+        with pytest.raises(InputError, match=f"{name}=3 must be {limits}"):
+            Captioner.from_pretrained(**{name: 3})
     for name, value in (("allow_urls", "no"), ("skip_special_tokens", None)):
         with pytest.raises(InputError, match=f"{name}={value!r} must be True or False"):
             Captioner.from_pretrained(**{name: value})

@@ -2,9 +2,6 @@
 #if LEVEL == AMX
 #ifdef EMULATE_AMX
 #include "amx_emulation.h"
-#else
-#include <sys/syscall.h>
-#include <unistd.h>
 #endif
 
 typedef struct {

@@ -6,12 +6,3 @@
 #include "gemv.c"
 #include "attention.c"
 #include "model.c"
-
-// Whether this process may run the level. AMX needs the kernel's permission for its tiles; the caller knows the CPU.
-int prepare(void) {
-#if LEVEL == AMX && !defined(EMULATE_AMX)
-    return syscall(SYS_arch_prctl, 0x1023, 18) == 0;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-#else
-    return 1;
-#endif
-}

@@ -36,6 +36,7 @@ LEVELS = {  # name: what common.h is compiled with, and the flags that the CPU m
     "amx": (("-DLEVEL=5",), (*AVX512, "avx512_bf16", "amx_tile", "amx_bf16", "amx_int8")),
 }
 WITHOUT_BF16_DOT = ("avx2", "avx2-vnni", "vnni")  # levels that multiply bfloat16 weights in float32
+FOR_NEW_COMPILERS = {"avx2-vnni": "avx2", "amx": "bf16"}  # from gcc 11 and clang 12 on; what others build instead
 FOR_TESTS = ("naive", "amx-emulated")  # plain loops, and AMX's instructions in plain C
 FLAGS = [
     "-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-fopenmp", "-fPIC", "-shared", "-w",
@@ -105,11 +106,22 @@ def cpu_info(field: str) -> str:
     return ""
 
 
+@cache
+def amx_is_allowed() -> bool:
+    """Whether Linux lets this process use AMX's tiles, which is asked for here; no Linux before 5.16 does.
+
+    The system call is arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) (Documentation/arch/x86/xstate.rst).
+    """
+    return ctypes.CDLL(None).syscall(158, 0x1023, 18) == 0
+
+
 def available_levels() -> list[str]:
     """The levels that this CPU can run, lowest first; empty on a CPU that is not x86-64, or not on Linux."""
     flags = set(cpu_info("flags").split())
     if platform.machine() != "x86_64" or not flags:
         return []
+    if "amx_tile" in flags and not amx_is_allowed():
+        flags.remove("amx_tile")
     return [name for name, (_, needed) in LEVELS.items() if flags.issuperset(needed)]
 
 
@@ -175,24 +187,17 @@ def load_library(level: str) -> ctypes.CDLL | None:
     for folder in (FOLDER, cache_folder()):
         if is_trusted(folder / name):
             try:
-                return _opened(folder / name, level)
-            except (OSError, AttributeError):  # of another system
+                return ctypes.CDLL(str(folder / name))
+            except OSError:  # of another system
                 continue
     try:
         path = build(level, cache_folder())
         if not is_trusted(path):
             raise OSError(f"other users can write to {path.parent}")
-        return _opened(path, level)
-    except (OSError, AttributeError, subprocess.SubprocessError) as error:
-        if level == "avx2-vnni":  # which compilers before gcc 11 and clang 12 do not know
-            return load_library("avx2")
+        return ctypes.CDLL(str(path))
+    except (OSError, subprocess.SubprocessError) as error:
+        if level in FOR_NEW_COMPILERS:
+            return load_library(FOR_NEW_COMPILERS[level])
         reason = str(getattr(error, "stderr", None) or error).strip().partition("\n")[0]
         logger.warning("no CPU kernels (%s): PyTorch's own operations are used, which are slower", reason)
     return None
-
-
-def _opened(path: Path, level: str) -> ctypes.CDLL:
-    library = ctypes.CDLL(str(path))
-    if not library.prepare():
-        raise OSError(f"the operating system does not let this process use the instructions of level {level}")
-    return library

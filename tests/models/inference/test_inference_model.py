@@ -73,7 +73,12 @@ def change_eps(model):
     model.decoder.blocks[0].norm1.eps = 0.5
 
 
+def shorten_bias(model):
+    model.vision_encoder.blocks[0].mlp.fc1.bias = nn.Parameter(torch.tensor([0.5]))  # F.linear adds it to all columns
+
+
 CONFIG_CHANGES = [widen_mlp, widen_vision_mlp, widen_vocabulary, append_block, drop_bias_of_norm, change_eps]
+CONFIG_CHANGES += [shorten_bias]
 
 
 @pytest.mark.parametrize("change", CONFIG_CHANGES)

@@ -4,7 +4,7 @@ import argparse
 import copy
 import json
 import shutil
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -16,7 +16,7 @@ from models.inference.quantization import QuantizedLinear
 from models.lora import adapt, write_adapters
 from nanovlm import EMBEDDED, SAMPLE, Captioner
 from nanovlm.cli import main as cli
-from nanovlm.cli.options import load_captioner, model_options
+from nanovlm.cli.options import load_captioner, model_options, settings_of
 from nanovlm.errors import NanoVLMError
 from nanovlm.options import GenerationOptions, ModelOptions
 from support.cli import assert_usage_error, flag_names
@@ -98,7 +98,7 @@ def flags_of(settings):
 
 
 def fields_with_flags(record):
-    return {f.name for f in fields(record) if "help" in f.metadata}
+    return {f.name for f in settings_of(record)}
 
 
 def test_every_flag_is_in_these_tables():

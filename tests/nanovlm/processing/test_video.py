@@ -1,6 +1,7 @@
 """Videos: frames, times, text and pixels against transformers' SmolVLM processor; files, animations and folders."""
 
 import json
+import subprocess
 import sys
 from contextlib import suppress
 from itertools import chain
@@ -20,7 +21,8 @@ from nanovlm.errors import ImageError, MissingExtraError, UsageError
 from nanovlm.evaluation import EvaluationOptions, evaluate
 from nanovlm.evaluation.evaluate import questions_of
 from nanovlm.processing.convert import convert_layout
-from nanovlm.processing.video import Video, in_words, sample_frames
+from nanovlm.processing.video import Video, in_words
+from nanovlm.processing.video_decoder import sample_frames
 from support import Package
 from support.smolvlm import write_folder
 
@@ -46,6 +48,12 @@ def test_frames_are_one_a_second_without_the_ends_of_a_long_video():
     assert (chosen[2][:3], chosen[2][-1], chosen[3][:4], chosen[3][-2:]) == (
         [30, 60, 91], 1980, [30, 86, 142, 198], [3513, 3570],
     )  # fmt: skip
+
+
+def test_the_process_that_decodes_imports_no_torch():
+    """It takes seconds."""
+    program = "import sys, nanovlm.processing.video_decoder; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0
 
 
 def test_times_are_written_as_smolvlm2_reads_them():

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -70,13 +71,26 @@ def test_draining_server_finishes_answers_and_refuses_new_requests(embedded, slo
     with RunningServer(embedded, batch=slow) as server:
         stream = start_stream(server.url)
         server.server.handle_exit(signal.SIGTERM, None)
-        assert "finishing 1 answers" in caplog.text
+        assert "finishing 1 answer;" in caplog.text
         refused = server.post({"messages": user_message("?")})
         assert refused.status_code == 503 and "the server is stopping" in refused.json()["error"]["message"]
         health = http.get(f"{server.url}/health")
         assert (health.status_code, health.json()["status"]) == (503, "draining")
         assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == embedded.caption(SAMPLE)
         until(lambda: not server.thread.is_alive())
+
+
+def test_a_request_that_a_second_signal_ends_gets_an_error_as_any_other(embedded, gate, caplog):
+    caplog.set_level(logging.CRITICAL, "uvicorn.error")  # as the signal sets it, but restored
+    with ThreadPoolExecutor() as threads, RunningServer(embedded, batch=gate.batch) as server:
+        response = threads.submit(server.post, {"messages": user_message("?")})
+        until(lambda: server.service.engine.batch.waiting)
+        for _ in range(2):
+            server.server.handle_exit(signal.SIGTERM, None)
+        error = response.result(30).json()["error"]
+        gate.set()
+        server.service.close()
+    assert response.result().status_code == 503 and error["message"].startswith("the server is stopping")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGTERM")

@@ -79,10 +79,11 @@ def test_a_flag_takes_the_place_of_what_the_run_file_chose_without_it():
 
 
 def test_each_held_out_example_is_asked_once_whatever_the_shares():
+    """Also where a table has several rows for an image."""
     scenes(24)
     shutil.copytree("mine", "more")
-    for path in Path("more").glob("*.txt"):
-        path.write_text(f"More of {path.stem}.")
+    rows = [{"file_name": f"{i}.png", "text": f"{text} of {i}."} for i in range(24) for text in ("Some", "More")]
+    Path("more/metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
     model, task, _ = prepared("--data", "mine@0.9", "more@0.1", "--validation", 6, "--out", "out", "--metric", "f1")
     answers = task.answer_questions(model, True).answers
     asked = [(answer.question.source, *answer.question.references) for answer in answers]
@@ -97,7 +98,7 @@ def test_data_and_model_may_be_paths():
     assert tasks[0].data_fingerprint == tasks[1].data_fingerprint and tasks[0].base == tasks[1].base
 
 
-def test_each_held_out_example_of_a_stream_is_asked_once():
+def test_each_held_out_example_of_a_stream_is_asked_once_and_counts_once_in_the_loss():
     pytest.importorskip("datasets")
     scenes(12)
     with tarfile.open("mine.tar", "w") as tar:
@@ -106,6 +107,7 @@ def test_each_held_out_example_of_a_stream_is_asked_once():
     model, task, cfg = prepared("--data", address, "--stream", "--validation", 0.5, "--out", "out")
     names = [answer.question.name for answer in task.answer_questions(model, True).answers]
     assert 1 < len(names) == len(set(names)) == cfg.validation_questions < 12
+    assert sum(len(task.validation(i)["input_ids"]) for i in range(cfg.validation_batches)) == len(names)
 
 
 @pytest.mark.full
@@ -414,17 +416,22 @@ def test_check_data_counts_examples_and_shows_them_as_the_model_sees_them(train)
     assert code == 1 and missing.startswith("captions missing: 1 of 4 images in mine have no .txt beside them: 3.png;")
     assert rest[2:5] == lines[3:6], "the other kinds of faults are named, too"
     shutil.copytree("mine", "yours")
-    _, out, _ = train("--data", "mine", "yours", "--check-data", "--prompt", "Tell!")
-    assert [f"1 of 4 images in {name}" in out.splitlines()[0] for name in ("mine", "yours")] == [True, True]
+    Path("none").mkdir()
+    shutil.copy("mine/0.png", "none")
+    _, out, _ = train("--data", "none", "mine", "yours", "--check-data", "--prompt", "Tell!")
+    missing = [f"{n} images in {name}" for n, name in (("1 of 1", "none"), ("1 of 4", "mine"), ("1 of 4", "yours"))]
+    assert all(words in out.splitlines()[0] for words in missing)
+    assert out.count("mine/1.png: not an image") == out.count("yours/1.png: not an image") == 1
 
 
-def test_check_data_shows_several_answers_one_after_another(train):
+def test_check_data_shows_several_answers_one_after_another_and_commands_no_terminal(train, monkeypatch):
     scenes(1)
     Path("mine/0.txt").unlink()
-    Path("mine/metadata.jsonl").write_text(json.dumps({"file_name": "0.png", "captions": ["One.", "Two."]}))
+    Path("mine/metadata.jsonl").write_text(json.dumps({"file_name": "0.png", "captions": ["One.", "\x1b[2JTwo."]}))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     code, out, _ = train("--data", "mine", "--check-data", "--prompt", "?")
     asked = "?<|im_end|>\n<|im_start|>assistant\n"
-    assert code == 0 and f"<|image|> x 36 {asked}[[One.<|im_end|>]]\n... {asked}[[Two.<|im_end|>]]\n" in out
+    assert code == 0 and f"<|image|> x 36 {asked}[[One.<|im_end|>]]\n... {asked}[[\ufffd[2JTwo.<|im_end|>]]\n" in out
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.full)])

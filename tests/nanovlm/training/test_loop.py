@@ -71,7 +71,9 @@ def test_two_runs_at_once_are_refused(learn, tmp_path):
         with pytest.raises(UsageError, match="another run writes there; wait for its end"):
             learn(tmp_path)
         other.kill()
-    learn(tmp_path)
+    locked = []
+    learn(tmp_path, after_save=lambda folder: locked.append((tmp_path / ".train.lock").exists()))
+    assert locked == [True] * 4  # the final model, too
     assert not (tmp_path / ".train.lock").exists()
 
 

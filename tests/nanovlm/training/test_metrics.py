@@ -304,6 +304,6 @@ def test_a_model_that_is_never_right_is_told(learn, tmp_path):
     wrong = Evaluation([Answer(Question("s", "n", [], "q", ["r"]), "a", {"exact_match": 0.0})])
     lines = learn(tmp_path, answer_questions=lambda model, everything: wrong)
     assert lines[-2:] == [
-        "the final model's answers to 1 held-out questions: exact match 0.0000",
+        "the final model's answers to 1 held-out question: exact match 0.0000",
         "no answer is exactly right: more --max-steps may be needed",
     ]

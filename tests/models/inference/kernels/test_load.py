@@ -2,18 +2,23 @@
 
 import logging
 import os
+import platform
 import subprocess
+import sys
 
 import pytest
 import torch
 
 from models.errors import InputError
 from models.inference.inference_model import InferenceModel, PlainNetwork
+from models.inference.kernels import load
 from models.inference.kernels.load import LEVELS as ALL_LEVELS
 from models.inference.kernels.load import available_levels, build, chosen_level, is_trusted, load_library
 from support.kernels import LEVELS
 
 HAS_KERNELS = pytest.mark.skipif(len(LEVELS) < 2, reason="no kernels for this CPU, or no C compiler")
+IS_X86 = platform.machine() == "x86_64" and sys.platform == "linux"
+LINUX_ON_X86 = pytest.mark.skipif(not IS_X86, reason="the levels are for Linux on x86-64")
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +39,32 @@ def test_the_level_is_the_highest_or_the_one_asked_for(monkeypatch):
     monkeypatch.setenv("NANOVLM_CPU_LEVEL", "sse")
     with pytest.raises(InputError, match=r"NANOVLM_CPU_LEVEL=sse is not a level; use naive, avx2, .* or none"):
         chosen_level()
+
+
+@LINUX_ON_X86
+def test_amx_is_a_level_only_where_linux_lets_this_process_use_it(monkeypatch):
+    monkeypatch.setattr(load, "cpu_info", lambda field: " ".join(ALL_LEVELS["amx"][1]))
+    for allowed in (True, False):
+        monkeypatch.setattr(load, "amx_is_allowed", lambda allowed=allowed: allowed)
+        assert available_levels() == [name for name in ALL_LEVELS if name != "avx2-vnni" and (allowed or name != "amx")]
+
+
+@LINUX_ON_X86
+def test_linux_does_not_allow_amx_on_a_cpu_without_it():
+    assert load.amx_is_allowed() <= ("amx_tile" in load.cpu_info("flags"))
+
+
+def test_a_compiler_too_old_for_amx_builds_the_level_below(monkeypatch, tmp_path):
+    built: list[str] = []
+    monkeypatch.setattr(load, "build", lambda level, folder: built.append(level) or tmp_path / "absent.so")
+    monkeypatch.setattr(load, "FOLDER", tmp_path)
+    monkeypatch.setenv("NANOVLM_CACHE", str(tmp_path))
+    load_library.cache_clear()
+    try:
+        assert load_library("amx") is None
+    finally:
+        load_library.cache_clear()
+    assert built == ["amx", "bf16"]
 
 
 @HAS_KERNELS
