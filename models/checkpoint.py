@@ -3,10 +3,10 @@
 This module knows state dicts, not model classes, and no format: what differs between formats is asked of `cfg.format`.
 """
 
+import hashlib
 import json
 import os
 import re
-import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -294,10 +294,10 @@ def atomic_write(path: str | os.PathLike[str], is_locked: bool = False) -> Itera
     """`with atomic_write(path) as new:` write the file `new`; it replaces `path` at the end and vanishes on an error.
 
     `new` is in the folder of `path`, which must exist, and has the same suffix. The mode follows the umask. is_locked
-    says that nobody else writes there: `new` has one name for all, and so replaces what a killed process has left.
+    says that nobody else writes `path`: `new` always has one name, and so replaces what a killed process has left.
     """
     path = Path(path)
-    new = path.with_name(f".nanovlm.tmp{path.suffix}") if is_locked else _temporary_name(path)
+    new = _temporary_name(path, hashlib.sha256(os.fsencode(path.name)).hexdigest()[:16] if is_locked else None)
     new.unlink(missing_ok=True)
     new.touch(exist_ok=False)
     mode = new.stat().st_mode
@@ -338,9 +338,9 @@ def atomic_dir(path: str | os.PathLike[str]) -> Iterator[Path]:
         shutil.rmtree(new, ignore_errors=True)
 
 
-def _temporary_name(path: Path) -> Path:
-    """A hidden name beside path that nobody uses. tempfile's files would be private instead of following the umask."""
-    return path.with_name(f".{secrets.token_hex(8)}.tmp{path.suffix}")
+def _temporary_name(path: Path, token: str | None = None) -> Path:
+    """A hidden name beside path, of a token that nobody else uses. tempfile's files would not follow the umask."""
+    return path.with_name(f".{token or os.urandom(8).hex()}.tmp{path.suffix}")
 
 
 def _finish_file(file: Path, mode: int) -> None:

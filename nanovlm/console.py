@@ -7,7 +7,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
@@ -124,8 +124,9 @@ def _write_line(line: str) -> None:
         return
     line = for_terminal(line, sys.stderr)
     tqdm_module = sys.modules.get("tqdm")
-    if tqdm_module is not None and getattr(tqdm_module.tqdm, "_instances", None):
-        tqdm_module.tqdm.write(line, file=sys.stderr)  # clears the bar, prints, and draws it again
-        sys.stderr.flush()
-    else:
-        print(line, file=sys.stderr, flush=True)
+    with suppress(OSError):  # on a full disk, or after `2>&1 | head`, the work goes on without its messages
+        if tqdm_module is not None and getattr(tqdm_module.tqdm, "_instances", None):
+            tqdm_module.tqdm.write(line, file=sys.stderr)  # clears the bar, prints, and draws it again
+            sys.stderr.flush()
+        else:
+            print(line, file=sys.stderr, flush=True)

@@ -3,6 +3,7 @@
 import copy
 import ctypes
 import logging
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from models.inference.image_store import ImageStore
 
 logger = logging.getLogger(__name__)
+
+if hasattr(os, "register_at_fork"):  # OpenMP would wait for threads that the child of a fork does not have
+    os.register_at_fork(after_in_child=partial(torch.set_num_threads, 1))
 
 
 class PlainNetwork:

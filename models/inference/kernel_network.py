@@ -72,7 +72,7 @@ class Packer:
 
     def decoder(self, decoder: language_model.LanguageModel, cfg: VLMConfig) -> Decoder:
         """The struct of a decoder."""
-        cos, sin = rope_cos_sin(torch.arange(cfg.lm_max_position_embeddings), cfg)
+        cos, sin = rope_cos_sin(torch.arange(cfg.lm_max_position_embeddings, device="cpu"), cfg)
         blocks = (DecoderBlock * len(decoder.blocks))()
         for packed, block in zip(blocks, decoder.blocks):
             attn, mlp = block.attn, block.mlp

@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -87,6 +88,8 @@ def open_output(
     read_only changes no file: it is for finding out which captions are there.
     """
     if options.is_stream:
+        if sys.stdout is None:
+            raise UsageError("captions go to standard output, but it is closed; name a table by --out captions.jsonl")
         return Stream(folder, options)
     if options.table is not None:
         return Table(options.table, options, settings, read_only)

@@ -316,7 +316,7 @@ def stream_caption(pieces: Iterator[str], label: str) -> str:
 
 def standard_input() -> BinaryIO:
     if sys.stdin is None or sys.stdin.isatty():
-        raise ImageError("<stdin>: - reads an image from standard input, but that is a terminal; redirect a file to it")
+        raise ImageError("<stdin>: - reads an image from standard input; redirect a file to it")
     return sys.stdin.buffer
 
 

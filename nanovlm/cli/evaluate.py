@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -91,8 +92,8 @@ def check_flags(args: argparse.Namespace) -> None:
     check_positive(numbers)
     if args.report and Path(args.report).suffix.lower() != ".html":
         raise UsageError(f"--report {args.report}: name an .html file")
-    if args.report and not Path(args.report).absolute().parent.is_dir():
-        raise UsageError(f"--report {args.report}: {Path(args.report).parent} is no folder; create it")
+    if args.report and not os.access(Path(args.report).parent, os.W_OK | os.X_OK):
+        raise UsageError(f"--report {args.report}: {Path(args.report).parent} is no folder that can be written")
 
 
 def metrics_from_args(names: Sequence[str] | None) -> "dict[str, Metric]":

@@ -16,7 +16,7 @@ from types import ModuleType
 
 from nanovlm import __version__
 from nanovlm.console import configure_logging, print_error, warnings_as_notes
-from nanovlm.errors import InputError, NanoVLMError, is_out_of_memory
+from nanovlm.errors import InputError, NanoVLMError, UsageError, is_out_of_memory
 
 VERBS = ("caption", "chat", "serve", "train", "evaluate", "export", "merge")  # modules of this package
 EXIT_FAILURE, EXIT_USAGE, EXIT_BUG, EXIT_INTERRUPTED = 1, 2, 70, 130
@@ -92,6 +92,7 @@ def run(args: argparse.Namespace) -> int:
     configure_logging()
     limit_spinning()
     try:
+        check_current_folder()
         with warnings_as_notes():
             return args.run(args)
     except KeyboardInterrupt:
@@ -100,6 +101,14 @@ def run(args: argparse.Namespace) -> int:
         if args.debug or os.environ.get("NANOVLM_DEBUG", "0") not in ("", "0"):
             traceback.print_exc()
         return report_exception(args, error)
+
+
+def check_current_folder() -> None:
+    """UsageError if the current folder was deleted: MKL would end the program, as if libtorch could not be loaded."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise UsageError("the current folder was deleted; change to one that exists") from None
 
 
 def limit_spinning() -> None:

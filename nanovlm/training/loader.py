@@ -1,5 +1,6 @@
 """Batches by their numbers, prepared in other processes; and what a signal does to all of these processes."""
 
+import pickle
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -7,6 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from nanovlm.errors import NanoVLMError
@@ -22,14 +24,14 @@ def load_batches(get_batch: Callable[[int], Batch], numbers: range, num_workers:
     loader: DataLoader = DataLoader(
         numbers,  # type: ignore[arg-type]  # a dataset is anything with a length and items
         batch_size=None,
-        collate_fn=partial(_batch_or_error, get_batch),
+        collate_fn=partial(_sendable if num_workers else _batch_or_error, get_batch),
         num_workers=num_workers,
         prefetch_factor=PREFETCH if num_workers else None,
         worker_init_fn=ignore_stop_signals,
     )
     items = iter(loader)
     try:
-        yield map(_raise_error, items)
+        yield map(_received, items)
     finally:  # workers ignore signals, and would live as long as an error's traceback refers to the iterator
         if num_workers:
             items._shutdown_workers()  # type: ignore[attr-defined]  # there is no public way
@@ -46,7 +48,24 @@ def _batch_or_error(get_batch: Callable[[int], Batch], number: int) -> Batch | E
         return error
 
 
-def _raise_error(item: Batch | Exception) -> Batch:
+def _sendable(get_batch: Callable[[int], Batch], number: int) -> Batch | Exception | bytes:
+    """The same for another process: tensors in shared memory or, where that is full, all of it pickled.
+
+    The worker's queue would share them in a thread, which prints its error, and the training process would wait on.
+    """
+    item = _batch_or_error(get_batch, number)
+    try:
+        for value in item.values() if isinstance(item, dict) else ():
+            if isinstance(value, Tensor):
+                value.share_memory_()
+    except RuntimeError:  # a container has 64 MB unless it was started with more
+        return pickle.dumps(item)
+    return item
+
+
+def _received(item: Batch | Exception | bytes) -> Batch:
+    if isinstance(item, bytes):
+        return pickle.loads(item)
     if isinstance(item, Exception):
         raise item
     return item

@@ -334,7 +334,11 @@ def test_a_locked_file_leaves_one_temporary_at_most_and_follows_no_link(tmp_path
     new.symlink_to(other)  # planted, or left by a killed process
     with atomic_write(path, is_locked=True) as again:
         again.write_text("second")
+        with atomic_write(tmp_path / "b.txt", is_locked=True) as beside:  # of another run, in the same folder
+            assert beside != again
+            beside.write_text("beside")
     assert again == new and path.read_text() == "second" and other.read_text() == "kept"
+    (tmp_path / "b.txt").unlink()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.txt", "other"]
 
 

@@ -1,5 +1,6 @@
 """The number of threads follows what the process may use; a busy machine is noticed."""
 
+import multiprocessing
 import platform
 import subprocess
 import sys
@@ -7,6 +8,7 @@ import sys
 import pytest
 import torch
 
+from nanovlm import SAMPLE
 from nanovlm.cli import main as cli
 from nanovlm.device import MEASURED_CALLS, BusyMonitor, available_threads, cgroup_quota, set_threads
 from nanovlm.errors import UsageError
@@ -60,6 +62,15 @@ def test_threads_are_set_for_pytorch(monkeypatch):
     for wrong in ("0", "-1", "x", "1.5"):
         with pytest.raises(UsageError, match=f"--threads {wrong}"):
             set_threads(wrong)
+
+
+@pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="this system has no fork")
+def test_a_fork_of_a_process_that_has_used_the_model_generates(embedded):
+    set_threads("2")
+    wanted = embedded.caption(SAMPLE)
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        assert pool.apply_async(embedded.caption, [SAMPLE]).get(60) == wanted
+        assert pool.apply(torch.get_num_threads) == 1
 
 
 @pytest.mark.parametrize("verb", [["evaluate", "--data", "scenes"], ["train", "--data", "scenes", "--out", "x"]])

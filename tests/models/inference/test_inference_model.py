@@ -238,7 +238,8 @@ def test_torchs_default_dtype_and_device_change_nothing(tiny_model, dtype):
         torch.testing.assert_close(logits_of(inference, n=0), wanted, rtol=0, atol=0)
         if type(inference.network) is KernelNetwork:
             with torch.device("meta"):
-                torch.testing.assert_close(inference.prefill_embeds(embeds)[0], wanted, rtol=0, atol=0)
+                for model in (inference, InferenceModel(inference.model)):
+                    torch.testing.assert_close(model.prefill_embeds(embeds)[0], wanted, rtol=0, atol=0)
     finally:
         torch.set_default_dtype(torch.float32)
 

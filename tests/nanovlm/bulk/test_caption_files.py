@@ -25,7 +25,7 @@ from nanovlm.data.folders import read_table
 from nanovlm.errors import CheckpointError
 from support import ROOT, noise_image
 from support.caption_files import MODES, OUTPUTS, PARQUET, CaptionFiles, Killed, combined, read_captions, stem
-from support.cli import FAST_FLAGS, IMAGE_NAMES, assert_usage_error, set_stdin
+from support.cli import FAST_FLAGS, IMAGE_NAMES, assert_usage_error, set_stdin, set_stream
 
 pytestmark = pytest.mark.usefixtures("workdir")
 
@@ -223,6 +223,11 @@ def test_json_lines_are_streamed(generate, folder, files, texts, flags, key):
     assert len(rows) == 5 and all(row.keys() == {key, "text"} for row in rows)
     assert code == 1 and "words.png: not an image" in err and err.endswith("; 1 failed\n")
     assert not files.texts() and not files.litter() and not list(Path(".").rglob("*failures.jsonl"))
+
+
+def test_a_stream_needs_an_open_standard_output(generate, folder, monkeypatch):
+    set_stream("stdout", None, monkeypatch)
+    assert_usage_error(generate(folder, "--out", "-"), "standard output, but it is closed", "--out captions.jsonl")
 
 
 @pytest.mark.full  # a process

@@ -1,5 +1,7 @@
 """The program itself: verbs, help, and how every exception ends."""
 
+import errno
+import io
 import os
 import subprocess
 import sys
@@ -67,6 +69,24 @@ def test_full_disk_is_one_error_line(generate, monkeypatch):
         set_stream("stdout", full, monkeypatch)
         code, _, err = generate("good.png", "fine.jpg")
     assert code == 1 and len(err.splitlines()) == 1 and "No space left" in err
+
+
+def test_messages_that_cannot_be_written_stop_nothing(generate, monkeypatch):
+    class FullDisk(io.StringIO):
+        def write(self, text):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    set_stream("stderr", FullDisk(), monkeypatch)
+    code, out, _ = generate("good.png", "missing.png")
+    assert code == 1 and len(out.splitlines()) == 1
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows deletes no current folder")
+def test_a_deleted_current_folder_is_one_line(generate, tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert_usage_error(generate("x.png"), "the current folder was deleted")
 
 
 def test_help_shows_every_verb_with_an_example(capsys):

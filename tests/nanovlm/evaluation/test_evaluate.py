@@ -118,7 +118,7 @@ def test_of_preferences_the_chosen_answer_is_the_reference(capsys):
         (["--limit", "0"], ["--limit 0"]),
         (["--validation", "1.5"], ["--validation 1.5", "neither a share below 1 nor a number"]),
         (["--report", "x.jpg"], ["--report x.jpg", ".html"]),
-        (["--report", "nowhere/x.html"], ["nowhere"]),
+        (["--report", "nowhere/x.html"], ["nowhere is no folder that can be written"]),
         (["--model", "nowhere"], ["nowhere", "Hub id"]),
         (["--stream"], ["--stream has no effect on cards"]),
     ],
