@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -25,9 +25,6 @@ if TYPE_CHECKING:
     from models.inference.image_store import ImageStore
 
 logger = logging.getLogger(__name__)
-
-if hasattr(os, "register_at_fork"):  # OpenMP would wait for threads that the child of a fork does not have
-    os.register_at_fork(after_in_child=partial(torch.set_num_threads, 1))
 
 
 class PlainNetwork:
@@ -100,6 +97,7 @@ class InferenceModel(GenerationMixin):
             from models.inference.quantization import check_format
 
             check_format(quantize)
+        _use_one_thread_in_forks()
         self.cfg, self.image_token_id = model.cfg, model.image_token_id
         self._source: VisionLanguageModel | None = model
         self._quantize = quantize
@@ -207,6 +205,13 @@ class InferenceModel(GenerationMixin):
         """deepcopy and pickle take the model along, or the private network's once the model was released."""
         released = self._state.network.model if self._source is None else None
         return _restore, (self._source, self._quantize, released)
+
+
+@cache
+def _use_one_thread_in_forks() -> None:
+    """In the child of a fork, OpenMP would wait for threads that only the parent has."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=partial(torch.set_num_threads, 1))
 
 
 def _restore(
