@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -16,6 +16,11 @@ from nanovlm.errors import TrainingError
 from nanovlm.training.loader import TrainingInterrupted
 
 MAX_BUCKETED_BYTES = 2**20  # smaller gradients are summed in one message, because each message has a latency
+
+
+def training_lock(folder: Path) -> AbstractContextManager[None]:
+    """Keep other training runs out of folder; UsageError if one is there."""
+    return file_lock(folder / ".train.lock", str(folder), by_process=True)
 
 
 class DistributedContext:
@@ -69,7 +74,7 @@ class DistributedContext:
         TrainingError on all processes unless what the main process writes into folder is there for all.
         """
         if self.is_main:
-            self.lock.enter_context(file_lock(folder / ".train.lock", str(folder), by_process=True))
+            self.lock.enter_context(training_lock(folder))
         if self.world_size == 1:
             return
         with TemporaryDirectory(prefix=".shared-", dir=folder) if self.is_main else nullcontext() as probe:

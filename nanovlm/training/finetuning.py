@@ -32,6 +32,7 @@ from nanovlm.processing.tokenizer import Tokenizer
 from nanovlm.synthetic import recipe
 from nanovlm.training.checkpointing import BaseModel, checkpoint_paths, stored_settings, write_errors, write_model
 from nanovlm.training.config import FinetuneOptions, TrainConfig, choose
+from nanovlm.training.distributed import training_lock
 from nanovlm.training.examples import (
     count_steps_per_epoch,
     data_errors,
@@ -95,7 +96,7 @@ def start(options: FinetuneOptions, cfg: TrainConfig, make: Callable[..., T]) ->
     check_folder(options.out, options.data)
     model, task, cfg = prepare(options, cfg) if options.data else prepare_scenes(options, cfg)
     if cfg.lora_rank and starts_anew(options) and os.environ.get("RANK", "0") == "0":
-        with write_errors(options.out):  # without its base model an adapter is of no use
+        with write_errors(options.out), training_lock(options.out):  # without its base an adapter is of no use
             model.save_pretrained(options.out / BASE, tokenizer=task.tokenizer)
     if options.quantize is not None:
         base = base_model(options)

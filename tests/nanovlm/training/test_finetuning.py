@@ -32,6 +32,7 @@ from nanovlm.training.examples import open_data
 from nanovlm.training.finetuning import FinetuneOptions, prepare
 from nanovlm.training.loop import Trainer
 from nanovlm.training.probe import memory_errors
+from support import another_run
 from support.cli import assert_usage_error
 
 QUICK = ["--max-steps", "3", "--batch-size", "4", "--num-workers", "0", "--device", "cpu", "--out", "out"]
@@ -57,6 +58,14 @@ def scenes(n, text=None):
         scene = random_scene(random.Random(i))
         draw(scene, 96, 96).save(f"mine/{i}.png")
         Path(f"mine/{i}.txt").write_text(f"{text or caption(scene)}\n")
+
+
+def test_the_base_of_another_run_is_not_replaced(train):
+    scenes(2)
+    Path("out").mkdir()
+    with another_run(Path("out")):
+        code, _, err = train("--data", "mine", *QUICK, "--format", "smolvlm", "--lora-rank", "2")
+    assert code == 2 and "train.py: out: another run writes there" in err and not Path("out/base").exists()
 
 
 def test_a_flag_takes_the_place_of_what_the_run_file_chose_without_it():

@@ -1,7 +1,5 @@
 """Training on plain images and their colors: it learns, and each checkpoint is a model."""
 
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -17,12 +15,12 @@ from nanovlm.evaluation import Evaluation
 from nanovlm.processing.processor import Processor
 from nanovlm.synthetic.recipe import SceneBatches
 from nanovlm.training.config import TrainConfig
+from support import another_run
 from support.logs import log_lines
 from support.training import train
 
 COLORS = ("red", "green", "blue", "black")
 IMAGES = [Image.new("RGB", (16, 16), color) for color in COLORS]
-HOLD = "import fcntl, sys; f = open(sys.argv[1], 'ab'); fcntl.lockf(f, fcntl.LOCK_EX); print(flush=True); input()"
 CFG = TrainConfig(max_steps=6, batch_size=2, lr=1e-2, warmup_steps=2, save_every=2, log_every=10, num_workers=0)
 
 
@@ -65,12 +63,8 @@ def test_it_learns(learn, tmp_path):
 
 
 def test_two_runs_at_once_are_refused(learn, tmp_path):
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", HOLD, tmp_path / ".train.lock"], **pipes) as other:
-        other.stdout.readline()
-        with pytest.raises(UsageError, match="another run writes there; wait for its end"):
-            learn(tmp_path)
-        other.kill()
+    with another_run(tmp_path), pytest.raises(UsageError, match="another run writes there; wait for its end"):
+        learn(tmp_path)
     locked = []
     learn(tmp_path, after_save=lambda folder: locked.append((tmp_path / ".train.lock").exists()))
     assert locked == [True] * 4  # the final model, too
