@@ -36,7 +36,7 @@ LEVELS = {  # name: what common.h is compiled with, and the flags that the CPU m
     "amx": (("-DLEVEL=5",), (*AVX512, "avx512_bf16", "amx_tile", "amx_bf16", "amx_int8")),
 }
 WITHOUT_BF16_DOT = ("avx2", "avx2-vnni", "vnni")  # levels that multiply bfloat16 weights in float32
-FOR_NEW_COMPILERS = {"avx2-vnni": "avx2", "amx": "bf16"}  # from gcc 11 and clang 12 on; what others build instead
+NEED_NEW_COMPILER = {"avx2-vnni": "avx2", "amx": "bf16"}  # gcc 11 or clang 12; with older ones, the level to use
 FOR_TESTS = ("naive", "amx-emulated")  # plain loops, and AMX's instructions in plain C
 FLAGS = [
     "-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-fopenmp", "-fPIC", "-shared", "-w",
@@ -196,8 +196,8 @@ def load_library(level: str) -> ctypes.CDLL | None:
             raise OSError(f"other users can write to {path.parent}")
         return ctypes.CDLL(str(path))
     except (OSError, subprocess.SubprocessError) as error:
-        if level in FOR_NEW_COMPILERS:
-            return load_library(FOR_NEW_COMPILERS[level])
+        if level in NEED_NEW_COMPILER:
+            return load_library(NEED_NEW_COMPILER[level])
         reason = str(getattr(error, "stderr", None) or error).strip().partition("\n")[0]
         logger.warning("no CPU kernels (%s): PyTorch's own operations are used, which are slower", reason)
     return None

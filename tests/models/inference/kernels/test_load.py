@@ -51,7 +51,7 @@ def test_amx_is_a_level_only_where_linux_lets_this_process_use_it(monkeypatch):
 
 @LINUX_ON_X86
 def test_linux_does_not_allow_amx_on_a_cpu_without_it():
-    assert load.amx_is_allowed() <= ("amx_tile" in load.cpu_info("flags"))
+    assert "amx_tile" in load.cpu_info("flags") or not load.amx_is_allowed()
 
 
 def test_a_compiler_too_old_for_amx_builds_the_level_below(monkeypatch, tmp_path):
