@@ -4,7 +4,7 @@ import importlib
 import math
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import Field, dataclass, field, fields
 from numbers import Integral, Real
@@ -310,9 +310,6 @@ class SamplingParams:
         0.0, "subtracted once from the logits of tokens in the answer; below 0 favors them", minimum=-2, maximum=2
     )
     no_repeat_ngram_size: int = setting(0, "no N tokens follow each other twice in an answer; 0 is off", minimum=0)
-    bad_words_ids: Sequence[Sequence[int]] = setting(  # that no answer contains
-        (), "", "sequences of ids, none of them empty", lambda words: all(min(ids, default=-1) >= 0 for ids in words)
-    )
     temperature: float = setting(0.0, "sampling temperature; 0 is greedy", minimum=0, below=math.inf)
     top_k: int = setting(0, "sample among the K most likely tokens; 0 is all", minimum=0, metavar="K")
     top_p: float = setting(
@@ -339,7 +336,7 @@ class SamplingParams:
     @property
     def excludes_tokens(self) -> bool:
         """Whether the tokens so far make others impossible."""
-        return bool(self.no_repeat_ngram_size or self.bad_words_ids)
+        return bool(self.no_repeat_ngram_size)
 
     @property
     def counts_output(self) -> bool:

@@ -92,20 +92,15 @@ class TokenSampler:
         return logits
 
     def _exclude(self, logits: Tensor) -> Tensor:
-        """Logits of -inf where a token would complete a bad word, which the prompt may begin, or repeat an n-gram.
+        """Logits of -inf where a token would repeat an n-gram.
 
         Where that leaves no token, as beside a grammar, nothing is excluded.
         """
-        words, n, allowed = self.sampling.bad_words_ids, self.sampling.no_repeat_ngram_size, logits
+        n, allowed = self.sampling.no_repeat_ngram_size, logits
         logits = logits.clone()
-        reach = max(map(len, words), default=1) - 1
-        prompts = self._prompt[:, -reach:].tolist() if reach and self._prompt is not None else [[]] * len(logits)
-        for row, prompt, output in zip(logits, prompts, self.outputs or [[]] * len(logits)):
-            before = prompt + output
-            excluded = [word[-1] for word in words if before[len(before) - len(word) + 1 :] == [*word[:-1]]]
-            if n:
-                last = output[len(output) - n + 1 :]
-                excluded += [output[i + n - 1] for i in range(len(output) - n + 1) if output[i : i + n - 1] == last]
+        for row, output in zip(logits, self.outputs):
+            last = output[len(output) - n + 1 :]
+            excluded = [output[i + n - 1] for i in range(len(output) - n + 1) if output[i : i + n - 1] == last]
             row[excluded] = -torch.inf
         return torch.where(logits.isneginf().all(-1, keepdim=True), allowed, logits)
 

@@ -300,7 +300,7 @@ class Captioner:
             **inputs,
             logits_processor=grammar,
             max_new_tokens=options.max_new_tokens,
-            sampling=options.sampling(self.tokenizer.encode),
+            sampling=options,
             eos_token_id=self.tokenizer.eos_token_ids,
             n_samples=n_samples,
             on_state=partial(setattr, stats, "state"),

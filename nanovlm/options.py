@@ -7,7 +7,7 @@ A record is made once, from keyword arguments or from flags, and passed whole.
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -110,14 +110,6 @@ class GenerationOptions(SamplingParams):
     repetition_detection: RepetitionDetection = field(
         default=(8, 64, 4), metadata=SamplingParams.__dataclass_fields__["repetition_detection"].metadata
     )
-    ban: tuple[str, ...] = setting(
-        (),
-        "words that no answer contains, with a capital or without; repeat the flag for more",
-        "texts that are not empty",
-        lambda texts: not isinstance(texts, str) and all(isinstance(text, str) and text.strip() for text in texts),
-        action="append",
-        metavar="TEXT",
-    )
     max_new_tokens: int = setting(MAX_NEW_TOKENS, "maximum length of an answer", minimum=1)
     start_with: str = setting(
         "",
@@ -135,10 +127,6 @@ class GenerationOptions(SamplingParams):
             raise InputError("schema excludes start_with and trim_incomplete, as JSON begins and ends by itself")
         if self.schema is not None:
             object.__setattr__(self, "repetition_detection", (0, 0, 0))  # a list may repeat a value
-
-    def sampling(self, encode: Callable[[str], Sequence[int]]) -> SamplingParams:
-        """The same with the words of `ban` as ids, which encode gives."""
-        return replace(self, bad_words_ids=(*self.bad_words_ids, *banned_ids(self.ban, encode)))
 
 
 @dataclass(frozen=True)
@@ -195,16 +183,6 @@ def generation_options(options: GenerationOptions | None, changes: Mapping[str, 
     values = {f.name: getattr(sampling, f.name) for f in fields(SamplingParams)} if sampling is not None else {}
     values |= {name: value for name, value in changes.items() if name != "sampling"}
     return with_changes(options or GenerationOptions(), values)
-
-
-def banned_ids(texts: Sequence[str], encode: Callable[[str], Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-    """The token sequences of texts, each as it is written, in lower case and with a capital, with and without a space.
-
-    They are in the vocabulary of encode.
-    """
-    written = {case for text in texts for case in (text.strip(), text.strip().lower(), text.strip().capitalize())}
-    sequences = (tuple(encode(space + text)) for text in sorted(written) for space in ("", " "))
-    return tuple(dict.fromkeys(filter(None, sequences)))
 
 
 def is_model_name(name: str | Path) -> bool:

@@ -135,7 +135,6 @@ class _Worker:
         self.bulk, self.index, self.prefetch = bulk, index, prefetch
         self.captioner, self.options = bulk.captioner, bulk.options
         self.limit: float = bulk.batch_size  # images that run at once; halved when memory runs out
-        self.sampling = bulk.options.sampling(bulk.captioner.tokenizer.encode)
         self.token_ids: dict[Key, list[int]] = {}  # of each sequence in the batch
         self.answers: dict[str, dict[int, str]] = {}  # of images that have some, by the prompts' numbers
         self.postponed: list[str] = []  # images that did not fit into memory beside the others
@@ -181,7 +180,7 @@ class _Worker:
                     torch.tensor(ids),
                     [image],  # which is encoded once
                     max_new_tokens=self.options.max_new_tokens,
-                    sampling=self.sampling,
+                    sampling=self.options,
                     logits_processor=grammar,
                 )
                 self.token_ids[path, number] = []

@@ -41,7 +41,7 @@ COMMANDS = """\
 /help            show this list
 ctrl-c           stop an answer; the chat keeps the part generated so far
 ctrl-d           leave"""
-GENERATION_FLAGS = ("max_new_tokens", "ban", *(f.name for f in fields(SamplingParams)))
+GENERATION_FLAGS = ("max_new_tokens", *(f.name for f in fields(SamplingParams)))
 MAX_HISTORY_LINES = 1000  # of typed lines, kept for later chats
 
 

@@ -27,8 +27,6 @@ MAX_PROMPTS = 64
 MAX_N = 16
 MAX_STOP_STRINGS = 4
 MAX_BIASES = 1024
-MAX_BAD_WORDS = 64
-MAX_BAD_WORD = 100  # characters
 MAX_TOP_LOGPROBS = 20
 MAX_COMPLETION_LOGPROBS = 5
 DEFAULT_MAX_TOKENS = 256  # mlx-vlm's
@@ -144,7 +142,7 @@ MaxTokens = Annotated[int | None, AfterValidator(_as_max_tokens)]  # None: as ma
 class GenerationRequest(StrictModel, ABC):
     """A request for answers, in any of OpenAI's formats: a subclass gives the fields their names in its JSON.
 
-    Beside OpenAI's fields there are vLLM's top_k, min_p, repetition_penalty, repetition_detection and bad_words, and
+    Beside OpenAI's fields there are vLLM's top_k, min_p, repetition_penalty and repetition_detection, and
     transformers' no_repeat_ngram_size. Greedy by default, unlike OpenAI's temperature of 1, at which small models lose
     the thread.
     """
@@ -172,7 +170,6 @@ class GenerationRequest(StrictModel, ABC):
         {}, max_length=MAX_BIASES
     )
     no_repeat_ngram_size: int = 0
-    bad_words: list[Annotated[str, Field(pattern=r"\S", max_length=MAX_BAD_WORD)]] = Field([], max_length=MAX_BAD_WORDS)
     repetition_detection: RepetitionDetection | None = None
     max_tokens: MaxTokens = DEFAULT_MAX_TOKENS
     stream_options: StreamOptions = StreamOptions()
@@ -222,7 +219,6 @@ class GenerationRequest(StrictModel, ABC):
         """One for each of n answers. With a seed each has its own, and the first is that of n=1."""
         names = GenerationOptions.__dataclass_fields__.keys() & type(self).model_fields.keys()
         options = {name: getattr(self, name) for name in names}
-        options["ban"] = tuple(self.bad_words)
         if isinstance(detection := options.pop("repetition_detection"), RepetitionDetection):
             options["repetition_detection"] = detection.bounds()
         try:

@@ -182,8 +182,7 @@ class ChatService:
             raise APIError(
                 400, f"logit_bias: {highest} is not an id below {size}, the vocabulary's", param="logit_bias"
             )
-        run = partial(self.threads.run, request.client)
-        samplings = [await run(each.sampling, self.captioner.tokenizer.encode) for each in request.sampling()]
+        samplings = request.sampling()
         prompts, on_prefilled = await self._prepare(request, request_scope)
         sequences, streamers = [], []
         for inputs in prompts:
