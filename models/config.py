@@ -309,7 +309,6 @@ class SamplingParams:
     presence_penalty: float = setting(
         0.0, "subtracted once from the logits of tokens in the answer; below 0 favors them", minimum=-2, maximum=2
     )
-    no_repeat_ngram_size: int = setting(0, "no N tokens follow each other twice in an answer; 0 is off", minimum=0)
     temperature: float = setting(0.0, "sampling temperature; 0 is greedy", minimum=0, below=math.inf)
     top_k: int = setting(0, "sample among the K most likely tokens; 0 is all", minimum=0, metavar="K")
     top_p: float = setting(
@@ -331,12 +330,7 @@ class SamplingParams:
     @property
     def is_greedy(self) -> bool:
         """Whether the most likely token is always chosen, with no regard to other tokens."""
-        return self.temperature == 0 and not self.counts_output and not self.excludes_tokens
-
-    @property
-    def excludes_tokens(self) -> bool:
-        """Whether the tokens so far make others impossible."""
-        return bool(self.no_repeat_ngram_size)
+        return self.temperature == 0 and not self.counts_output
 
     @property
     def counts_output(self) -> bool:

@@ -34,11 +34,11 @@ def choose_tokens(logits: Tensor, sampling: SamplingParams, generator: torch.Gen
 
 
 class TokenSampler:
-    """Chooses the next token of each row of a batch, and remembers the tokens for penalties and exclusions.
+    """Chooses the next token of each row of a batch, and remembers the tokens for penalties.
 
     prompt (B, T) holds the ids that the repetition penalty counts beside the chosen ones; negative ids do not count. Of
     several end tokens the first stands for all. logits_processor changes the logits (B, vocabulary) before all else.
-    `outputs` has each row's tokens if sampling excludes tokens or detects repetition.
+    `outputs` has each row's tokens if sampling detects repetition.
     """
 
     def __init__(
@@ -65,14 +65,12 @@ class TokenSampler:
             logits = self.logits_processor(logits)
         if self.sampling.counts_output:
             logits = self._penalize(logits)
-        if self.sampling.excludes_tokens:
-            logits = self._exclude(logits)
         ids = choose_tokens(logits, self.sampling, self._generator)
         if self._counts is not None:
             self._counts[torch.arange(len(ids), device=ids.device), ids] += 1
         for end in self._other_ends:
             ids = ids.masked_fill(ids == end, self.eos_token_id)
-        if self.sampling.excludes_tokens or self.sampling.repetition_detection[2]:
+        if self.sampling.repetition_detection[2]:
             self.outputs = self.outputs or [[] for _ in ids]
             for output, token_id in zip(self.outputs, ids.tolist()):
                 output.append(token_id)
@@ -90,19 +88,6 @@ class TokenSampler:
         if sampling.frequency_penalty or sampling.presence_penalty:
             logits = logits - sampling.frequency_penalty * self._counts - sampling.presence_penalty * used
         return logits
-
-    def _exclude(self, logits: Tensor) -> Tensor:
-        """Logits of -inf where a token would repeat an n-gram.
-
-        Where that leaves no token, as beside a grammar, nothing is excluded.
-        """
-        n, allowed = self.sampling.no_repeat_ngram_size, logits
-        logits = logits.clone()
-        for row, output in zip(logits, self.outputs):
-            last = output[len(output) - n + 1 :]
-            excluded = [output[i + n - 1] for i in range(len(output) - n + 1) if output[i : i + n - 1] == last]
-            row[excluded] = -torch.inf
-        return torch.where(logits.isneginf().all(-1, keepdim=True), allowed, logits)
 
 
 def find_cycle(ids: Sequence[int], detection: RepetitionDetection) -> int:

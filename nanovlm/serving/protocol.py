@@ -142,9 +142,8 @@ MaxTokens = Annotated[int | None, AfterValidator(_as_max_tokens)]  # None: as ma
 class GenerationRequest(StrictModel, ABC):
     """A request for answers, in any of OpenAI's formats: a subclass gives the fields their names in its JSON.
 
-    Beside OpenAI's fields there are vLLM's top_k, min_p, repetition_penalty and repetition_detection, and
-    transformers' no_repeat_ngram_size. Greedy by default, unlike OpenAI's temperature of 1, at which small models lose
-    the thread.
+    Beside OpenAI's fields there are vLLM's top_k, min_p, repetition_penalty and repetition_detection. Greedy by
+    default, unlike OpenAI's temperature of 1, at which small models lose the thread.
     """
 
     prompt_field: ClassVar[str]  # the client's names, for errors
@@ -169,7 +168,6 @@ class GenerationRequest(StrictModel, ABC):
     logit_bias: dict[Annotated[int, Field(ge=0, strict=False)], Annotated[float, Field(ge=-100, le=100)]] = Field(
         {}, max_length=MAX_BIASES
     )
-    no_repeat_ngram_size: int = 0
     repetition_detection: RepetitionDetection | None = None
     max_tokens: MaxTokens = DEFAULT_MAX_TOKENS
     stream_options: StreamOptions = StreamOptions()

@@ -181,17 +181,3 @@ def test_a_row_that_repeats_itself_ends_and_the_others_go_on():
     assert trim_repetition(rows[0][:7], detection) == [7, 1, 2]
     alone = generate(SamplingParams(repetition_detection=detection), steps[:, :1])  # without an end token
     assert alone == [loop[:7]]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("n", [1, 2, 3])
-def test_no_ngram_is_repeated_as_in_transformers(n):
-    hf = pytest.importorskip("transformers")
-    steps = torch.randn(12, 2, 20, generator=torch.Generator().manual_seed(n))
-    steps[:, :, :6] += 2
-    sampling, theirs = SamplingParams(no_repeat_ngram_size=n), hf.NoRepeatNGramLogitsProcessor(n)
-    rows = torch.empty(2, 0, dtype=torch.long)
-    for logits in steps:
-        logits = theirs(rows, logits) if rows.size(1) else logits
-        rows = torch.cat([rows, logits.argmax(-1, keepdim=True)], 1)
-    assert generate(sampling, steps) == rows.tolist() != steps.argmax(-1).T.tolist()

@@ -22,7 +22,6 @@ SAMPLINGS = [
     SamplingParams(frequency_penalty=0.8, presence_penalty=-0.3),
     SamplingParams(temperature=1.5, presence_penalty=2.0, seed=7),
     SamplingParams(repetition_detection=(1, 4, 2)),
-    SamplingParams(no_repeat_ngram_size=2, temperature=1.0, seed=8),
 ]
 
 

@@ -52,7 +52,6 @@ GENERATION = {  # field: its value, and the settings beside it, without and with
     "min_p": (0.9, WARM),
     "seed": (98765, {"temperature": 1.5}),
     "repetition_detection": ((1, 4, 2), {}),
-    "no_repeat_ngram_size": (1, {}),
     "max_new_tokens": (3, {}),
     "start_with": ("A photo of", {}),
     "trim_incomplete": (True, {"start_with": "Look here. A large"}),
