@@ -21,7 +21,7 @@ from models.vision_language_model import VisionLanguageModel, load_model
 from nanovlm.device import choose_device, choose_dtype, set_threads
 from nanovlm.embedded import EMBEDDED, PROMPT
 from nanovlm.errors import InputError
-from nanovlm.options import GenerationOptions, ModelOptions, cut_incomplete_sentence, generation_options, with_changes
+from nanovlm.options import GenerationOptions, ModelOptions, generation_options, with_changes
 from nanovlm.processing.image_loading import as_list, is_array, load_or_fetch
 from nanovlm.processing.processor import EncodedPrompt, Processor, pair_prompts
 from nanovlm.processing.tokenizer import Tokenizer
@@ -178,8 +178,6 @@ class Captioner:
     ) -> Iterator[str]:
         """The same answer in pieces of whole characters, as they are generated. stats, if given, is filled in."""
         options = generation_options(options, changes)
-        if options.trim_incomplete:
-            raise InputError("trim_incomplete cuts a whole answer, but stream gives it in pieces; use caption")
         steps = self.generate_ids(self._batch([(image, prompt)]), options, stats=stats)
         ids = (ids[0] for ids in steps if ids[0] != self.tokenizer.eos_token_id)
         return self.tokenizer.stream(_prepend(self.start_ids(options.start_with), ids))
@@ -327,9 +325,7 @@ class Captioner:
         eos = self.tokenizer.eos_token_id
         answer = ids[: ids.index(eos)] if eos in ids else ids
         trimmed = trim_repetition(answer, options.repetition_detection)
-        text = self.tokenizer.decode([*self.start_ids(options.start_with), *trimmed])
-        is_cut = options.trim_incomplete and len(trimmed) == len(ids)
-        return cut_incomplete_sentence(text) if is_cut else text
+        return self.tokenizer.decode([*self.start_ids(options.start_with), *trimmed])
 
 
 def is_one_image(images: Any) -> bool:

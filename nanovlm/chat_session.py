@@ -45,8 +45,8 @@ class ChatSession:
         context.
         """
         options = generation_options(options, changes)
-        if options.start_with or options.trim_incomplete:
-            raise InputError("start_with and trim_incomplete are for captions; a chat has neither")
+        if options.start_with:
+            raise InputError("start_with is for captions; ask a chat without it")
         if not self.grids:
             warnings.warn(NO_IMAGE, stacklevel=2)
         ids = self.captioner.processor.encode_prompt(self.grids, question, self.history, self.frame_texts)

@@ -32,7 +32,6 @@ CHAT_MAX_NEW_TOKENS = 256
 EVALUATION_MAX_NEW_TOKENS = 64
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 ADAPTER_CONFIGS = ("adapter_config.json", "adapter/adapter_config.json")
-SENTENCE_END = re.compile(r"""[.!?…。！？]["'”’»)\]]*(?=\s|$)|[。！？]""")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,13 +117,12 @@ class GenerationOptions(SamplingParams):
         lambda text: isinstance(text, str),
         metavar="TEXT",
     )
-    trim_incomplete: bool = setting(False, "cut the last sentence of an answer that --max-new-tokens has ended")
     schema: Any = None  # a JSON schema; answers are then JSON values that it allows
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.schema is not None and (self.start_with or self.trim_incomplete):
-            raise InputError("schema excludes start_with and trim_incomplete, as JSON begins and ends by itself")
+        if self.schema is not None and self.start_with:
+            raise InputError("schema excludes start_with, as JSON begins by itself")
         if self.schema is not None:
             object.__setattr__(self, "repetition_detection", (0, 0, 0))  # a list may repeat a value
 
@@ -213,9 +211,3 @@ def check_output_folder(folder: str | os.PathLike[str], n_bytes: int = 0) -> Non
         raise InputError(
             f"out={folder}: {free / 2**20:,.0f} MiB are free, {n_bytes / 2**20:,.0f} MiB needed; free some"
         )
-
-
-def cut_incomplete_sentence(text: str) -> str:
-    """The text up to the end of its last whole sentence; if it has none, all but a comma or the like at its end."""
-    ends = [match.end() for match in SENTENCE_END.finditer(text)]
-    return text[: ends[-1]] if ends else text.rstrip(" \n,;:-")

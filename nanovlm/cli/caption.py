@@ -283,7 +283,7 @@ def print_caption(
 
     image, stats, prompts, n = options.image(name), Stats(), options.prompts, options.samples
     label = f"{printable(name)}: " if len(options.images) > 1 else ""
-    if is_terminal(sys.stdout) and not options.json and not generation.trim_incomplete and n == len(prompts) == 1:
+    if is_terminal(sys.stdout) and not options.json and n == len(prompts) == 1:
         return stats, [stream_caption(captioner.stream(image, prompts[0], options=generation, stats=stats), label)]
     if len(prompts) > 1:
         texts = captioner.ask(image, prompts, options=generation, stats=stats)

@@ -1,4 +1,4 @@
-"""Keywords of the Captioner's methods: sampling fields, start_with and trim_incomplete."""
+"""Keywords of the Captioner's methods: sampling fields and start_with."""
 
 import re
 
@@ -9,7 +9,7 @@ import torch
 from models.decoding import SamplingParams
 from nanovlm import SAMPLE, Captioner, ChatSession
 from nanovlm.errors import InputError
-from nanovlm.options import GenerationOptions, ModelOptions, cut_incomplete_sentence
+from nanovlm.options import GenerationOptions, ModelOptions
 from nanovlm.processing.image_loading import load_image
 
 PROMPT = "What is this?"
@@ -49,7 +49,7 @@ def test_wrong_keywords_are_named(embedded):
     for name, value in (("allow_urls", "no"), ("skip_special_tokens", None)):
         with pytest.raises(InputError, match=f"{name}={value!r} must be True or False"):
             Captioner.from_pretrained(**{name: value})
-    with pytest.raises(InputError, match="a chat has neither"):
+    with pytest.raises(InputError, match="start_with is for captions"):
         next(ChatSession(embedded).ask("?", start_with="A"))
     with pytest.raises(TypeError, match="'max_tile'; ModelOptions takes model, .*max_tiles"):
         Captioner.from_pretrained(max_tile=3)
@@ -59,8 +59,6 @@ def test_wrong_keywords_are_named(embedded):
         with pytest.raises(InputError, match=f"threads={threads} must be auto or a number from 1 to 1024"):
             ModelOptions(threads=threads)
     assert ModelOptions(threads=2) and ModelOptions(threads="2")
-    with pytest.raises(InputError, match="use caption"):
-        embedded.stream(SAMPLE, trim_incomplete=True)
 
 
 def test_an_answer_that_starts_with_its_own_beginning_is_the_same(embedded):
@@ -89,24 +87,3 @@ def test_the_model_continues_the_start(random_captioner):
     expected = random_captioner.tokenizer.decode(start_ids + ids)
     assert random_captioner.caption(SAMPLE, PROMPT, start_with=start, max_new_tokens=9) == expected
     assert expected.startswith(start) and len(expected) > len(start)
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("One. Two thr", "One."), ('He said "one." Then', 'He said "one."'), ("One! Two? Three", "One! Two?"),
-        ("It is 3.5 m", "It is 3.5 m"), ("no end", "no end"), ("Whole.", "Whole."), ("一。二", "一。"), ("", ""),
-        ("a.png is here. And", "a.png is here."),
-    ],
-)  # fmt: skip
-def test_an_incomplete_last_sentence_is_cut(text, expected):
-    assert cut_incomplete_sentence(text) == expected
-
-
-def test_only_an_answer_that_the_limit_has_ended_is_cut(embedded):
-    options = {"start_with": "Look here. A large", "trim_incomplete": True}
-    assert embedded.caption(SAMPLE, max_new_tokens=3, **options) == "Look here."
-    assert embedded.samples(SAMPLE, n=2, max_new_tokens=3, **options) == ["Look here."] * 2
-    assert embedded.ask(SAMPLE, [PROMPT], max_new_tokens=3, **options) == ["Look here."]
-    whole = embedded.caption(SAMPLE, **options)
-    assert whole == embedded.caption(SAMPLE, start_with=options["start_with"]) and len(whole) > 40
