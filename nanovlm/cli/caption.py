@@ -40,11 +40,6 @@ FILE_FLAGS = (
     "existing", "prefix", "suffix", "extension", "prompt_template", "batch_size", "limit", "recursive", "dry_run",
 )  # fmt: skip
 RAY_FLAGS = ("shard_format", "shard_size", "cpus_per_worker")
-LENGTHS: dict[str, tuple[str, dict[str, int]]] = {  # prompt, and how long its answers may be
-    "short": ("Describe this picture in a few words.", {"max_new_tokens": 48}),
-    "normal": (PROMPT, {}),
-    "long": ("Describe this picture in detail.", {"max_new_tokens": 384}),
-}
 
 STATS_DIGITS = {  # fields of Stats that --json prints, and how they are rounded
     "prompt_tokens": None, "new_tokens": None, "first_token_s": 4, "total_s": 4, "tokens_per_s": 1, "cache_bytes": None,
@@ -103,9 +98,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         help="prompt in which {tags} is the text of the .txt beside each image, {name} its name, {folder} that of its "
         "folder, and {column:NAME} a column of the table --out or, with --ray, of a parquet file",
-    )
-    prompts.add_argument(
-        "--length", choices=tuple(LENGTHS), help="ask for a caption of this length, of at most 48, 128 or 384 tokens"
     )
     add("--samples", type=int, default=1, metavar="N", help="answers per image, which is encoded once (default: 1)")
     add(
@@ -192,15 +184,14 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--as-video needs names of frames or videos")
     if not to_files:
         refuse_flags(args, FILE_FLAGS, "files: name a folder, or a file by --out")
-    prompt, defaults = LENGTHS[args.length or "normal"]
-    args.prompts, model, schema = args.prompts or [prompt], model_options(args), None
+    args.prompts, model, schema = args.prompts or [PROMPT], model_options(args), None
     if not all(map(str.strip, args.prompts)):
         raise UsageError("--prompt is empty; omit it to have the image described")
     if args.json_schema:
         from nanovlm.processing.structured_output import read_schema
 
         schema = read_schema(args.json_schema)
-    generation = from_args(GenerationOptions, args, schema=schema, **defaults)
+    generation = from_args(GenerationOptions, args, schema=schema)
     check_samples(args.samples, len(args.prompts), generation)
     if to_files:
         from nanovlm.cli.caption_files import caption_files

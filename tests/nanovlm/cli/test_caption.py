@@ -80,12 +80,6 @@ def test_several_prompts_are_answered_in_order(generate, captions_of):
     assert results == [[name, prompt, line] for name, found in lines.items() for prompt, line in zip(prompts, found)]
 
 
-@pytest.mark.parametrize("length", ["short", "long"])
-def test_a_length_asks_for_a_caption_of_that_length(generate, captions_of, length):
-    prompt = {"short": "Describe this picture in a few words.", "long": "Describe this picture in detail."}[length]
-    assert generate("good.png", "--length", length)[1].split() == captions_of("good.png", prompt)[0].split()
-
-
 def test_an_empty_answer_is_reported(generate, silent_model):
     code, out, err = generate(SAMPLE, "--prompt", "What is this?", model=silent_model)
     assert (code, out) == (1, "\n") and err.endswith(f"{SAMPLE}: the model's answer is empty\n")
