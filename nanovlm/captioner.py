@@ -118,7 +118,7 @@ class Captioner:
         if options.quantize:
             inference.release_source()
         tokenizer.skip_special_tokens &= options.skip_special_tokens
-        processor = Processor(cfg, tokenizer, options.max_tiles, options.upscale)
+        processor = Processor(cfg, tokenizer, options.max_tiles)
         return cls(inference, processor, allow_urls=options.allow_urls)
 
     def with_adapter(self, folder: str | os.PathLike[str]) -> "Captioner":

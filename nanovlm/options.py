@@ -85,7 +85,6 @@ class ModelOptions:
         metavar="FOLDER",
     )
     skip_special_tokens: bool = setting(True, "leave special tokens out of answers, but for those of Docling models")
-    upscale: bool = setting(True, "enlarge an image to get more tiles of it")
     allow_urls: bool = False  # http(s) URLs may name images, which are then fetched from public addresses
 
     def __post_init__(self) -> None:

@@ -17,7 +17,7 @@ from nanovlm.errors import UsageError
 from nanovlm.options import GenerationOptions, check_positive
 from nanovlm.processing.image_loading import HEIF_EXTENSIONS, INSTALL_HEIC, printable
 
-MODEL_SETTINGS = ("model", "adapter", "revision", "max_tiles", "upscale")  # that a resumed run shares
+MODEL_SETTINGS = ("model", "adapter", "revision", "max_tiles")  # that a resumed run shares
 ADDRESS = re.compile(r"auto|local|ray://.+|[^/\s]+:\d+")  # of a Ray cluster
 NOT_ON_RAY = ("json", "existing", "extension", "as_video")  # flags of one machine
 MIN_RATED_CAPTIONS, MIN_RATED_SECONDS = 10, 1.0  # of a run whose summary tells its rate

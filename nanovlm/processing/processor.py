@@ -25,14 +25,14 @@ EncodedPrompt = tuple[list[int], list[Tensor]]  # token ids, and the tiles (n, 3
 class Processor:
     """Prepares images and prompts in the layout that the checkpoint was trained with.
 
-    max_tiles and upscale limit the cost of an image: at most max_tiles tiles, beside the global view, and with
-    upscale=False no enlargement to the checkpoint's largest side first. The model then sees less detail.
+    max_tiles limits the cost of an image: it has at most that many tiles, beside the global view. The model then sees
+    less detail.
     """
 
-    def __init__(self, cfg: VLMConfig, tokenizer: Tokenizer, max_tiles: int | None = None, upscale: bool = True):
+    def __init__(self, cfg: VLMConfig, tokenizer: Tokenizer, max_tiles: int | None = None):
         if max_tiles is not None and max_tiles < 1:
             raise InputError(f"max_tiles={max_tiles} is less than 1; with 1 an image is resized to one tile")
-        self.cfg, self.tokenizer, self.max_tiles, self.upscale = cfg, tokenizer, max_tiles, upscale
+        self.cfg, self.tokenizer, self.max_tiles = cfg, tokenizer, max_tiles
         self.layout = layout_of(cfg)
 
     @property
@@ -42,7 +42,7 @@ class Processor:
 
     def preprocess(self, image: Image.Image, max_tiles: int | None = None) -> tuple[Tensor, Grid]:
         """Tiles of an RGB image, (n, 3, S, S) float32, and their grid; whatever the format adds to them is in n."""
-        return self.layout.preprocess(image, max_tiles or self.max_tiles, self.upscale)
+        return self.layout.preprocess(image, max_tiles or self.max_tiles)
 
     def preprocess_all(self, images: "Sequence[Image.Image | Video]") -> tuple[list[Tensor], list[Grid], list[str]]:
         """Tiles and grids of images, or of one video's frames; and the texts around frames, as SmolVLM2 reads them.

@@ -52,7 +52,7 @@ class Layout(ABC):
         """The largest number of tiles of one image, the view of the whole image included."""
 
     @abstractmethod
-    def preprocess(self, image: Image.Image, max_tiles: int | None, upscale: bool) -> tuple[Tensor, Grid]:
+    def preprocess(self, image: Image.Image, max_tiles: int | None) -> tuple[Tensor, Grid]:
         """Tiles of an RGB image, (n, 3, S, S) float32, and their grid; see `Processor`."""
 
     @abstractmethod

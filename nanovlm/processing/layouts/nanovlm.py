@@ -40,9 +40,9 @@ class NanoVLMLayout(Layout):
         tiles = min(tiles, max_tiles or tiles)
         return tiles + 1 if self.has_global_view and tiles > 1 else tiles
 
-    def preprocess(self, image: Image.Image, max_tiles: int | None, upscale: bool) -> tuple[Tensor, Grid]:
+    def preprocess(self, image: Image.Image, max_tiles: int | None) -> tuple[Tensor, Grid]:
         """Pixels are in [0, 1], and a view of the whole image comes first."""
-        tile, to_max_side = self.cfg.vit_img_size, bool(self.cfg.resize_to_max_side_len) and upscale
+        tile, to_max_side = self.cfg.vit_img_size, bool(self.cfg.resize_to_max_side_len)
         size = self.fitting_size(max_tiles, lambda max_side: resized_size(*image.size, tile, max_side, to_max_side))
         return preprocess(image, tile, size, self.has_global_view)
 

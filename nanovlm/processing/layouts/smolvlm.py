@@ -39,15 +39,13 @@ class SmolVLMLayout(Layout):
         side = math.ceil(min(self.settings.longest_edge or MAX_SIDE, MAX_SIDE) / self.cfg.vit_img_size)
         return min(side**2, max_tiles or side**2) + 1 if side > 1 else 1
 
-    def preprocess(self, image: Image.Image, max_tiles: int | None, upscale: bool) -> tuple[Tensor, Grid]:
+    def preprocess(self, image: Image.Image, max_tiles: int | None) -> tuple[Tensor, Grid]:
         """Pixels are normalized. The tiles come row by row, then the whole image as one more.
 
         A grid of (1, 1) is an image that is not split: one tile.
         """
         settings, tile = self.settings, self.cfg.vit_img_size
         resampling, edge = Resampling(settings.resample), settings.longest_edge
-        if edge is not None and not upscale:
-            edge = min(edge, math.ceil(max(image.size) / tile) * tile)
         resized, (rows, columns) = image, (1, 1)
         if settings.split and max_tiles != 1:
             resized, (rows, columns) = _resize(image, edge, tile, resampling)

@@ -11,14 +11,14 @@ from nanovlm.processing.layouts.nanovlm import NanoVLMLayout, preprocess, resize
 
 
 class VisionPsyLayout(NanoVLMLayout):
-    def preprocess(self, image: Image.Image, max_tiles: int | None, upscale: bool) -> tuple[Tensor, Grid]:
+    def preprocess(self, image: Image.Image, max_tiles: int | None) -> tuple[Tensor, Grid]:
         """As nanoVLM, but by Flash's resize rule where the format has a min_side and max_tiles allows it."""
         tile, min_side = self.cfg.vit_img_size, cast(VisionPsy, self.cfg.format).min_side
         if min_side is None:
-            return super().preprocess(image, max_tiles, upscale)
+            return super().preprocess(image, max_tiles)
         size = self.fitting_size(max_tiles, lambda max_side: flash_size(*image.size, tile, max_side, min_side))
         if size is None:
-            return super().preprocess(image, 1, upscale)
+            return super().preprocess(image, 1)
         return preprocess(image, tile, size, self.has_global_view)
 
 

@@ -66,7 +66,6 @@ MODEL = {  # field: its flag, and whether a captioner shows it
     "quantize": ("--quantize int8", lambda captioner: has_module(captioner, QuantizedLinear)),
     "max_tiles": ("--max-tiles 2", lambda captioner: n_tiles(captioner, (64, 64)) == 1),
     "skip_special_tokens": ("--no-skip-special-tokens", lambda captioner: shows_special_tokens(captioner)),
-    "upscale": ("--no-upscale", lambda captioner: n_tiles(captioner, (16, 16)) == 1),
 }
 
 
@@ -116,7 +115,6 @@ def test_generation_flag_changes_the_answer(name, generate, random_captioner):
 def test_model_flag_changes_the_captioner(name, tiled, tmp_path, request):
     flags, effect = MODEL[name]
     Captioner(*tiled).save_pretrained(tmp_path / "tiled")
-    edit_config(tmp_path / "tiled", resize_to_max_side_len=True)
     adapted = copy.deepcopy(tiled[0])
     adapt(adapted, 2, 4, ["MP"])
     torch.nn.init.constant_(adapted.MP.proj.lora_B.weight, 1e4)

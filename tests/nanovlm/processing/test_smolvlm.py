@@ -14,7 +14,6 @@ from nanovlm.captioner import Captioner
 from nanovlm.cli.main import main
 from nanovlm.data.examples import Example, collate, encode
 from nanovlm.errors import CheckpointError
-from nanovlm.processing.processor import Processor
 from nanovlm.serving.chat_format import parse_messages
 from nanovlm.serving.protocol import ChatCompletionRequest
 from support import Package, noise_image
@@ -153,8 +152,6 @@ def test_max_tiles(folders, max_tiles):
         assert rows * columns <= (max_tiles or 16)
         most = max(most, len(tiles))
     assert most <= captioner.processor.max_tiles_per_image
-    small = Processor(captioner.processor.cfg, captioner.tokenizer, upscale=False)
-    assert small.preprocess(noise_image(20, 20))[1] == (2, 2) and small.preprocess(noise_image(9, 9))[1] == (1, 1)
 
 
 def test_files_as_transformers_4_writes_them(folders, tmp_path):
