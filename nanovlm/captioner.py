@@ -117,7 +117,6 @@ class Captioner:
         del model  # so that release_source frees it
         if options.quantize:
             inference.release_source()
-        tokenizer.skip_special_tokens &= options.skip_special_tokens
         processor = Processor(cfg, tokenizer, options.max_tiles)
         return cls(inference, processor, allow_urls=options.allow_urls)
 

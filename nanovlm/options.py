@@ -84,7 +84,6 @@ class ModelOptions:
         lambda folder: os.fspath(folder) != "" and not os.path.isfile(folder),
         metavar="FOLDER",
     )
-    skip_special_tokens: bool = setting(True, "leave special tokens out of answers, but for those of Docling models")
     allow_urls: bool = False  # http(s) URLs may name images, which are then fetched from public addresses
 
     def __post_init__(self) -> None:

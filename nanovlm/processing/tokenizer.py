@@ -224,7 +224,7 @@ class Tokenizer:
         return self.layout.insert_images(self._template.render(chat, add_generation_prompt), messages)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of an answer, without special tokens unless `skip_special_tokens` is False."""
+        """The text of an answer, without special tokens but for those of a Docling model."""
         return self.decode_raw(ids).removeprefix(self.answer_prefix)
 
     def decode_raw(self, ids: Iterable[int]) -> str:

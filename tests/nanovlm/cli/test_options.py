@@ -65,7 +65,6 @@ MODEL = {  # field: its flag, and whether a captioner shows it
     "threads": ("--threads 2", lambda captioner: torch.get_num_threads() == 2),
     "quantize": ("--quantize int8", lambda captioner: has_module(captioner, QuantizedLinear)),
     "max_tiles": ("--max-tiles 2", lambda captioner: n_tiles(captioner, (64, 64)) == 1),
-    "skip_special_tokens": ("--no-skip-special-tokens", lambda captioner: shows_special_tokens(captioner)),
 }
 
 
@@ -80,10 +79,6 @@ def caches_images(captioner):
 
 def n_tiles(captioner, size):
     return len(captioner.prepare(Image.new("RGB", size))[1][0])
-
-
-def shows_special_tokens(captioner):
-    return captioner.tokenizer.decode([captioner.tokenizer.image_token_id]) != ""
 
 
 def flags_of(settings):

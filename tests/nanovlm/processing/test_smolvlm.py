@@ -134,12 +134,10 @@ def test_the_dtype_of_the_weights_is_written(folders, tmp_path):
     assert transformers.SmolVLMForConditionalGeneration.from_pretrained(tmp_path / "half").dtype == torch.bfloat16
 
 
-def test_special_tokens_are_kept_in_answers_if_asked_for(folders):
-    folder, _, _ = folders("SmolVLM2")
-    kept = Captioner.from_pretrained(folder, skip_special_tokens=False).tokenizer
-    ids = [*kept.encode_answer("Two")[:-1], kept.special_id("<row_1_col_2>"), *kept.encode(" dogs.")]
-    assert kept.decode(ids) == "".join(kept.stream(ids)) == "Two<row_1_col_2> dogs."
-    assert Captioner.from_pretrained(folder).tokenizer.decode(ids) == "Two dogs."
+def test_special_tokens_are_left_out_of_answers(folders):
+    tokenizer = Captioner.from_pretrained(folders("SmolVLM2")[0]).tokenizer
+    ids = [*tokenizer.encode_answer("Two")[:-1], tokenizer.special_id("<row_1_col_2>"), *tokenizer.encode(" dogs.")]
+    assert tokenizer.decode(ids) == "".join(tokenizer.stream(ids)) == "Two dogs."
 
 
 @pytest.mark.parametrize("max_tiles", [1, 2, 3, 5, None])
