@@ -62,17 +62,6 @@ def header(folder: Path) -> Target:
     return [content[8:n]], lambda data: check(struct.pack("<Q", len(data)) + data + content[n:])
 
 
-def template(folder: Path) -> Target:
-    from models.config import CHATML
-    from nanovlm.processing.chat_template import ChatTemplate
-
-    chat = [{"role": "user", "content": "Hi {{ x }}"}, {"role": "assistant", "content": "Yes."}]
-    more = (
-        "{% set x = namespace(n=0) %}{% for i in range(9) %}{% set x.n = x.n + i * 2 %}{% endfor %}{{ x.n | tojson }}"
-    )
-    return [CHATML.encode(), more.encode()], lambda data: ChatTemplate(data.decode(errors="replace")).render(chat, True)
-
-
 def image(folder: Path) -> Target:
     from nanovlm.processing.image_loading import load_image
 
@@ -151,7 +140,6 @@ TARGETS: dict[str, Callable[[Path], Target]] = {
     "config": model_file("config.json"),
     "tokenizer": model_file("tokenizer.json"),
     "header": header,
-    "template": template,
     "image": image,
     "json": data_file("data.json", json.dumps([ROW, TALK]).encode(), json.dumps([CHAT]).encode()),
     "jsonl": data_file("data.jsonl", *(json.dumps(row).encode() + b"\n" for row in (ROW, CHAT, TALK))),
