@@ -4,7 +4,7 @@ import argparse
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,6 @@ from nanovlm.options import EVALUATION_MAX_NEW_TOKENS, ReadOptions, check_positi
 
 if TYPE_CHECKING:
     from nanovlm.evaluation import Evaluation
-    from nanovlm.evaluation.metrics import Metric
 
 HELP = "Score a model's answers to the examples of a data set."
 EXAMPLE = "nanovlm evaluate --model out/mine --data photos --validation 0.05"
@@ -46,8 +45,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--metric",
         action="append",
         metavar="NAME",
-        help="exact_match, f1, vqa_accuracy, anls, rouge_l, cider, or module:function(answer, references) of your own "
-        "(default: all six)",
+        help="exact_match, f1, vqa_accuracy, anls, cider, or module:function(answer, references) of your own (default: "
+        "all five)",
     )
     add("--batch-size", type=int, default=16, metavar="N", help="questions answered together (default: 16)")
     add(
@@ -66,10 +65,10 @@ def run(args: argparse.Namespace) -> int:
     check_data_names(args.data)
     model, read = model_options(args), from_args(ReadOptions, args, preferences=None)
 
-    from nanovlm.evaluation import EvaluationOptions, evaluate, questions_of
+    from nanovlm.evaluation import METRICS, EvaluationOptions, evaluate, load_metric, questions_of
     from nanovlm.training.examples import open_data
 
-    metrics = metrics_from_args(args.metric)
+    metrics = dict(map(load_metric, args.metric or ())) or METRICS
     everything, held_out = open_data(args.data, read, args.validation or 0)
     questions = questions_of(held_out if args.validation else everything, args.limit, read.skip_errors)
     options = EvaluationOptions(metrics, args.batch_size, args.max_new_tokens, read.skip_errors)
@@ -94,18 +93,6 @@ def check_flags(args: argparse.Namespace) -> None:
         raise UsageError(f"--report {args.report}: name an .html file")
     if args.report and not os.access(Path(args.report).parent, os.W_OK | os.X_OK):
         raise UsageError(f"--report {args.report}: {Path(args.report).parent} is no folder that can be written")
-
-
-def metrics_from_args(names: Sequence[str] | None) -> "dict[str, Metric]":
-    """The metrics that --metric names, or all whose libraries are installed; a note names those that are not."""
-    from nanovlm.evaluation.metrics import METRICS, default_metrics, load_metric
-
-    if names:
-        return dict(load_metric(name) for name in names)
-    metrics = default_metrics()
-    if missing := METRICS.keys() - metrics.keys():
-        print_error(f"note: without {', '.join(sorted(missing))}, which needs pip install 'nanovlm[metrics]'")
-    return metrics
 
 
 def as_json(model: str, result: "Evaluation") -> str:

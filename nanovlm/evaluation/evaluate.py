@@ -14,7 +14,7 @@ from nanovlm.console import progress_bar
 from nanovlm.data import Subset
 from nanovlm.data.examples import Example, ExampleError, ImageSource, check_answers
 from nanovlm.errors import DataError, ImageError, InputError
-from nanovlm.evaluation.metrics import Metric, default_metrics
+from nanovlm.evaluation.metrics import METRICS, Metric
 from nanovlm.processing.video import load_image_or_video
 
 MAX_FROM_ENDLESS = 200  # examples to ask of a source that has no end
@@ -47,7 +47,7 @@ class Answer:
 class EvaluationOptions:
     """How answers are generated and scored."""
 
-    metrics: Mapping[str, Metric] = field(default_factory=default_metrics)
+    metrics: Mapping[str, Metric] = field(default_factory=METRICS.copy)
     batch_size: int = 16
     max_new_tokens: int = 64
     skip_errors: bool = False  # leave out examples that cannot be used

@@ -11,11 +11,10 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from importlib.util import find_spec
 from itertools import chain, combinations
 from pathlib import Path
 
-from nanovlm.errors import InputError, MissingExtraError
+from nanovlm.errors import InputError
 
 Metric = Callable[[Sequence[str], Sequence[Sequence[str]]], list[float]]
 PairMetric = Callable[[str, Sequence[str]], float]  # of one answer and its references
@@ -98,21 +97,6 @@ def edit_distance(a: str, b: str) -> int:
     return row[-1]
 
 
-def rouge_l(answers: Sequence[str], references: Sequence[Sequence[str]]) -> list[float]:
-    """ROUGE-L (Lin 2004), the F1 of the longest common subsequence of words, by the rouge-score library; the best one.
-
-    Needs the extra metrics.
-    """
-    try:
-        from rouge_score.rouge_scorer import RougeScorer
-        from rouge_score.tokenizers import DefaultTokenizer
-    except ImportError:
-        raise MissingExtraError("rouge_l needs rouge-score: pip install 'nanovlm[metrics]'") from None
-    # without a tokenizer it logs a line through absl, which gives the root logger a handler: every line appears twice
-    scorer = RougeScorer(["rougeL"], tokenizer=DefaultTokenizer(use_stemmer=False))
-    return [float(scorer.score_multi(truths, answer)["rougeL"].fmeasure) for answer, truths in zip(answers, references)]
-
-
 def cider(answers: Sequence[str], references: Sequence[Sequence[str]]) -> list[float]:
     """CIDEr-D (Vedantam et al. 2015), as coco-caption computes it, but of lower-case words without Java's tokenizer.
 
@@ -154,15 +138,8 @@ METRICS: dict[str, Metric] = {
     "f1": partial(_each, token_f1),
     "vqa_accuracy": partial(_each, vqa_accuracy),
     "anls": partial(_each, anls),
-    "rouge_l": rouge_l,
     "cider": cider,
 }
-
-
-def default_metrics() -> dict[str, Metric]:
-    """All metrics whose libraries are installed."""
-    missing = {"rouge_l"} if find_spec("rouge_score") is None else set()
-    return {name: metric for name, metric in METRICS.items() if name not in missing}
 
 
 def load_metric(name: str) -> tuple[str, Metric]:

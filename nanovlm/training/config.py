@@ -238,8 +238,8 @@ class FinetuneOptions:
     )
     metric: Sequence[str] = setting(
         (),
-        "score answers to held-out questions by exact_match, f1, vqa_accuracy, anls, rouge_l, cider, or a "
-        "module:function(answer, references) of your own (default: all six)",
+        "score answers to held-out questions by exact_match, f1, vqa_accuracy, anls, cider, or a "
+        "module:function(answer, references) of your own (default: all five)",
         metavar="NAME",
         needs="validation",
         action="append",

@@ -22,9 +22,8 @@ from nanovlm.data.examples import ExampleError
 from nanovlm.data.validate import check_data
 from nanovlm.device import choose_device
 from nanovlm.errors import MissingCaptionsError, UsageError
-from nanovlm.evaluation import Evaluation, EvaluationOptions, evaluate, load_metric
+from nanovlm.evaluation import METRICS, Evaluation, EvaluationOptions, evaluate, load_metric
 from nanovlm.evaluation.evaluate import Question, QuestionList, example_questions
-from nanovlm.evaluation.metrics import default_metrics
 from nanovlm.options import check_output_folder
 from nanovlm.processing.convert import check_format, convert_layout
 from nanovlm.processing.processor import Processor
@@ -252,7 +251,7 @@ def answer_scorer(
     These are cfg.validation_questions, or all where there are fewer. UsageError if cfg.metric_for_best_model is not
     among the metrics.
     """
-    metrics = dict(load_metric(name) for name in options.metric) or default_metrics()
+    metrics = dict(load_metric(name) for name in options.metric) or METRICS
     names = [AUTO, LOSS, *(metrics if cfg.validation_questions else ())]
     if cfg.metric_for_best_model not in names:
         raise UsageError(f"--metric-for-best-model {cfg.metric_for_best_model} is none of {', '.join(names)}")

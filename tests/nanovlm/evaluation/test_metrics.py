@@ -1,15 +1,12 @@
 """Metrics of answers, against reference implementations and figures from their papers."""
 
 import random
-import subprocess
-import sys
 from functools import cache
 
 import pytest
 
-from nanovlm.errors import InputError, MissingExtraError
-from nanovlm.evaluation.metrics import METRICS, edit_distance, load_metric, rouge_l
-from support import ROOT
+from nanovlm.errors import InputError
+from nanovlm.evaluation.metrics import METRICS, edit_distance, load_metric
 
 ANSWERS = ["a cat on a mat", "a dog runs", "Two red birds sit on a wire.", "", "the man's hat is blue blue blue"]
 REFERENCES = [
@@ -72,18 +69,6 @@ def test_cider_is_that_of_coco_caption():
     assert METRICS["cider"](ANSWERS, REFERENCES) == pytest.approx(list(expected), abs=1e-6)
 
 
-@pytest.mark.full
-def test_rouge_l_is_the_f1_of_the_longest_common_subsequence():
-    pytest.importorskip("rouge_score")
-    assert METRICS["rouge_l"](["the cat sat down", "x"], [["the cat down", "a"], ["y"]]) == pytest.approx([6 / 7, 0])
-
-
-def test_a_missing_library_names_its_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "rouge_score.rouge_scorer", None)
-    with pytest.raises(MissingExtraError, match=r"nanovlm\[metrics\]"):
-        rouge_l(["a"], [["a"]])
-
-
 def test_a_metric_of_the_users_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path / "nothing")  # which restores the path at the end
@@ -98,12 +83,3 @@ def test_a_metric_of_the_users_own(tmp_path, monkeypatch):
     for wrong in ("bleu", "my_metrics:nothing", "no_such_module_x:f"):
         with pytest.raises(InputError, match=wrong):
             load_metric(wrong)
-
-
-@pytest.mark.full
-def test_rouge_l_leaves_the_root_logger_alone():
-    pytest.importorskip("rouge_score")
-    program = "import logging; from nanovlm.evaluation.metrics import rouge_l as metric; metric(['a'], [['a']])"
-    program += "; print(logging.root.handlers)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert done.stdout == "[]\n"
