@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv and argv[0] not in VERBS and names_image(argv[0]):
         print_error(f"nanovlm: {argv[0]!r} is not a verb; did you mean: nanovlm caption {shlex.join(argv)}")
         return EXIT_USAGE
-    names = argv[:1] if argv and argv[0] in VERBS and "_ARGCOMPLETE" not in os.environ else VERBS
+    names = argv[:1] if argv and argv[0] in VERBS else VERBS
     verbs = {name: import_verb(name) for name in names}  # each imports what its flags need
     parser = Parser(
         prog="nanovlm",
@@ -51,10 +51,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, verb in verbs.items():
         epilog = f"example: {verb.EXAMPLE}"
         add_verb_flags(verb, subparsers.add_parser(name, help=verb.HELP, description=verb.HELP, epilog=epilog))
-    if "_ARGCOMPLETE" in os.environ:  # set by the shell when it completes a command line
-        import argcomplete
-
-        argcomplete.autocomplete(parser)
     return run(parser.parse_args(argv))
 
 

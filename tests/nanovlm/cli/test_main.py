@@ -97,16 +97,6 @@ def test_help_shows_every_verb_with_an_example(capsys):
     assert "\033" not in out
 
 
-@pytest.mark.full
-def test_shell_completion(tmp_path):
-    pytest.importorskip("argcomplete")
-    line, answer = "nanovlm caption --exi", tmp_path / "answer"
-    environment = os.environ | {"_ARGCOMPLETE": "1", "COMP_LINE": line, "COMP_POINT": str(len(line))}
-    environment |= {"_ARGCOMPLETE_STDOUT_FILENAME": str(answer), "_ARGCOMPLETE_IFS": "\n", "PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, "-c", "from nanovlm.cli.main import main; main()"], env=environment, timeout=60)
-    assert answer.read_text().strip() == "--existing"
-
-
 @pytest.fixture
 def failing(capsys):
     """generate.py whose verb raises an error."""
