@@ -18,7 +18,7 @@ from models.config import VLMConfig
 from models.decoding import finish_reason, trim_repetition
 from models.inference.inference_model import InferenceModel
 from models.vision_language_model import VisionLanguageModel, load_model
-from nanovlm.device import choose_device, choose_dtype, set_threads
+from nanovlm.device import choose_device, choose_dtype
 from nanovlm.embedded import EMBEDDED, PROMPT
 from nanovlm.errors import InputError
 from nanovlm.options import GenerationOptions, ModelOptions, generation_options, with_changes
@@ -102,7 +102,7 @@ class Captioner:
     def load(cls, options: ModelOptions) -> "Captioner":
         """The same with a record of options."""
         if options.threads is not None:
-            set_threads(str(options.threads))
+            torch.set_num_threads(options.threads)
         device = choose_device(options.device)
         folder = snapshot_path(*options.base)
         cfg, dtype = load_config(folder), choose_dtype(options.dtype, device, folder)

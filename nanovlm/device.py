@@ -1,8 +1,7 @@
-"""Choosing a device, a dtype and a number of threads; measuring peak memory.
+"""Choosing a device and a dtype; counting cores and measuring peak memory.
 
-os.cpu_count() counts the machine's cores, which a container or `taskset` may not grant. On a busy machine one thread
-can be many times faster than two: OpenMP's threads wait for each other at every operation, and one that is not
-scheduled holds up all.
+On a busy machine one thread can be many times faster than two: OpenMP's threads wait for each other at every
+operation, and one that is not running stalls the others.
 """
 
 import ctypes
@@ -17,10 +16,9 @@ import torch
 
 from models.checkpoint import checkpoint_dtype
 from models.inference.kernels.load import WITHOUT_BF16_DOT, chosen_level, cpu_info
-from nanovlm.errors import InputError, UsageError
+from nanovlm.errors import InputError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-CGROUP = Path("/sys/fs/cgroup")
 MIN_CPU_SHARE = 0.7  # CPU time over wall time of a thread below which the machine is called busy
 MEASURED_CALLS = 6
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
@@ -104,43 +102,6 @@ def peak_memory(device: torch.device) -> int:
         return 0
     unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux kibibytes
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def cgroup_quota(root: Path = CGROUP) -> float | None:
-    """The CPU cores that the control group grants (version 2, then 1), or None without a limit."""
-    try:
-        quota, period = (root / "cpu.max").read_text().split()[:2]
-    except (OSError, ValueError):
-        try:
-            quota, period = ((root / "cpu" / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
-        except OSError:
-            return None
-    try:
-        cores = float(quota) / float(period)
-    except (ValueError, ZeroDivisionError):  # "max"
-        return None
-    return cores if cores > 0 else None  # -1: no limit
-
-
-def available_threads(root: Path = CGROUP) -> int:
-    """OMP_NUM_THREADS if it is set, else the cores that affinity and the control group's quota allow, at least 1."""
-    requested = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
-    if requested.isdecimal() and int(requested) > 0:
-        return int(requested)
-    quota = cgroup_quota(root)
-    cores = available_cores()
-    return cores if quota is None else max(1, min(cores, int(quota)))
-
-
-def set_threads(text: str) -> int:
-    """Make PyTorch use `text` threads, a number or auto for no more than are available; returns the number."""
-    if text != "auto" and not (text.isdecimal() and 0 < int(text) <= 1024):
-        raise UsageError(f"--threads {text} must be auto or a number from 1 to 1024")
-    # auto never raises PyTorch's own choice, the physical cores
-    threads = min(torch.get_num_threads(), available_threads()) if text == "auto" else int(text)
-    if threads != torch.get_num_threads():
-        torch.set_num_threads(threads)
-    return threads
 
 
 def keep_freed_memory() -> None:

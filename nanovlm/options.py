@@ -56,14 +56,13 @@ class ModelOptions:
     revision: str | None = setting(None, "branch, tag or commit of a Hub model")
     device: str = setting("auto", "where the model runs", choices=DEVICES)
     dtype: str = setting("auto", "of weights", choices=DTYPES)
-    threads: str | None = setting(
+    threads: int | None = setting(
         None,
-        "CPU threads; auto follows OMP_NUM_THREADS, affinity and a container's quota; on a busy machine 1 may be many "
-        "times faster",
-        "auto or a number from 1 to 1024",
-        lambda n: n == "auto" or (str(n).isdecimal() and 0 < int(n) <= 1024),
-        metavar="N",
-    )  # a number may be an int, too; None leaves PyTorch's
+        "CPU threads; on a busy machine 1 may be many times faster",
+        minimum=1,
+        maximum=1024,
+        default_text="PyTorch's choice, which follows OMP_NUM_THREADS",
+    )
     quantize: str | None = setting(
         None,
         "int8: weights, and on CPUs with kernels for it activations, in 8 bits; int4: the language model's weights in "

@@ -9,11 +9,12 @@ import sys
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
+import torch
+
 from eval.lib.cpu_levels import levels_here
 from eval.lib.hardware import cpu_name
 from nanovlm.cli.main import Parser
-from nanovlm.device import DTYPES, set_threads
-from nanovlm.errors import UsageError
+from nanovlm.device import DTYPES
 
 RESULTS = Path(__file__).parent.parent / "results"  # CPU.txt, a file for each processor
 
@@ -25,20 +26,17 @@ def make_parser(name: str, doc: str) -> Parser:
     return parser
 
 
-def add_threads_flag(parser: Parser, default: str = "auto") -> None:
+def add_threads_flag(parser: Parser, default: str | None = None) -> None:
     """--threads, which takes effect when the flags are parsed, here and in processes that are started later."""
-    what = f"CPU threads, a number or auto, see nanovlm.device (default: {default})"
+    what = f"CPU threads (default: {default or 'as many as PyTorch chooses'})"
     parser.add_argument("--threads", type=use_threads, default=default, metavar="N", help=what)
 
 
 def use_threads(text: str) -> int:
-    """argparse type: make PyTorch use `text` threads, see set_threads, and return their number."""
-    try:
-        threads = set_threads(text)
-    except UsageError as error:
-        raise argparse.ArgumentTypeError(str(error).removeprefix("--threads ")) from None
-    if text != "auto":
-        os.environ["OMP_NUM_THREADS"] = text
+    """argparse type: make PyTorch use that many threads, and return their number."""
+    threads = positive(text)
+    torch.set_num_threads(threads)
+    os.environ["OMP_NUM_THREADS"] = text
     return threads
 
 

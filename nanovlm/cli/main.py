@@ -20,7 +20,6 @@ from nanovlm.errors import InputError, NanoVLMError, UsageError, is_out_of_memor
 
 VERBS = ("caption", "chat", "serve", "train", "evaluate", "export", "merge")  # modules of this package
 EXIT_FAILURE, EXIT_USAGE, EXIT_BUG, EXIT_INTERRUPTED = 1, 2, 70, 130
-SPIN_COUNT = "10000"  # half a millisecond, longer than the gap between two matmuls
 IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif", ".heic"}
 
 
@@ -86,7 +85,6 @@ def run(args: argparse.Namespace) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a character that the terminal lacks is no failure
     configure_logging()
-    limit_spinning()
     try:
         check_current_folder()
         with warnings_as_notes():
@@ -105,16 +103,6 @@ def check_current_folder() -> None:
         os.getcwd()
     except FileNotFoundError:
         raise UsageError("the current folder was deleted; change to one that exists") from None
-
-
-def limit_spinning() -> None:
-    """Let a thread that waits for the others give up its core soon, if torch was not imported yet.
-
-    By default GNU OpenMP's threads spin for 3 to 16 ms. Beside busy processes that uses up the time for which they get
-    a core, and what takes 40 ms alone took up to 5 s. OMP_WAIT_POLICY and GOMP_SPINCOUNT in the environment are obeyed.
-    """
-    if "torch" not in sys.modules and "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
 
 
 def report_exception(args: argparse.Namespace, error: Exception) -> int:

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from nanovlm.captioner import Captioner
 
 EMBEDDED_NOTE = f"note: {EMBEDDED_LIMITS}; --model FOLDER_OR_HUB_ID names a model for photographs"
-THREADS = "auto"  # the library alone leaves PyTorch's number
 METAVARS = {int: "N", float: "X"}
 
 Record = TypeVar("Record")
@@ -78,11 +77,11 @@ def from_args(record: type[Record], args: argparse.Namespace, **defaults: Any) -
 def add_model_flags(parser: argparse.ArgumentParser, without: Sequence[str] = ()) -> None:
     """Add the flags of `ModelOptions`, but for some fields."""
     names = [f.name for f in fields(ModelOptions) if f.name not in without]
-    add_flags(parser, ModelOptions, names, threads=THREADS)
+    add_flags(parser, ModelOptions, names)
 
 
 def model_options(args: argparse.Namespace) -> ModelOptions:
-    return from_args(ModelOptions, args, threads=THREADS)
+    return from_args(ModelOptions, args)
 
 
 def refuse_flags(args: argparse.Namespace, flags: Sequence[str], reason: str) -> None:

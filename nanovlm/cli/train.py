@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from nanovlm.cli.options import add_flags as add_record_flags
 from nanovlm.cli.options import (
-    THREADS,
     check_data_names,
     check_validation,
     flag_of,
@@ -15,7 +15,6 @@ from nanovlm.cli.options import (
     given,
     settings_of,
 )
-from nanovlm.cli.options import add_flags as add_record_flags
 from nanovlm.cli.run_file import apply_run_file, run_file_text
 from nanovlm.errors import UsageError
 from nanovlm.options import ModelOptions, ReadOptions
@@ -48,7 +47,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="read all examples, print counts, errors and three examples; train nothing",
     )
-    add_record_flags(parser, ModelOptions, ["threads"], threads=THREADS)
+    add_record_flags(parser, ModelOptions, ["threads"])
     add_record_flags(parser, FinetuneOptions)
     add_record_flags(parser, ReadOptions)
     add_record_flags(parser, TrainConfig, presets={"": FINETUNING, "LoRA": ADAPTERS, "scenes": SCENES})
@@ -64,14 +63,18 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--data and --recipe: {problem}")
     check_flags(args)
     cfg, options = config_from_args(args), options_from_args(args, evaluation_flags=typed)
+    threads = ModelOptions(threads=args.threads).threads
     check_data_names(args.data or ())
 
-    from nanovlm.device import keep_freed_memory, set_threads
+    import torch
+
+    from nanovlm.device import keep_freed_memory
     from nanovlm.training.distributed import run_and_exit
 
     for name in ONEDNN_CACHES:
         os.environ.setdefault(name, ONEDNN_CAPACITY)
-    set_threads(args.threads or THREADS)
+    if threads is not None:
+        torch.set_num_threads(threads)
     keep_freed_memory()
     return run_and_exit(lambda: train_or_estimate(args, options, cfg))
 

@@ -1,4 +1,4 @@
-"""The number of threads follows what the process may use; a busy machine is noticed."""
+"""A wrong number of threads, forks, and a busy machine; memory that is kept."""
 
 import multiprocessing
 import platform
@@ -6,61 +6,10 @@ import subprocess
 import sys
 
 import pytest
-import torch
 
 from nanovlm.cli import main as cli
-from nanovlm.device import MEASURED_CALLS, BusyMonitor, available_threads, cgroup_quota, set_threads
-from nanovlm.errors import UsageError
+from nanovlm.device import MEASURED_CALLS, BusyMonitor
 from support import ROOT
-
-
-@pytest.fixture(autouse=True)
-def machine(monkeypatch):
-    """A process that may use eight cores; PyTorch's threads are restored."""
-    before = torch.get_num_threads()
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)), raising=False)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.parametrize(
-    ("files", "quota", "threads"),
-    [
-        ({}, None, 8),
-        ({"cpu.max": "max 100000\n"}, None, 8),
-        ({"cpu.max": "200000 100000\n"}, 2, 2),
-        ({"cpu.max": "150000 100000\n"}, 1.5, 1),
-        ({"cpu.max": "50000 100000\n"}, 0.5, 1),
-        ({"cpu.max": "1600000 100000\n"}, 16, 8),
-        ({"cpu.max": "nonsense"}, None, 8),
-        ({"cpu/cpu.cfs_quota_us": "300000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 3, 3),
-        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, None, 8),
-    ],
-)
-def test_the_quota_of_a_control_group_limits_the_threads(tmp_path, files, quota, threads):
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
-    assert cgroup_quota(tmp_path) == quota and available_threads(tmp_path) == threads
-
-
-def test_omp_num_threads_is_followed(tmp_path, monkeypatch):
-    (tmp_path / "cpu.max").write_text("200000 100000")
-    for text, threads in (("3", 3), ("5,2", 5), ("", 2), ("0", 2), ("x", 2)):
-        monkeypatch.setenv("OMP_NUM_THREADS", text)
-        assert available_threads(tmp_path) == threads
-
-
-def test_threads_are_set_for_pytorch(monkeypatch):
-    assert set_threads("3") == torch.get_num_threads() == 3
-    monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    assert set_threads("auto") == torch.get_num_threads() == 2
-    monkeypatch.setenv("OMP_NUM_THREADS", "9")
-    assert set_threads("auto") == 2, "never more than PyTorch itself would use"
-    for wrong in ("0", "-1", "x", "1.5"):
-        with pytest.raises(UsageError, match=f"--threads {wrong}"):
-            set_threads(wrong)
 
 
 @pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="this system has no fork")
@@ -81,8 +30,8 @@ def test_a_fork_of_a_process_that_has_used_the_model_generates():
 @pytest.mark.parametrize("verb", [["evaluate", "--data", "scenes"], ["train", "--data", "scenes", "--out", "x"]])
 def test_a_wrong_number_is_one_line(verb, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert cli.main([*verb, "--threads", "none"]) == 2
-    assert capsys.readouterr().err.splitlines()[-1].endswith("must be auto or a number from 1 to 1024")
+    assert cli.main([*verb, "--threads", "0"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].endswith("--threads 0 must be at least 1 and at most 1024")
 
 
 @pytest.mark.parametrize(

@@ -40,22 +40,6 @@ def test_help_imports_nothing_heavy(argv):
     assert not imported & {"torch", "torchvision", "PIL", "numpy", "tokenizers", "jinja2", "huggingface_hub"}
 
 
-@pytest.mark.parametrize(
-    ("environment", "spins"),
-    [({}, cli.SPIN_COUNT), ({"OMP_WAIT_POLICY": "active"}, None), ({"GOMP_SPINCOUNT": "5"}, "5")],
-)
-def test_threads_spin_briefly_unless_the_environment_says_otherwise(monkeypatch, environment, spins):
-    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    cli.limit_spinning()
-    assert os.environ.get("GOMP_SPINCOUNT") == environment.get("GOMP_SPINCOUNT"), "torch has read it already"
-    monkeypatch.delitem(sys.modules, "torch")
-    cli.limit_spinning()
-    assert os.environ.get("GOMP_SPINCOUNT") == spins
-
-
 def test_version(capsys):
     with pytest.raises(SystemExit) as end:
         cli.main(["--version"])

@@ -125,7 +125,7 @@ def test_model_flag_changes_the_captioner(name, tiled, tmp_path, request):
         return
     assert effect(load_captioner(options["caption"]))
     plain = parse_model_options("caption", argv[2 * (name == "threads") : 2 + 2 * (name != "model")])
-    assert not effect(load_captioner(replace(plain, threads="1")))
+    assert not effect(load_captioner(replace(plain, threads=1)))
 
 
 def parse_model_options(verb, argv):
