@@ -78,13 +78,6 @@ class ModelOptions:
         minimum=1,
         default_text="as many as in training",
     )
-    image_cache_dir: str | Path | None = setting(  # noqa: RUF009
-        None,
-        "keep encoded images in FOLDER, at most 2 GiB, and encode none again that it has",
-        "the name of a folder",
-        lambda folder: os.fspath(folder) != "" and not os.path.isfile(folder),
-        metavar="FOLDER",
-    )
     skip_special_tokens: bool = setting(True, "leave special tokens out of answers, but for those of Docling models")
     upscale: bool = setting(True, "enlarge an image to get more tiles of it")
     allow_urls: bool = False  # http(s) URLs may name images, which are then fetched from public addresses

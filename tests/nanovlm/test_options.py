@@ -40,12 +40,8 @@ def test_wrong_keywords_are_named(embedded):
     for name, value, limits in wrong:
         with pytest.raises(InputError, match=re.escape(f"{name}={value} must be {limits}")):
             embedded.caption(SAMPLE, **{name: value})
-    for name, limits in (
-        ("adapter", "a folder with"),
-        ("model", "a folder with"),
-        ("image_cache_dir", "the name of a"),
-    ):
-        with pytest.raises(InputError, match=f"{name}=3 must be {limits}"):
+    for name in ("adapter", "model"):
+        with pytest.raises(InputError, match=f"{name}=3 must be a folder with"):
             Captioner.from_pretrained(**{name: 3})
     for name, value in (("allow_urls", "no"), ("skip_special_tokens", None)):
         with pytest.raises(InputError, match=f"{name}={value!r} must be True or False"):
