@@ -99,8 +99,6 @@ class OutputOptions:
             )
         if not re.fullmatch(r"\.[^/\\\0]*[^/\\\0.]", self.extension):
             raise UsageError(f"extension {self.extension!r} is not like .txt or .caption")
-        if self.extension.lower() == ".xmp" and self.existing != "skip":  # it may hold ratings and more
-            raise UsageError(f"existing={self.existing!r} would change an .xmp of other programs; omit it")
         if os.path.splitext(f"a{self.extension}")[1].lower() in readable_extensions() | IMAGE_EXTENSIONS:
             raise UsageError(f"extension {self.extension!r} is that of images; use .txt or .caption")
 

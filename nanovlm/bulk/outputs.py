@@ -10,14 +10,12 @@ import hashlib
 import json
 import logging
 import os
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import NoneType
 from typing import Any
-from xml.sax.saxutils import escape
 
 from models.checkpoint import atomic_write
 from nanovlm.bulk.inputs import real_place
@@ -31,14 +29,6 @@ from nanovlm.errors import DataError, UsageError
 logger = logging.getLogger(__name__)
 
 ADDING = ("append", "prepend")
-XMP = """<?xpacket begin="\ufeff" id="W5M0MpCehiHzreSzNTczkc9d"?>
-<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:RDF xmlns:rdf="http://www.w3.org/1999/02/22-rdf-syntax-ns#">
-<rdf:Description rdf:about="" xmlns:dc="http://purl.org/dc/elements/1.1/"><dc:description><rdf:Alt>
-<rdf:li xml:lang="x-default">{}</rdf:li>
-</rdf:Alt></dc:description></rdf:Description></rdf:RDF></x:xmpmeta>
-<?xpacket end="w"?>
-"""  # ISO 16684-1
-NOT_XML = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff]")  # characters that XML 1.0 cannot hold
 
 
 class Output:
@@ -154,9 +144,7 @@ class Sidecars(Output):
         old = _read_bytes(target)
         if self.log is None:
             if old is None:
-                is_xmp = self.options.extension.lower() == ".xmp"
-                text = XMP.format(escape(NOT_XML.sub("", caption))) if is_xmp else f"{caption}\n"
-                write_atomically(target, text.encode())
+                write_atomically(target, f"{caption}\n".encode())
             else:
                 logger.warning("%s was written by somebody else during this run; it is kept", target)
             return

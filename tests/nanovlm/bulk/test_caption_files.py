@@ -10,7 +10,6 @@ import time
 from functools import partial
 from itertools import product
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 
@@ -178,16 +177,6 @@ def test_captions_beside_images_may_have_another_extension(generate, folder, fil
         code, _, err = generate(folder, "--extension", extension)
         assert code == 0 and ("5 had captions" in err) == (extension == "caption")
     assert sidecars(folder, ".caption") == texts and files.texts() == {"a": "tags"}
-
-
-def test_xmp_files_hold_captions_as_dc_description(generate, folder, texts):
-    (folder / "a.xmp").write_text("another program's")
-    code, _, err = generate(folder, "--extension", "xmp", "--prefix", "A & <B>: ")
-    assert code == 0 and "1 had captions" in err and (folder / "a.xmp").read_text() == "another program's"
-    for name in texts.keys() - {"a"}:
-        packet = ElementTree.fromstring((folder / f"{name}.xmp").read_text("utf-8"))
-        (found,) = packet.iter("{http://www.w3.org/1999/02/22-rdf-syntax-ns#}li")
-        assert found.text == f"A & <B>: {texts[name]}"
 
 
 @pytest.mark.parametrize("where", TABLES)
@@ -673,7 +662,6 @@ TWO_PROMPTS = ["--prompt", "What?", "--prompt", "Where?"]
         (["nowhere", "gone.png", "--out", "all.jsonl"], "nowhere: no such file or folder; correct the path"),
         (["--from-file", "nowhere"], "list of names 'nowhere': No such file"),
         (["images", "--out", "failures.jsonl"], "is named like a list of images that failed"),
-        (["images", "--extension", ".XMP", "--existing", "append"], "would change an .xmp of other programs"),
         (["good.png", "--limit", "1"], "--limit is for files"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
