@@ -3,12 +3,11 @@
 import json
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nanovlm.bulk.prompt_template import check_template, fill_template
 from nanovlm.data.remote import INSTALL_DATA
 from nanovlm.embedded import PROMPT
 from nanovlm.errors import UsageError
@@ -31,26 +30,23 @@ class BulkOptions(GenerationOptions):
 
     prompt: str | tuple[str, ...] = PROMPT
     batch_size: int | None = None  # images decoded at once, per worker; None: see `BulkCaptioner`
-    prompt_template: str = ""  # instead of prompt: a text with {tags}, {column:NAME} and so on, see `fill_template`
     as_video: bool = False  # video files and animated images, each described as a whole, instead of images
     max_frames: int = MAX_FRAMES  # of a video
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_positive({"batch size": self.batch_size, "max_frames": self.max_frames})
-        if (self.schema is not None or self.prompt_template) and not isinstance(self.prompt, str):
-            raise UsageError(f"{len(self.prompt)} prompts with a JSON schema or a template, which are for one; ask one")
-        check_template(self.prompt_template)
+        if self.schema is not None and not isinstance(self.prompt, str):
+            raise UsageError(f"{len(self.prompt)} prompts with a JSON schema, which is for one; ask one")
 
     @property
     def extensions(self) -> Collection[str]:
         """Those of the files that are captioned of a folder."""
         return VIDEO_EXTENSIONS | ANIMATION_EXTENSIONS if self.as_video else readable_extensions()
 
-    def prompts_of(self, image: str, row: Mapping[str, object]) -> Sequence[str]:
-        """The prompts for an image, by its path and its row of a table."""
-        if self.prompt_template:
-            return [fill_template(self.prompt_template, image, row)]
+    @property
+    def prompts(self) -> Sequence[str]:
+        """What is asked about each image."""
         return [self.prompt] if isinstance(self.prompt, str) else self.prompt
 
 

@@ -56,10 +56,6 @@ class Output:
         """Whether an image needs no caption."""
         return False
 
-    def row(self, image: str) -> Mapping[str, Any]:
-        """What is known of an image already."""
-        return {}
-
     def write(self, image: str, caption: str) -> None:
         """Store a caption, so that no interruption loses it."""
         raise NotImplementedError
@@ -209,9 +205,6 @@ class Table(Output):
 
     def is_done(self, image: str) -> bool:
         return relative(image, self.folder) in self.done
-
-    def row(self, image: str) -> Mapping[str, Any]:
-        return self.rows.get(relative(image, self.folder), {})
 
     def write(self, image: str, caption: str) -> None:
         name = relative(image, self.folder)

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 from nanovlm.bulk.captioning import BulkCaptioner, EmptyCaptionError, failure_reason
 from nanovlm.bulk.inputs import read_names
 from nanovlm.bulk.options import FAILURES, BulkOptions, BulkReport, OutputOptions, Plan
-from nanovlm.bulk.prompt_template import TAGS
 from nanovlm.bulk.remote_inputs import RemoteImage, find_remote, is_container, read_images
 from nanovlm.bulk.resume_log import json_line
 from nanovlm.bulk.run import Progress, run_settings
@@ -101,8 +100,6 @@ def caption_on_ray(
     ends the run.
     """
     options, output = options or BulkOptions(), output or OutputOptions()
-    if TAGS in options.prompt_template:
-        raise UsageError(f"{TAGS} is read from files beside images; caption on one machine")
     folder = ShardFolder(os.fspath(ray_options.out), ray_options.shard_format)
     settings = load, options, output, folder
     files, others = find_remote([*names, *read_names(names_file)], recursive, exclude=folder.uri)
@@ -208,7 +205,6 @@ class Worker:
             options,
             cores=self.cores,
             read=lambda name: group[name].open(),
-            row=lambda name: group[name].row,
         )
         for name, result in bulk.captions(group.setdefault(image.name, image).name for image in images):
             group[name].content, group[name].result = b"", result

@@ -148,7 +148,7 @@ def _caption_found(
     captioned, tried, bulk = 0, 0, None
     limit = len(plan.todo) if plan.limit is None else plan.limit
     if plan.todo:
-        bulk = BulkCaptioner(captioner if isinstance(captioner, Captioner) else captioner(), options, row=output.row)
+        bulk = BulkCaptioner(captioner if isinstance(captioner, Captioner) else captioner(), options)
     while bulk and captioned < limit and tried < len(plan.todo):  # images that fail do not count
         paths = plan.todo[tried : tried + limit - captioned]
         captioned += _write_captions(bulk, paths, output, failures)

@@ -37,7 +37,7 @@ HELP = "Caption images, or answer a prompt about each; without arguments, the sa
 EXAMPLE = "nanovlm caption photos --out photos/metadata.jsonl"
 
 FILE_FLAGS = (
-    "existing", "prefix", "suffix", "extension", "prompt_template", "batch_size", "limit", "recursive", "dry_run",
+    "existing", "prefix", "suffix", "extension", "batch_size", "limit", "recursive", "dry_run",
 )  # fmt: skip
 RAY_FLAGS = ("shard_format", "shard_size", "cpus_per_worker")
 LENGTHS: dict[str, tuple[str, dict[str, int]]] = {  # prompt, and how long its answers may be
@@ -97,12 +97,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         help="prompt for each image; repeat it to ask several, for which the image is encoded once; a table has a "
         f"column for each (default: {PROMPT!r})",
-    )
-    prompts.add_argument(
-        "--prompt-template",
-        metavar="TEXT",
-        help="prompt in which {tags} is the text of the .txt beside each image, {name} its name, {folder} that of its "
-        "folder, and {column:NAME} a column of the table --out or, with --ray, of a parquet file",
     )
     prompts.add_argument(
         "--length", choices=tuple(LENGTHS), help="ask for a caption of this length, of at most 48, 128 or 384 tokens"

@@ -8,7 +8,6 @@ from typing import Any
 
 from nanovlm.bulk import BulkOptions, BulkReport, OutputOptions, Plan, caption_images, plan_images
 from nanovlm.bulk.options import SIDECARS, STREAM
-from nanovlm.bulk.prompt_template import TAGS, TAGS_EXTENSION
 from nanovlm.cli.options import EMBEDDED_NOTE, from_args, load_captioner, model_options
 from nanovlm.console import print_error
 from nanovlm.device import choose_device, peak_memory
@@ -29,8 +28,7 @@ def caption_files(args: argparse.Namespace, generation: GenerationOptions) -> in
     (check_ray_flags if on_ray else check_file_flags)(args)
     model = model_options(args)
     output, options = output_options(args, generation.schema), bulk_options(args, generation)
-    prompts = [args.prompt_template] if args.prompt_template else args.prompts
-    load = partial(load_captioner, model, prompts, generation.max_new_tokens, own_images=not on_ray)
+    load = partial(load_captioner, model, args.prompts, generation.max_new_tokens, own_images=not on_ray)
     selection = {"names_file": args.from_file, "recursive": args.recursive is not False, "limit": args.limit}
     settings = {name: getattr(model, name) for name in MODEL_SETTINGS}
     plan: Callable[..., Plan]
@@ -42,7 +40,6 @@ def caption_files(args: argparse.Namespace, generation: GenerationOptions) -> in
         plan = partial(plan_on_ray, args.images, cluster)
         caption = partial(caption_on_ray, load, args.images, cluster, options, output, model_settings=settings)
     else:
-        check_tags(options, output)
         plan = partial(plan_images, args.images, options, output, model_settings=settings)
         caption = partial(caption_images, load, args.images, options, output, model_settings=settings)
     if args.dry_run:
@@ -83,16 +80,6 @@ def output_options(args: argparse.Namespace, schema: Any) -> OutputOptions:
         name_key="image" if args.json else "file_name",  # as --json names single images
         columns=columns,
     )
-
-
-def check_tags(options: BulkOptions, output: OutputOptions) -> None:
-    """Refuse a template whose {tags} would be taken for captions that are there already."""
-    tags_are_captions = (output.out, output.existing, output.extension) == (SIDECARS, "skip", TAGS_EXTENSION)
-    if TAGS in options.prompt_template and tags_are_captions:
-        raise UsageError(
-            f"{TAGS} is read from the {TAGS_EXTENSION} files, which count as captions that exist; write others by "
-            "--extension .caption or --out, or say --existing overwrite, append or prepend"
-        )
 
 
 def print_plan(plan: Plan) -> int:

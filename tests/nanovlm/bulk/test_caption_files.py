@@ -141,22 +141,6 @@ def test_captions_start_with_given_words_and_end_with_a_sentence(generate, folde
     assert code == 0 and {json.loads(row)["text"] for row in out.splitlines()} == cut and "Two photos." in cut
 
 
-def test_a_prompt_template_asks_with_the_tags_of_each_image(generate, folder, captions_of):
-    for i, name in enumerate(IMAGE_NAMES[1:]):
-        (folder / name).with_suffix(".txt").write_text(f"tag{i},\n  red {{name}}\n", encoding="utf-8")
-    flags = [folder, "--prompt-template", "In {folder}, {name}: {tags}!", "--extension", "caption"]
-    code, _, err = generate(*flags)
-    assert code == 1 and "a.png: a.txt is missing, so the prompt has no {tags}" in err and "4 captioned" in err
-    expected = {}
-    for i, name in enumerate(IMAGE_NAMES[1:]):
-        path = folder / name
-        prompt = f"In {path.parent.name}, {path.stem}: tag{i}, red {{name}}!"
-        expected[stem(name)] = captions_of(str(path), prompt)[0].strip()
-    assert sidecars(folder, ".caption") == expected
-    (folder / "a.txt").touch()
-    assert generate(*flags)[0] == 0 and (folder / "a.caption").exists()
-
-
 def test_lists_patterns_and_names_are_captioned_together(generate, folder, texts, monkeypatch):
     odd = "images/two\nlines.png"
     Path(odd).write_bytes((folder / "a.png").read_bytes())
@@ -177,20 +161,6 @@ def test_captions_beside_images_may_have_another_extension(generate, folder, fil
         code, _, err = generate(folder, "--extension", extension)
         assert code == 0 and ("5 had captions" in err) == (extension == "caption")
     assert sidecars(folder, ".caption") == texts and files.texts() == {"a": "tags"}
-
-
-@pytest.mark.parametrize("where", TABLES)
-def test_the_prompt_of_an_image_may_be_in_the_table(generate, folder, files, captions_of):
-    questions = {image: f"What is {i}?" for i, image in enumerate(IMAGE_NAMES)}
-    rows = [{"file_name": image, "id": i, "question": text} for i, (image, text) in enumerate(questions.items())]
-    write_table(files.path, rows[:-1])
-    code, _, err = generate(folder, "--out", files.out, "--prompt-template", "{column:question} Say it.")
-    assert code == 1 and "its row has no question, which the prompt needs; write it" in err
-    found = {row["file_name"]: row for row in read_table(files.path)}
-    assert found.keys() == set(IMAGE_NAMES[:-1])
-    for i, image in enumerate(IMAGE_NAMES[:-1]):
-        text = captions_of(str(folder / image), f"{questions[image]} Say it.")[0]
-        assert (found[image]["text"], int(found[image]["id"])) == (text.strip(), i)
 
 
 @pytest.mark.parametrize("where", TABLES)
@@ -648,8 +618,6 @@ TWO_PROMPTS = ["--prompt", "What?", "--prompt", "Where?"]
         (["images", "--extension", "png"], "extension '.png' is that of images"),
         (["images", "--extension", "../x"], "is not like .txt or .caption"),
         (["images", "--limit", "0"], "limit 0 is less than 1"),
-        (["images", "--prompt-template", "{tag}"], "{tag} is none of {tags}, {name}, {folder} and {column:NAME}"),
-        (["images", "--prompt-template", "{tags}"], "count as captions that exist; write others by --extension"),
         (["images", "--samples", "2", "--temperature", "1"], "--samples 2"),
         (["images", "-"], "an image without a name"),
         (["images", "--batch-size", "0"], "batch size 0 is less than 1"),

@@ -10,7 +10,6 @@ from functools import partial
 import pytest
 
 from nanovlm import Captioner
-from nanovlm.bulk.options import BulkOptions
 from nanovlm.bulk.ray_captioning import MAX_ATTEMPTS, RayOptions, caption_on_ray
 from nanovlm.cli import main as cli
 from nanovlm.synthetic import draw, random_scene
@@ -133,16 +132,6 @@ def test_a_rerun_captions_what_is_new_and_what_failed(cluster, photos, expected,
     assert list(failed(out)) == [(str(folder / "rows.parquet"), "2")]
     assert cli.main([*command, "--prompt", "What is it?"]) == 2
     assert "prompt" in capsys.readouterr().err
-
-
-@pytest.mark.slow  # a run of its own, of some 6 s
-def test_prompts_may_be_in_a_column(cluster, photos, tmp_path):
-    options = BulkOptions(prompt_template="How many of {column:id}?", max_new_tokens=9)
-    report = caption_on_ray(Captioner.from_pretrained, [str(photos / "rows.parquet")], RayOptions(tmp_path), options)
-    assert (report.captioned, report.failed) == (2, 1)
-    captioner = Captioner.from_pretrained()
-    answers = [captioner.caption(photos / f"0{3 + i}.png", f"How many of {7 + i}?", max_new_tokens=9) for i in range(2)]
-    assert list(captions(tmp_path).values()) == [answer.strip() for answer in answers]
 
 
 @pytest.mark.slow  # a worker is restarted several times

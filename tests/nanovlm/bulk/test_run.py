@@ -27,7 +27,7 @@ def test_runs_are_the_same_whatever_the_batch_size():
     assert settings(batch_size=1) == settings(batch_size=2) and "batch_size" not in settings()
     others = [
         {"prompt": "?"}, {"model": "b"}, {"seed": 1}, {"max_new_tokens": 3}, {"start_with": "A"},
-        {"prompt_template": "{name}"}, {"trim_incomplete": True},
+        {"trim_incomplete": True},
     ]  # fmt: skip
     assert all(settings(**other) != settings() for other in others)
 
