@@ -121,17 +121,6 @@ def _check_table(path: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """The work of a run."""
-
-    todo: list[str]  # images that need a caption, in order
-    limit: int | None  # of the captions to write now
-    already_done: int
-    failed: list[tuple[str, str]]  # names that can have no caption, with the reason
-    left_out: dict[str, int]  # images that cannot be read here, by extension
-
-
-@dataclass(frozen=True)
 class BulkReport:
     """The results of a run."""
 

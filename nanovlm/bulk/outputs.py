@@ -66,20 +66,15 @@ class Output:
             self.log.finish(keep_names=self.existing in ADDING)
 
 
-def open_output(
-    options: OutputOptions, folder: Path, settings: Mapping[str, str], *, read_only: bool = False
-) -> Output:
-    """Open the output that options name; folder is where sidecars' own files go, settings tell runs apart.
-
-    read_only changes no file: it is for finding out which captions are there.
-    """
+def open_output(options: OutputOptions, folder: Path, settings: Mapping[str, str]) -> Output:
+    """Open the output that options name; folder is where sidecars' own files go, settings tell runs apart."""
     if options.is_stream:
         if sys.stdout is None:
             raise UsageError("captions go to standard output, but it is closed; name a table by --out captions.jsonl")
         return Stream(folder, options)
     if options.table is not None:
-        return Table(options.table, options, settings, read_only)
-    return Sidecars(folder, options, settings, read_only)
+        return Table(options.table, options, settings)
+    return Sidecars(folder, options, settings)
 
 
 def combine(existing: str, old: str, new: str) -> str:
@@ -100,15 +95,14 @@ class Stream(Output):
 class Sidecars(Output):
     """A .txt, or a file with another extension, of the same name beside each image."""
 
-    def __init__(self, folder: Path, options: OutputOptions, settings: Mapping[str, str], read_only: bool):
+    def __init__(self, folder: Path, options: OutputOptions, settings: Mapping[str, str]):
         super().__init__(folder, options)
         self.owners: dict[str, str] = {}  # the image of each .txt
         if self.existing != "skip":
-            self.log = ResumeLog(folder / "captions.run", settings, read_only)
+            self.log = ResumeLog(folder / "captions.run", settings)
             if self.log.is_of_other_run:
                 self.log.start_over()
-            if not read_only:
-                self._check_last_entry(self.log)
+            self._check_last_entry(self.log)
 
     def _check_last_entry(self, log: ResumeLog) -> None:
         """Find out whether the last caption was written before a run was killed: its file then changed."""
@@ -171,24 +165,21 @@ class Table(Output):
     several rows with one file_name the first is used.
     """
 
-    def __init__(self, path: Path, options: OutputOptions, settings: Mapping[str, str], read_only: bool):
+    def __init__(self, path: Path, options: OutputOptions, settings: Mapping[str, str]):
         super().__init__(path.parent, options)
         self.failures = path.with_name(f"{path.name}.{FAILURES}")  # others may write tables to the folder, too
-        self.path, self.read_only = path, read_only
-        if not read_only or path.parent.exists():  # the folder is made before a run
-            _check_writable(path)
-        self.log: ResumeLog = ResumeLog(path.with_name(f"{path.name}.run"), settings, read_only)
+        self.path = path
+        _check_writable(path)
+        self.log: ResumeLog = ResumeLog(path.with_name(f"{path.name}.run"), settings)
         self._read()
         is_skip, has_texts = self.existing == "skip", all(row.get("text") for row in self.rows.values())
         self.appends_lines = path.suffix == ".jsonl" and is_skip and has_texts
         self.done: set[str] = set()
         if not (self.log.is_of_other_run or self.appends_lines):
             self.done |= {name for name, entry in self.log.entries.items() if entry or name in self.rows}
-        elif not read_only:
+        else:
             self._merge()
             self.log.finish(keep_names=False)
-        elif is_skip:  # merging would make rows of these
-            self.done |= {name for name, entry in self.log.entries.items() if entry}
         if is_skip:
             self.done |= {name for name, row in self.rows.items() if row.get("text")}
 
@@ -225,7 +216,7 @@ class Table(Output):
     def _read(self) -> None:
         """Read the rows. UsageError if they are not those of a table of captions."""
         if self.path.suffix == ".jsonl":
-            self.all_rows = read_log(self.path, self.read_only)
+            self.all_rows = read_log(self.path)
         else:
             self.all_rows = read_table(self.path) if self.path.exists() else []
         for number, row in enumerate(self.all_rows, start=1):

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanovlm.bulk.captioning import BulkCaptioner, EmptyCaptionError, failure_reason
 from nanovlm.bulk.inputs import read_names
-from nanovlm.bulk.options import FAILURES, BulkOptions, BulkReport, OutputOptions, Plan
+from nanovlm.bulk.options import FAILURES, BulkOptions, BulkReport, OutputOptions
 from nanovlm.bulk.remote_inputs import RemoteImage, find_remote, is_container, read_images
 from nanovlm.bulk.resume_log import json_line
 from nanovlm.bulk.run import Progress, run_settings
@@ -127,22 +127,6 @@ def caption_on_ray(
         seconds=time.perf_counter() - started if captioned else 0.0,
         failures=f"{folder.uri}/{FAILURES}" if failures else None,
     )
-
-
-def plan_on_ray(
-    names: Sequence[str | os.PathLike[str]],
-    ray_options: RayOptions,
-    *,
-    names_file: str | os.PathLike[str] | None = None,
-    recursive: bool = True,
-    limit: int | None = None,
-) -> Plan:
-    """The work of a `caption_on_ray` call with the same arguments, by files; neither writes nor needs a cluster."""
-    folder = ShardFolder(os.fspath(ray_options.out), ray_options.shard_format)
-    files, others = find_remote([*names, *read_names(names_file)], recursive, exclude=folder.uri)
-    done = folder.done() if folder.filesystem.isdir(folder.path) else {}
-    todo = _todo(files, done)
-    return Plan(todo, limit, len(files) - len(todo), others.missing, dict(others.left_out))
 
 
 def _todo(files: Files, done: Done) -> list[str]:

@@ -26,15 +26,12 @@ def relative(image: str | os.PathLike[str], folder: Path) -> str:
     return Path(os.path.relpath(image, folder)).as_posix()
 
 
-def read_log(path: Path, read_only: bool = False) -> list[dict[str, Any]]:
-    """The rows of a .jsonl file that grows line by line, without the last one if a killed process left it unfinished.
-
-    Unless read_only, that line is cut off, so that the file can be appended to.
-    """
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """The rows of a .jsonl file that grows line by line; a last line that a kill left unfinished is cut off."""
     if not path.exists():
         return []
     rows = read_jsonl(path, torn_tail="drop")
-    if not read_only and (removed := repair_jsonl(path)):  # shown, in case it was edited by hand
+    if removed := repair_jsonl(path):  # shown, in case it was edited by hand
         logger.warning("%s: removed its unfinished last line: %s", path, removed.decode(errors="replace"))
     return rows
 
@@ -69,9 +66,9 @@ class ResumeLog:
     replaced; an entry without fields is known to be complete.
     """
 
-    def __init__(self, path: Path, settings: Mapping[str, str], read_only: bool = False):
+    def __init__(self, path: Path, settings: Mapping[str, str]):
         self.path, self.settings = path, {"settings": dict(settings)}
-        rows = read_log(path, read_only)
+        rows = read_log(path)
         header = rows.pop(0) if rows else None
         if header and ("settings" not in header or any("file_name" not in row for row in rows)):
             raise UsageError(f"{path} is not the resume log of a run; move it away")

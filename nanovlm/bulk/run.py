@@ -11,7 +11,7 @@ from pathlib import Path
 
 from nanovlm.bulk.captioning import BulkCaptioner, EmptyCaptionError, failure_reason
 from nanovlm.bulk.inputs import ImageList, find_images, read_names
-from nanovlm.bulk.options import BulkOptions, BulkReport, OutputOptions, Plan
+from nanovlm.bulk.options import BulkOptions, BulkReport, OutputOptions
 from nanovlm.bulk.outputs import Output, Sidecars, Table, open_output
 from nanovlm.bulk.resume_log import FailureLog
 from nanovlm.captioner import Captioner
@@ -48,6 +48,7 @@ def caption_images(
     fail are counted, and listed in failures.jsonl or, beside a table, TABLE.failures.jsonl. UsageError if the output
     cannot be written or another run writes to it. OutputError if it could not be written on.
     """
+    check_positive({"limit": limit})
     options, output = options or BulkOptions(), output or OutputOptions()
     images = _find(names, names_file, recursive, options)
     folders = _folders(names)
@@ -59,40 +60,7 @@ def caption_images(
             opened = open_output(output, Path(folders[0]), settings)
         except OSError as error:  # a killed run's files are put in order first
             raise _output_error(error, output.table or Path(folders[0]), "no caption is written") from error
-        return _caption_found(captioner, images, make_plan(images, opened, limit), options, opened)
-
-
-def plan_images(
-    names: Sequence[str | os.PathLike[str]],
-    options: BulkOptions | None = None,
-    output: OutputOptions | None = None,
-    *,
-    names_file: str | os.PathLike[str] | None = None,
-    recursive: bool = True,
-    limit: int | None = None,
-    model_settings: Mapping[str, object] | None = None,
-) -> Plan:
-    """The work of a `caption_images` call with the same arguments; nothing is written."""
-    options, output = options or BulkOptions(), output or OutputOptions()
-    images = _find(names, names_file, recursive, options)
-    settings = run_settings(options, output, model_settings or {})
-    return make_plan(images, open_output(output, Path(_folders(names)[0]), settings, read_only=True), limit)
-
-
-def make_plan(images: ImageList, output: Output, limit: int | None = None) -> Plan:
-    """Sort images into those that need a caption, those that have one, and those that can have none."""
-    check_positive({"limit": limit})
-    rejected = [(path, reason) for path in images.paths if (reason := output.reject_reason(path))]
-    failed = {name for name, _ in rejected}
-    accepted = [path for path in images.paths if path not in failed]
-    todo = [path for path in accepted if not output.is_done(path)]
-    return Plan(
-        todo=todo,
-        limit=limit,
-        already_done=len(accepted) - len(todo),
-        failed=images.missing + rejected,
-        left_out=dict(images.left_out),
-    )
+        return _caption_found(captioner, images, limit, options, opened)
 
 
 def run_settings(options: BulkOptions, output: OutputOptions, model_settings: Mapping[str, object]) -> dict[str, str]:
@@ -138,22 +106,25 @@ def _lock_files(output: OutputOptions, folders: Sequence[str]) -> dict[str, Path
 def _caption_found(
     captioner: Captioner | Callable[[], Captioner],
     images: ImageList,
-    plan: Plan,
+    limit: int | None,
     options: BulkOptions,
     output: Output,
 ) -> BulkReport:
     failures = FailureLog(None if output.options.is_stream else output.failures)
-    for name, reason in plan.failed:
+    rejected = {path: reason for path in images.paths if (reason := output.reject_reason(path))}
+    for name, reason in (*images.missing, *rejected.items()):
         failures.add(name, reason)
+    accepted = [path for path in images.paths if path not in rejected]
+    todo = [path for path in accepted if not output.is_done(path)]
     captioned, tried, bulk = 0, 0, None
-    limit = len(plan.todo) if plan.limit is None else plan.limit
-    if plan.todo:
+    limit = len(todo) if limit is None else limit
+    if todo:
         bulk = BulkCaptioner(captioner if isinstance(captioner, Captioner) else captioner(), options)
-    while bulk and captioned < limit and tried < len(plan.todo):  # images that fail do not count
-        paths = plan.todo[tried : tried + limit - captioned]
+    while bulk and captioned < limit and tried < len(todo):  # images that fail do not count
+        paths = todo[tried : tried + limit - captioned]
         captioned += _write_captions(bulk, paths, output, failures)
         tried += len(paths)
-    remaining = len(plan.todo) - tried
+    remaining = len(todo) - tried
     try:
         output.finish(images.paths, is_whole=not remaining)
     except OSError as error:
@@ -162,12 +133,12 @@ def _caption_found(
         raise _output_error(error, target, f"the captions are kept in {kept}") from error
     return BulkReport(
         captioned=captioned,
-        already_done=plan.already_done,
+        already_done=len(accepted) - len(todo),
         remaining=remaining,
         failed=failures.count,
         empty=failures.empty,
         repeated=sum(bulk.repetitions) if bulk else 0,
-        left_out=plan.left_out,
+        left_out=dict(images.left_out),
         seconds=bulk.seconds if bulk else 0.0,
         utilization=bulk.utilization if bulk else 0.0,
         failures=failures.path if failures.is_written else None,

@@ -37,7 +37,7 @@ HELP = "Caption images, or answer a prompt about each; without arguments, the sa
 EXAMPLE = "nanovlm caption photos --out photos/metadata.jsonl"
 
 FILE_FLAGS = (
-    "existing", "prefix", "suffix", "extension", "batch_size", "limit", "recursive", "dry_run",
+    "existing", "prefix", "suffix", "extension", "batch_size", "limit", "recursive",
 )  # fmt: skip
 RAY_FLAGS = ("shard_format", "shard_size", "cpus_per_worker")
 LENGTHS: dict[str, tuple[str, dict[str, int]]] = {  # prompt, and how long its answers may be
@@ -150,7 +150,6 @@ def add_file_flags(parser: argparse.ArgumentParser) -> None:
     )
     add("--limit", type=int, metavar="N", help="caption at most N images; the same command then captions the next")
     add("--recursive", action=argparse.BooleanOptionalAction, help="search subfolders, too (default: yes)")
-    add("--dry-run", action="store_true", default=None, help="print the images that would be captioned, and stop")
 
 
 def add_ray_flags(parser: argparse.ArgumentParser) -> None:

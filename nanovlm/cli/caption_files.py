@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from nanovlm.bulk import BulkOptions, BulkReport, OutputOptions, Plan, caption_images, plan_images
+from nanovlm.bulk import BulkOptions, BulkReport, OutputOptions, caption_images
 from nanovlm.bulk.options import SIDECARS, STREAM
 from nanovlm.cli.options import EMBEDDED_NOTE, from_args, load_captioner, model_options
 from nanovlm.console import print_error
@@ -14,7 +14,7 @@ from nanovlm.device import choose_device, peak_memory
 from nanovlm.embedded import EMBEDDED
 from nanovlm.errors import UsageError
 from nanovlm.options import GenerationOptions, check_positive
-from nanovlm.processing.image_loading import HEIF_EXTENSIONS, INSTALL_HEIC, printable
+from nanovlm.processing.image_loading import HEIF_EXTENSIONS, INSTALL_HEIC
 
 MODEL_SETTINGS = ("model", "adapter", "revision", "max_tiles", "upscale")  # that a resumed run shares
 ADDRESS = re.compile(r"auto|local|ray://.+|[^/\s]+:\d+")  # of a Ray cluster
@@ -31,19 +31,14 @@ def caption_files(args: argparse.Namespace, generation: GenerationOptions) -> in
     load = partial(load_captioner, model, args.prompts, generation.max_new_tokens, own_images=not on_ray)
     selection = {"names_file": args.from_file, "recursive": args.recursive is not False, "limit": args.limit}
     settings = {name: getattr(model, name) for name in MODEL_SETTINGS}
-    plan: Callable[..., Plan]
     caption: Callable[..., BulkReport]
     if on_ray:
-        from nanovlm.bulk.ray_captioning import RayOptions, caption_on_ray, plan_on_ray
+        from nanovlm.bulk.ray_captioning import RayOptions, caption_on_ray
 
         cluster = from_args(RayOptions, args, address=args.ray or None)
-        plan = partial(plan_on_ray, args.images, cluster)
         caption = partial(caption_on_ray, load, args.images, cluster, options, output, model_settings=settings)
     else:
-        plan = partial(plan_images, args.images, options, output, model_settings=settings)
         caption = partial(caption_images, load, args.images, options, output, model_settings=settings)
-    if args.dry_run:
-        return print_plan(plan(**selection))
     if on_ray and model.model == EMBEDDED and model.adapter is None:
         print_error(EMBEDDED_NOTE)  # here, as the workers print theirs elsewhere
     report = caption(**selection)
@@ -80,24 +75,6 @@ def output_options(args: argparse.Namespace, schema: Any) -> OutputOptions:
         name_key="image" if args.json else "file_name",  # as --json names single images
         columns=columns,
     )
-
-
-def print_plan(plan: Plan) -> int:
-    """Print the images that would be captioned, one a line, and a summary on standard error; 1 if some can not be."""
-    for path in plan.todo[: plan.limit]:
-        print(printable(path))
-    for name, reason in plan.failed:
-        print_error(f"{printable(name)}: {reason}")
-    parts = [
-        f"{len(plan.todo):,} to caption"
-        + (f", {plan.limit:,} of them now" if plan.limit and plan.limit < len(plan.todo) else "")
-    ]
-    if plan.already_done:
-        parts.append(f"{plan.already_done:,} done already")
-    if plan.failed:
-        parts.append(f"{len(plan.failed):,} cannot be captioned")
-    print_error("; ".join([*parts, *_left_out(plan), "nothing was written"]))
-    return 1 if plan.failed else 0
 
 
 def check_file_flags(args: argparse.Namespace) -> None:
@@ -153,9 +130,6 @@ def summary(report: BulkReport, existing: str) -> str:
         parts.append(f"{report.failed:,} failed{empty}" + (f", see {report.failures}" if report.failures else ""))
     if report.remaining:
         parts.append(f"{report.remaining:,} remain; run the same command for the next")
-    return "; ".join(parts + _left_out(report)) or "no images"
-
-
-def _left_out(plan: Plan | BulkReport) -> list[str]:
     hints = dict.fromkeys(HEIF_EXTENSIONS, f" (to read them: {INSTALL_HEIC})")
-    return [f"{count:,} {extension} left out{hints.get(extension, '')}" for extension, count in plan.left_out.items()]
+    parts += [f"{n:,} {extension} left out{hints.get(extension, '')}" for extension, n in report.left_out.items()]
+    return "; ".join(parts) or "no images"

@@ -344,37 +344,6 @@ def test_images_that_fail_do_not_count_for_the_limit(generate, folder, files):
         assert (f"{remaining} remain" in err) == bool(remaining)
 
 
-@pytest.mark.parametrize("where", ["txt", *TABLES, full("new/all.csv")])
-def test_a_dry_run_names_what_a_run_would_caption_and_writes_nothing(
-    generate, folder, files, one_worker, unloadable, monkeypatch, where
-):
-    """With captions of earlier runs, finished and interrupted, and a line that a killed process left unfinished."""
-    if "new" not in where:
-        files.edit(a="old")
-    if where == "captions.jsonl":
-        with open(files.path, "a") as file:
-            file.write('{"file_name": "b')
-    if where == "captions.csv":
-        log = {"settings": {"of": "another run"}}, {"file_name": "d.gif", "before": "", "text": "waits"}
-        files.log.write_text("".join(json.dumps(row) + "\n" for row in log))
-    (folder / "failures.jsonl").write_text("of another run")
-    before = snapshot(folder)
-    code, listed, err = generate(folder, "gone*.png", "--out", files.out, "--dry-run", model=unloadable)
-    assert snapshot(folder) == before and not (folder / "new").exists()
-    listed = listed.splitlines()
-    flat = [path for path in listed if "deep" not in path]
-    for more, expected in (["--limit=1"], listed[:1]), (["--no-recursive"], flat):
-        answer = generate(folder, "--out", files.out, "--dry-run", *more, model=unloadable)
-        assert answer[1].splitlines() == expected
-    assert code == 1 and "gone*.png: a pattern that matches no image" in err
-    assert err.splitlines()[-1].startswith(f"{len(listed)} to caption; ")
-    captioned, add = [], ContinuousBatch.add
-    monkeypatch.setattr(
-        ContinuousBatch, "add", lambda batch, key, *a, **k: captioned.append(key[0]) or add(batch, key, *a, **k)
-    )
-    assert generate(folder, "--out", files.out)[0] == 0 and captioned == listed
-
-
 @pytest.mark.parametrize("where", ["captions.jsonl", full("captions.csv"), PARQUET])
 def test_rows_of_a_finished_table_follow_the_images(generate, folder, files, monkeypatch):
     """Captions that end early come first, between rows of other images; at the end all are sorted, even if a run is

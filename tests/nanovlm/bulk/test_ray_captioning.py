@@ -101,9 +101,6 @@ def test_no_image_is_lost_when_a_worker_is_killed(cluster, photos, expected, tmp
 def test_a_limit_is_kept_and_the_next_runs_go_on(cluster, photos, expected, tmp_path, capsys):
     out = tmp_path / "out"
     command = ["caption", str(photos), "--ray", "--out", str(out), "--cpus-per-worker", "1"]
-    assert cli.main([*command, "--dry-run"]) == 0
-    listed, summary = capsys.readouterr()
-    assert len(listed.splitlines()) == N_IMAGES + 3 and "15 to caption" in summary and not out.exists()
     assert cli.main([*command, "--limit", "5"]) == 0
     assert len(captions(out)) == 5 and "10 remain" in capsys.readouterr().err
     assert cli.main([*command, "--limit", "11"]) == 1
