@@ -15,7 +15,7 @@ from nanovlm.options import GenerationOptions, check_positive
 from nanovlm.processing import ANIMATION_EXTENSIONS, MAX_FRAMES, VIDEO_EXTENSIONS
 from nanovlm.processing.image_loading import IMAGE_EXTENSIONS, readable_extensions
 
-EXISTING = ("skip", "overwrite", "append", "prepend")
+EXISTING = ("skip", "overwrite")
 FAILURES = "failures.jsonl"  # the end of the name of a list of images without a caption
 TABLES = (".jsonl", ".csv", ".parquet")
 SIDECARS, STREAM = "txt", "-"
@@ -58,7 +58,6 @@ class OutputOptions:
     out: str | os.PathLike[str] = SIDECARS
     existing: str = "skip"
     prefix: str = ""
-    suffix: str = ""
     extension: str = ".txt"  # of the files beside images
     name_key: str = "file_name"  # in JSON lines on standard output; tables have file_name
     columns: tuple[str, ...] = ()  # of a table, for these keys of captions that are JSON objects
@@ -66,11 +65,10 @@ class OutputOptions:
     def __post_init__(self) -> None:
         if self.existing not in EXISTING:
             raise UsageError(f"existing={self.existing!r} is none of {', '.join(EXISTING)}")
-        for name in ("prefix", "suffix"):
-            try:
-                getattr(self, name).encode()
-            except UnicodeEncodeError:
-                raise UsageError(f"{name} {getattr(self, name)!r} is not valid Unicode; correct it") from None
+        try:
+            self.prefix.encode()
+        except UnicodeEncodeError:
+            raise UsageError(f"prefix {self.prefix!r} is not valid Unicode; correct it") from None
         if self.table is not None:
             _check_table(self.table)
         if self.extension != ".txt":
@@ -105,7 +103,7 @@ class OutputOptions:
 
     def decorate(self, caption: str) -> str:
         """The caption as it is written."""
-        return f"{self.prefix}{caption.strip()}{self.suffix}"
+        return f"{self.prefix}{caption.strip()}"
 
 
 def _check_table(path: Path) -> None:
@@ -134,7 +132,6 @@ class BulkReport:
     repeated: int = 0  # captions that were ended because they repeated themselves
     seconds: float = 0.0  # spent on captioning
     utilization: float = 0.0  # share of that time in which the model ran, mean over workers; unknown on a cluster
-    resume_log: Path | None = None  # what remembers that append or prepend was done
 
     @property
     def per_minute(self) -> float:

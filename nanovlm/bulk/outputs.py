@@ -24,11 +24,9 @@ from nanovlm.bulk.resume_log import ResumeLog, append_row, read_log, relative, w
 from nanovlm.bulk.table_files import write_table
 from nanovlm.data.folders import read_table
 from nanovlm.data.source import first_few
-from nanovlm.errors import DataError, UsageError
+from nanovlm.errors import UsageError
 
 logger = logging.getLogger(__name__)
-
-ADDING = ("append", "prepend")
 
 
 class Output:
@@ -63,7 +61,7 @@ class Output:
     def finish(self, images: Sequence[str] = (), is_whole: bool = True) -> None:
         """Complete the run, and sort a table's rows in the order of images; is_whole: none is left for a later run."""
         if self.log is not None and is_whole:
-            self.log.finish(keep_names=self.existing in ADDING)
+            self.log.finish()
 
 
 def open_output(options: OutputOptions, folder: Path, settings: Mapping[str, str]) -> Output:
@@ -75,11 +73,6 @@ def open_output(options: OutputOptions, folder: Path, settings: Mapping[str, str
     if options.table is not None:
         return Table(options.table, options, settings)
     return Sidecars(folder, options, settings)
-
-
-def combine(existing: str, old: str, new: str) -> str:
-    """The caption to write where there is an old one."""
-    return {"append": f"{old} {new}".strip(), "prepend": f"{new} {old}".strip()}.get(existing, new)
 
 
 class Stream(Output):
@@ -138,7 +131,7 @@ class Sidecars(Output):
             else:
                 logger.warning("%s was written by somebody else during this run; it is kept", target)
             return
-        new = f"{combine(self.existing, self._decode(old, target), caption)}\n".encode()
+        new = f"{caption}\n".encode()
         name = relative(image, self.folder)
         self.log.add(name, before=_digest(old), after=_digest(new))
         try:
@@ -147,15 +140,6 @@ class Sidecars(Output):
             with suppress(OSError):  # of a full disk; the next run discards the last entry
                 self.log.discard(name)
             raise
-
-    def _decode(self, old: bytes | None, target: Path) -> str:
-        """The old caption, where the new one is added to it."""
-        if old is None or self.existing not in ADDING:
-            return ""
-        try:
-            return old.decode("utf-8-sig").strip()
-        except UnicodeDecodeError:
-            raise DataError(f"{target.name} is not UTF-8 text; convert it or move it away") from None
 
 
 class Table(Output):
@@ -179,7 +163,7 @@ class Table(Output):
             self.done |= {name for name, entry in self.log.entries.items() if entry or name in self.rows}
         else:
             self._merge()
-            self.log.finish(keep_names=False)
+            self.log.finish()
         if is_skip:
             self.done |= {name for name, row in self.rows.items() if row.get("text")}
 
@@ -202,8 +186,7 @@ class Table(Output):
         if self.appends_lines:
             append_row(self.path, {"file_name": name, "text": caption, **self.options.fields(caption)})
         else:
-            old = _text(self.rows.get(name, {}))
-            self.log.add(name, before=old, text=combine(self.existing, old, caption))
+            self.log.add(name, before=_text(self.rows.get(name, {})), text=caption)
 
     def finish(self, images: Sequence[str] = (), is_whole: bool = True) -> None:
         if self.appends_lines:

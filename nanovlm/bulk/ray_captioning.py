@@ -93,8 +93,8 @@ def caption_on_ray(
     """Caption the images that files, folders, patterns, tars and parquet files name, by path or URI, into shards.
 
     load makes the captioner of a worker, so it must be something that pickle knows on every machine. Of output, only
-    prefix and suffix are used. If the run is interrupted, the same call resumes it: images that are in shards are
-    done, all others are tried again. limit is the largest number of images to caption now, divided among tars and
+    prefix is used. If the run is interrupted, the same call resumes it: images that are in shards are done, all
+    others are tried again. limit is the largest number of images to caption now, divided among tars and
     parquet files; the same call then goes on. A shard whose worker has died MAX_ATTEMPTS times fails. UsageError if
     there is no cluster, or the output folder holds captions of other settings; an error of the model or of the output
     ends the run.

@@ -63,7 +63,7 @@ class ResumeLog:
     """The images that a run with these settings has done: a line of settings, then an entry for each image.
 
     `entries` maps a file name to its fields. An entry is written before the caption and says what the caption
-    replaced; an entry without fields is known to be complete.
+    replaced.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, str]):
@@ -92,14 +92,10 @@ class ResumeLog:
         del self.entries[file_name]
         self._replace(self.entries)
 
-    def finish(self, keep_names: bool) -> None:
-        """Remove the log, or mark every entry as complete: the same command then has nothing left to do."""
-        if keep_names and self.entries:
-            self.entries = {name: {} for name in self.entries}
-            self._replace(self.entries)
-        else:
-            self.path.unlink(missing_ok=True)
-            self.start_over()
+    def finish(self) -> None:
+        """Remove the log."""
+        self.path.unlink(missing_ok=True)
+        self.start_over()
 
     def start_over(self) -> None:
         """Forget the entries; the file stays until the first new entry replaces it."""

@@ -66,7 +66,7 @@ def caption_images(
 def run_settings(options: BulkOptions, output: OutputOptions, model_settings: Mapping[str, object]) -> dict[str, str]:
     """The settings that two runs must share for the second to resume the first."""
     settings = {name: value for name, value in asdict(options).items() if name != "batch_size"}
-    settings |= {name: getattr(output, name) for name in ("existing", "prefix", "suffix", "extension")}
+    settings |= {name: getattr(output, name) for name in ("existing", "prefix", "extension")}
     return {name: str(value) for name, value in (settings | dict(model_settings)).items()}
 
 
@@ -142,7 +142,6 @@ def _caption_found(
         seconds=bulk.seconds if bulk else 0.0,
         utilization=bulk.utilization if bulk else 0.0,
         failures=failures.path if failures.is_written else None,
-        resume_log=output.resume_log,
     )
 
 

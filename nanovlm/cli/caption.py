@@ -36,9 +36,7 @@ if TYPE_CHECKING:
 HELP = "Caption images, or answer a prompt about each; without arguments, the sample image."
 EXAMPLE = "nanovlm caption photos --out photos/metadata.jsonl"
 
-FILE_FLAGS = (
-    "existing", "prefix", "suffix", "extension", "batch_size", "limit", "recursive",
-)  # fmt: skip
+FILE_FLAGS = ("existing", "prefix", "extension", "batch_size", "limit", "recursive")
 RAY_FLAGS = ("shard_format", "shard_size", "cpus_per_worker")
 LENGTHS: dict[str, tuple[str, dict[str, int]]] = {  # prompt, and how long its answers may be
     "short": ("Describe this picture in a few words.", {"max_new_tokens": 48}),
@@ -137,11 +135,10 @@ def add_file_flags(parser: argparse.ArgumentParser) -> None:
     add("--extension", metavar="EXT", help="of the files beside images, such as .caption (default: .txt)")
     add(
         "--existing",
-        choices=("skip", "overwrite", "append", "prepend"),
+        choices=("skip", "overwrite"),
         help="what to do where a caption exists (default: skip)",
     )
     add("--prefix", metavar="TEXT", help="text before each caption, added without a space")
-    add("--suffix", metavar="TEXT", help="text after each caption")
     add(
         "--batch-size",
         type=int,

@@ -60,8 +60,8 @@ def output_options(args: argparse.Namespace, schema: Any) -> OutputOptions:
     extension = args.extension or ".txt"
     columns: tuple[str, ...] = ()
     if schema is not None:
-        if args.prefix or args.suffix or args.existing in ("append", "prepend"):
-            raise UsageError("--json-schema: captions are JSON, to which no text can be added; omit the other flags")
+        if args.prefix:
+            raise UsageError("--json-schema: captions are JSON, to which no text can be added; omit --prefix")
         properties = schema.get("properties", {}) if isinstance(schema, dict) else {}
         columns = tuple(name for name in properties if name not in ("file_name", "text"))
     elif len(args.prompts) > 1:
@@ -70,7 +70,6 @@ def output_options(args: argparse.Namespace, schema: Any) -> OutputOptions:
         out=STREAM if args.json else SIDECARS if args.out is None or args.ray is not None else args.out,
         existing=args.existing or "skip",
         prefix=args.prefix or "",
-        suffix=args.suffix or "",
         extension=extension if extension.startswith(".") else f".{extension}",
         name_key="image" if args.json else "file_name",  # as --json names single images
         columns=columns,
@@ -87,8 +86,8 @@ def check_file_flags(args: argparse.Namespace) -> None:
         raise UsageError("- is an image without a name, so no file can refer to it; name files, folders or --from-file")
     if len(args.prompts) != len(set(args.prompts)) or {"file_name", "text"} & set(args.prompts):
         raise UsageError("--prompt is given twice, or is file_name or text; each names a column of its own")
-    if len(args.prompts) > 1 and (args.prefix or args.suffix or args.existing in ("append", "prepend")):
-        raise UsageError("--prompt: answers to several are JSON, to which no text can be added; omit the other flags")
+    if len(args.prompts) > 1 and args.prefix:
+        raise UsageError("--prompt: answers to several are JSON, to which no text can be added; omit --prefix")
     if not args.images and args.from_file is None:
         raise UsageError(f"--out {args.out}, but no images; name files or folders, or list them by --from-file")
 
@@ -122,9 +121,7 @@ def summary(report: BulkReport, existing: str) -> str:
     if report.already_done and existing == "skip":
         parts.append(f"{report.already_done:,} had captions already")
     elif report.already_done:
-        parts.append(
-            f"{report.already_done:,} were done by this command before; to do them again, remove {report.resume_log}"
-        )
+        parts.append(f"{report.already_done:,} were done by this command before")
     if report.failed:
         empty = f" ({report.empty:,} with an empty caption)" if report.empty else ""
         parts.append(f"{report.failed:,} failed{empty}" + (f", see {report.failures}" if report.failures else ""))

@@ -12,16 +12,11 @@ from support.cli import IMAGE_NAMES
 
 PARQUET = pytest.param("captions.parquet", marks=pytest.mark.full)
 OUTPUTS = ["txt", "captions.jsonl", "captions.csv", PARQUET]
-MODES = ["skip", "overwrite", "append", "prepend"]
+MODES = ["skip", "overwrite"]
 
 
 class Killed(BaseException):
     """What `kill -9` does to a process, as far as its files can tell."""
-
-
-def combined(existing, old, new):
-    """The text where `--existing` meets an old caption."""
-    return {"skip": old, "overwrite": new, "append": f"{old} {new}", "prepend": f"{new} {old}"}[existing]
 
 
 def stem(name):

@@ -23,7 +23,7 @@ from nanovlm.data.file_lock import file_lock
 from nanovlm.data.folders import read_table
 from nanovlm.errors import CheckpointError
 from support import ROOT, noise_image
-from support.caption_files import MODES, OUTPUTS, PARQUET, CaptionFiles, Killed, combined, read_captions, stem
+from support.caption_files import MODES, OUTPUTS, PARQUET, CaptionFiles, Killed, read_captions, stem
 from support.cli import FAST_FLAGS, IMAGE_NAMES, assert_usage_error, set_stdin, set_stream
 
 pytestmark = pytest.mark.usefixtures("workdir")
@@ -100,22 +100,6 @@ def test_a_table_names_each_image_and_its_caption(generate, folder, files, texts
     assert where != "metadata.jsonl" or training_set(folder) == texts
     generate(folder, "--out", where)  # in another folder, to which the names are relative
     assert read_captions(Path(where)) == {f"images/{name}": text for name, text in expected.items()}
-
-
-@pytest.mark.parametrize("existing", ["append", full("prepend")])
-@pytest.mark.parametrize("where", ["txt", full("captions.jsonl"), full("captions.csv"), PARQUET])
-def test_the_same_command_adds_nothing_twice(generate, folder, files, texts, existing):
-    add = [folder, "--existing", existing, "--out", files.out]
-    assert generate(*add)[0] == 0 and files.texts() == texts
-    noise_image(33, 44, 3).save(folder / "new.png")
-    code, _, err = generate(*add)
-    new = files.texts()
-    assert code == 0 and "1 captioned" in err and new.pop("new") and new == texts
-    assert err.splitlines()[-1].endswith(f"5 were done by this command before; to do them again, remove {files.log}")
-    files.log.unlink()
-    texts = files.texts()
-    assert generate(*add)[0] == 0 and not files.litter()
-    assert files.texts() == {name: combined(existing, text, text) for name, text in texts.items()}
 
 
 @pytest.mark.parametrize("where", ["txt", full("all.csv")])
@@ -201,8 +185,8 @@ def test_a_reader_that_leaves_ends_a_stream(folder, model_folder):
 # ------------------------------------------------------------------------------------------------- existing captions
 
 
-@outputs_and_modes(("txt", "overwrite"), ("captions.jsonl", "skip"), ("captions.csv", "append"))
-def test_existing_captions_are_skipped_overwritten_or_added_to(generate, folder, files, texts, existing):
+@outputs_and_modes(("txt", "overwrite"), ("captions.jsonl", "skip"), ("captions.csv", "overwrite"))
+def test_existing_captions_are_skipped_or_overwritten(generate, folder, files, texts, existing):
     old = {"a": "old words", "d": "older"}
     if files.is_table:
         rows = [{"file_name": files.file_name(name), "text": text, "label": "7"} for name, text in old.items()]
@@ -211,7 +195,7 @@ def test_existing_captions_are_skipped_overwritten_or_added_to(generate, folder,
         files.edit(**old)
     code, _, err = generate(folder, "--existing", existing, "--out", files.out)
     assert code == 0 and ("2 had captions already" in err) == (existing == "skip")
-    expected = texts | {name: combined(existing, text, texts[name]) for name, text in old.items()}
+    expected = texts | {name: text if existing == "skip" else texts[name] for name, text in old.items()}
     if files.is_table:
         expected |= {"x": "x"}  # rows of other images stay
         assert "label" in read_table(files.path)[0], "and so do other columns"
@@ -231,24 +215,17 @@ def test_a_second_run_does_not_load_the_model(generate, folder, unloadable):
     assert generate("good.png", model=unloadable)[0] == CheckpointError.exit_code
 
 
-@pytest.mark.parametrize("existing", [full("skip"), full("overwrite"), "append"])
+@pytest.mark.parametrize("existing", [full("skip"), "overwrite"])
 def test_a_caption_never_replaces_its_image(generate, folder, existing):
     (folder / "a.txt").write_bytes(whole := (folder / "a.png").read_bytes())
     code, _, err = generate(folder / "a.txt", "--out", "txt", "--existing", existing)
     assert code == 1 and "a.txt: its caption would replace it" in err and (folder / "a.txt").read_bytes() == whole
 
 
-def test_an_old_caption_that_is_not_utf8_is_kept(generate, folder):
-    (folder / "a.txt").write_bytes("été".encode("latin-1"))
-    code, _, err = generate(folder, "--existing", "append")
-    assert code == 1 and "a.png: a.txt is not UTF-8 text" in err and "4 captioned" in err
-    assert (folder / "a.txt").read_bytes() == "été".encode("latin-1")
-
-
 # ------------------------------------------------------------------------------------------------------- interruptions
 
 
-@outputs_and_modes(("txt", "append"), ("captions.jsonl", "skip"))
+@outputs_and_modes(("txt", "overwrite"), ("captions.jsonl", "skip"))
 def test_a_killed_run_resumes_and_captions_nothing_twice(
     generate, folder, files, texts, one_worker, monkeypatch, existing
 ):
@@ -281,7 +258,7 @@ def test_a_killed_run_resumes_and_captions_nothing_twice(
             break
     assert code == 0 and not files.litter() and 0 < kills < 12
     assert len(captioned) <= 5 + kills, "but for the one that was about to be written"
-    assert files.texts() == texts | {"a": combined(existing, "old", texts["a"])}
+    assert files.texts() == texts | {"a": "old" if existing == "skip" else texts["a"]}
 
 
 def test_other_settings_are_another_run(generate, folder, files, monkeypatch):
@@ -325,14 +302,14 @@ def test_kill_9_leaves_complete_files_and_the_next_run_resumes(folder, files, mo
     assert all((p.stat().st_mtime_ns, p.read_text()) == was for p, was in first.items()), "nothing is captioned twice"
 
 
-@outputs_and_modes(("txt", "append"), ("captions.jsonl", "skip"))
+@outputs_and_modes(("txt", "overwrite"), ("captions.jsonl", "skip"))
 def test_a_limit_leaves_the_rest_to_the_next_run(generate, folder, files, texts, existing):
     files.edit(a="old")
     for n_captioned, remain in ((2, True), (2, existing != "skip"), *[(1, False)] * (existing != "skip")):
         code, _, err = generate(folder, "--out", files.out, "--existing", existing, "--limit", "2")
         assert code == 0 and err.splitlines()[-1].startswith(f"{n_captioned} captioned")
         assert ("remain; run the same command for the next" in err) == remain
-    assert files.texts() == texts | {"a": combined(existing, "old", texts["a"])}
+    assert files.texts() == texts | {"a": "old" if existing == "skip" else texts["a"]}
 
 
 def test_images_that_fail_do_not_count_for_the_limit(generate, folder, files):
@@ -403,14 +380,14 @@ def test_images_that_fail_are_listed_and_do_not_stop_the_run(generate, folder, f
     assert generate(folder, "--out", files.out)[0] == 0 and not files.failures.exists()
 
 
-@pytest.mark.parametrize("existing", ["skip", full("append")])
+@pytest.mark.parametrize("existing", ["skip", full("overwrite")])
 @pytest.mark.parametrize("where", ["txt", "captions.jsonl", full("captions.csv"), PARQUET])
 def test_an_empty_caption_is_a_failure_that_the_next_run_tries_again(generate, silent_model, where, existing):
     (folder := Path("scenes")).mkdir()
     for name in ("a.png", "b.png"):
         (folder / name).write_bytes(SAMPLE.read_bytes())
     files = CaptionFiles(folder, where)
-    flags = [folder, "--out", files.out, "--existing", existing, "--prefix", "drawing: ", "--suffix", "."]
+    flags = [folder, "--out", files.out, "--existing", existing, "--prefix", "drawing: "]
     for _ in range(2):
         code, _, err = generate(*flags, model=silent_model)
         assert code == 1 and err.count("the model's caption is empty") == 2
@@ -512,7 +489,7 @@ def test_a_disk_that_is_still_full_is_named_by_the_next_run(generate, folder, on
 
     monkeypatch.setattr(os, "replace", fills)
     for _ in range(2):
-        code, _, err = generate(folder, "--existing", "append")
+        code, _, err = generate(folder, "--existing", "overwrite")
         assert code == 1 and f"{folder}" in err and "free some space and run the same command to resume" in err
 
 
@@ -540,15 +517,15 @@ def test_a_table_that_is_damaged_or_not_ours_is_reported_before_any_work_and_kep
     content, words = DAMAGED[name]
     Path(name).write_bytes(content if isinstance(content, bytes) else content.encode())
     before = Path(name).read_bytes()
-    for existing in ("skip", "append"):
+    for existing in ("skip", "overwrite"):
         assert_usage_error(generate(folder, "--out", name, "--existing", existing), name, words)
     assert Path(name).read_bytes() == before and not files.litter()
 
 
 @pytest.mark.parametrize("content", ['{"a": 1}\n', '{"settings": {}}\n{"b": 2}\n', "words\n"])
 def test_a_file_with_the_name_of_the_resume_log_is_kept(generate, folder, content):
-    append = ["--existing", "append"]
-    for target, argv in ((folder / "captions.run", append), (Path("all.csv.run"), ["--out", "all.csv"])):
+    overwrite = ["--existing", "overwrite"]
+    for target, argv in ((folder / "captions.run", overwrite), (Path("all.csv.run"), ["--out", "all.csv"])):
         target.write_text(content)
         assert_usage_error(generate(folder, *argv), target.name)
         assert target.read_text() == content
@@ -582,7 +559,7 @@ TWO_PROMPTS = ["--prompt", "What?", "--prompt", "Where?"]
     ("argv", "words"),
     [
         (["images", "--json", "--out", "all.jsonl"], "--out captions.jsonl"),
-        (["images", "--json", "--existing", "append"], "standard output holds no captions"),
+        (["images", "--json", "--existing", "overwrite"], "standard output holds no captions"),
         (["images", "--out", "-", "--extension", ".caption"], "beside each image, not for -"),
         (["images", "--extension", "png"], "extension '.png' is that of images"),
         (["images", "--extension", "../x"], "is not like .txt or .caption"),
@@ -593,7 +570,7 @@ TWO_PROMPTS = ["--prompt", "What?", "--prompt", "Where?"]
         (["images", "--out", "all.xml"], ".jsonl, .csv, .parquet"),
         (["images", "--prefix", "\udcff"], "not valid Unicode"),
         (["good.png", *TWO_PROMPTS, "--samples", "2"], "--samples 2 of 2 prompts; ask for samples of one at a time"),
-        (["images", *TWO_PROMPTS, "--suffix", "."], "--prompt: answers to several are JSON, to which no text"),
+        (["images", *TWO_PROMPTS, "--prefix", "a"], "--prompt: answers to several are JSON, to which no text"),
         (["images", *TWO_PROMPTS, "--prompt", "What?"], "--prompt is given twice, or is file_name or text"),
         (["--out", "all.csv"], "no images"),
         (["nowhere", "gone.png", "--out", "all.jsonl"], "nowhere: no such file or folder; correct the path"),

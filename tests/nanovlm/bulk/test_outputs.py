@@ -3,16 +3,13 @@
 import json
 import os
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
 from nanovlm.bulk.options import OutputOptions
 from nanovlm.bulk.outputs import open_output
 from nanovlm.bulk.table_files import write_table
-from support.caption_files import MODES, OUTPUTS, PARQUET, CaptionFiles, Killed, combined
-
-CHANGING = MODES[1:]
+from support.caption_files import MODES, OUTPUTS, PARQUET, CaptionFiles, Killed
 
 
 class Files(CaptionFiles):
@@ -66,18 +63,8 @@ def test_an_edit_after_an_interrupted_run_survives_the_next_run(files, existing,
     if then == existing or then == "skip":
         assert files.texts()["a"] == "mine"
     else:
-        assert files.texts()["a"] == combined(then, "mine", "next")
-    b = "" if existing == "skip" else "old"
-    assert files.texts()["b"] == (combined(then, b, "next").strip() if b or then != "skip" else "next")
-
-
-@pytest.mark.parametrize("existing", CHANGING)
-def test_an_edit_before_an_image_is_reached_is_what_its_caption_is_added_to(files, existing):
-    files.edit(a="old", b="old")
-    files.begin(existing, a="new")
-    files.edit(b="mine")
-    assert files.run(existing, {"a": "again", "b": "next"}) == ["b"]
-    assert files.texts() == {"a": combined(existing, "old", "new"), "b": combined(existing, "mine", "next")}
+        assert files.texts()["a"] == "next"
+    assert files.texts()["b"] == ("old" if existing == "overwrite" and then == "skip" else "next")
 
 
 @pytest.mark.parametrize("existing", MODES)
@@ -102,29 +89,15 @@ def test_a_sidecar_written_during_a_run_that_skips_is_kept(files, caplog):
 
 @of_sidecars
 def test_a_link_to_a_folder_names_the_same_sidecars(files):
-    output, link = files.open("append"), files.folder / "link"
+    output, link = files.open("overwrite"), files.folder / "link"
     link.symlink_to(files.folder)
     assert [output.reject_reason(name) is None for name in (files.image("a"), f"{link}/a.jpg")] == [True, False]
-
-
-@pytest.mark.parametrize("existing", ["append", "prepend"])
-def test_captions_edited_after_a_finished_run_are_not_added_to_again(files, existing):
-    files.edit(a="old", b="old")
-    assert files.run(existing, {"a": "new", "b": "new"}) == ["a", "b"]
-    files.edit(a="mine", b="old")  # b as it was before
-    assert files.run(existing, {"a": "new", "b": "new"}) == []
-    assert files.texts() == {"a": "mine", "b": "old"}
-    if not files.is_table:
-        Path(files.image("b")).with_suffix(".txt").unlink()
-        assert files.run(existing, {"b": "old"}) == ["b"], "a deleted caption is written again"
-    assert files.run(existing, {"a": "new"}, settings="of another") == ["a"]
-    assert files.texts() == {"a": combined(existing, "mine", "new"), "b": "old"}
 
 
 @of_sidecars
 def test_a_resume_log_of_sidecars_holds_no_text(files):
     files.edit(a="secret")
-    files.begin("append", a="caption")
+    files.begin("overwrite", a="caption")
     log = files.log.read_text()
     assert "a.png" in log and "secret" not in log and "caption" not in log.replace("captions", "")
 
@@ -148,27 +121,25 @@ def killed_at_replacement(n=1, after=False):
 
 
 @of_sidecars
-@pytest.mark.parametrize("existing", CHANGING)
 @pytest.mark.parametrize("after", [False, True])
-def test_a_run_killed_while_it_writes_a_sidecar_adds_its_caption_once(files, existing, after):
+def test_a_run_killed_while_it_writes_a_sidecar_adds_its_caption_once(files, after):
     files.edit(a="old", b="old", c="old")
-    output = files.begin(existing, a="new")
+    output = files.begin("overwrite", a="new")
     with killed_at_replacement(1, after):
         output.write(files.image("b"), "new")
-    files.begin(existing, c="new")  # killed again, after another image
-    assert files.run(existing, dict.fromkeys("abc", "new")) == ([] if after else ["b"])
-    assert set(files.texts().values()) == {combined(existing, "old", "new")}
+    files.begin("overwrite", c="new")  # killed again, after another image
+    assert files.run("overwrite", dict.fromkeys("abc", "new")) == ([] if after else ["b"])
+    assert set(files.texts().values()) == {"new"}
 
 
 @of_sidecars
-@pytest.mark.parametrize("existing", CHANGING)
-def test_a_sidecar_edited_after_a_kill_while_it_was_written_is_kept(files, existing):
+def test_a_sidecar_edited_after_a_kill_while_it_was_written_is_kept(files):
     files.edit(a="old")
-    output = files.open(existing)
+    output = files.open("overwrite")
     with killed_at_replacement(2):  # the first is that of the log itself
         output.write(files.image("a"), "new")
     files.edit(a="mine")
-    assert files.run(existing, {"a": "new"}) == [] and files.texts() == {"a": "mine"}
+    assert files.run("overwrite", {"a": "new"}) == [] and files.texts() == {"a": "mine"}
 
 
 @pytest.mark.parametrize("existing", MODES)
@@ -180,14 +151,13 @@ def test_a_run_killed_while_it_finishes_a_table_adds_its_captions_once(files, ex
     with killed_at_replacement(1, after):
         output.finish()
     assert files.run(existing, {"a": "again", "b": "again"}) == []
-    expected = "new" if existing == "skip" else combined(existing, "old", "new")
-    assert files.texts() == {"a": expected, "b": "new"}
+    assert files.texts() == {"a": "new", "b": "new"}
 
 
 @of_sidecars
 def test_a_caption_that_could_not_be_written_is_tried_again(files, monkeypatch):
     files.edit(a="old", b="old")
-    output = files.begin("append", a="new")
+    output = files.begin("overwrite", a="new")
 
     def denied(*args):
         raise PermissionError(13, "Permission denied")
@@ -196,17 +166,8 @@ def test_a_caption_that_could_not_be_written_is_tried_again(files, monkeypatch):
         patch.setattr(os, "replace", denied)
         with pytest.raises(PermissionError):
             output.write(files.image("b"), "new")
-    output.finish()
-    assert files.run("append", {"a": "new", "b": "new"}) == ["b"]
-    assert files.texts() == {"a": "old new", "b": "old new"}
-
-
-@of_sidecars
-def test_the_log_of_another_run_stays_until_the_first_caption(files):
-    files.edit(a="old")
-    files.run("append", {"a": "new"})
-    files.open("append", settings="of another")
-    assert files.run("append", {"a": "new"}) == [], "a run that wrote nothing has forgotten nothing"
+    assert files.run("overwrite", {"a": "new", "b": "new"}) == ["b"]
+    assert files.texts() == {"a": "new", "b": "new"}
 
 
 @pytest.mark.parametrize("kind", ["captions.jsonl"])
@@ -224,19 +185,19 @@ def test_an_unfinished_last_line_is_removed_and_shown(files, caplog):
 def test_files_follow_the_umask(files):
     before = os.umask(0o027)
     try:
-        files.run("append", {"a": "new"})
+        files.run("overwrite", {"a": "new"})
     finally:
         os.umask(before)
     written = [path for path in files.folder.iterdir() if path.is_file()]
-    assert len(written) == 2 and {path.stat().st_mode & 0o777 for path in written} == {0o640}
+    assert len(written) == 1 and {path.stat().st_mode & 0o777 for path in written} == {0o640}
 
 
 @pytest.mark.parametrize("kind", ["captions.csv"])
 @pytest.mark.parametrize("delimiter", [",", ";", "\t"])
 def test_a_table_keeps_its_delimiter_and_its_byte_order_mark_out_of_the_names(files, delimiter):
     files.path.write_text(f"file_name{delimiter}text\na.png{delimiter}é\n", "utf-8-sig")
-    assert files.run("append", {"a": "2"}) == ["a"]
-    written = f"\ufefffile_name{delimiter}text\r\na.png{delimiter}é 2\r\n"
+    assert files.run("overwrite", {"a": "2"}) == ["a"]
+    written = f"\ufefffile_name{delimiter}text\r\na.png{delimiter}2\r\n"
     assert files.path.read_bytes().decode() == written
 
 

@@ -10,11 +10,11 @@ from support.cli import IMAGE_NAMES, FakeTerminal, set_stream
 
 def test_a_folder_is_captioned_from_python(image_folder, captions_of):
     folder, captioner = image_folder, captions_of.captioner
-    output = OutputOptions(folder / "metadata.jsonl", prefix="foo ", suffix=".")
+    output = OutputOptions(folder / "metadata.jsonl", prefix="foo ")
     (folder / "bad.png").write_text("hello")
     report = caption_images(captioner, [folder], BulkOptions(max_new_tokens=6), output)
     texts = {row["file_name"]: row["text"] for row in read_jsonl(folder / "metadata.jsonl")}
-    assert texts == {name: f"foo {captions_of(str(folder / name))[0].strip()}." for name in IMAGE_NAMES}
+    assert texts == {name: f"foo {captions_of(str(folder / name))[0].strip()}" for name in IMAGE_NAMES}
     assert (report.captioned, report.already_done, report.failed) == (5, 0, 1)
     assert report.seconds > 0 and 0 < report.utilization <= 1 and report.per_minute > 0
     assert [row["file_name"] for row in read_jsonl(report.failures)] == ["bad.png"]
