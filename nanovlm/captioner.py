@@ -113,7 +113,7 @@ class Captioner:
 
             read_adapters(options.adapter, model)
             model = merge(model)
-        inference = InferenceModel(model, quantize=options.quantize, image_cache_dir=options.image_cache_dir)
+        inference = InferenceModel(model, quantize=options.quantize)
         del model  # so that release_source frees it
         if options.quantize:
             inference.release_source()

@@ -76,13 +76,6 @@ class ModelOptions:
         minimum=1,
         default_text="as many as in training",
     )
-    image_cache_dir: str | Path | None = setting(  # noqa: RUF009
-        None,
-        "keep encoded images in FOLDER, at most 2 GiB, and encode none again that it has",
-        "the name of a folder",
-        lambda folder: os.fspath(folder) != "" and not os.path.isfile(folder),
-        metavar="FOLDER",
-    )
     allow_urls: bool = False  # http(s) URLs may name images, which are then fetched from public addresses
 
     def __post_init__(self) -> None:

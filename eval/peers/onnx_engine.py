@@ -1,6 +1,7 @@
 """Greedy generation with the ONNX graphs of `nanovlm export --onnx`, run by ONNX Runtime or by another subclass."""
 
 from abc import ABC, abstractmethod
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ from torch import Tensor
 from eval.peers import import_peer
 from models.checkpoint import atomic_dir
 from models.config import VLMConfig
-from models.inference.image_store import encoder_digest
 from models.vision_language_model import VisionLanguageModel
 from nanovlm.captioner import Captioner
 from nanovlm.export.onnx import DECODER, SUFFIXES, VISION_ENCODER, check_onnx_extra, write_onnx
@@ -123,7 +123,10 @@ def export_graphs(model: VisionLanguageModel, folder: Path) -> Path:
     files compute logits of all tokens. Raises MissingExtraError without the extra onnx.
     """
     check_onnx_extra()
-    graphs = folder / f"onnx-{encoder_digest(model, settings=repr(model.cfg))[:12]}"
+    digest = sha256(repr(model.cfg).encode())
+    for weight in model.state_dict().values():
+        digest.update(weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    graphs = folder / f"onnx-{digest.hexdigest()[:12]}"
     if not graphs.exists():
         hook = model.decoder.norm.register_forward_pre_hook(lambda norm, inputs: (inputs[0][:, -1:],))
         with hook, atomic_dir(graphs) as new:

@@ -61,9 +61,7 @@ def with_adapter(model: VisionLanguageModel | InferenceModel, folder: str | Path
         if tensor.shape != (shape := plain.get_parameter(name).shape):
             raise CheckpointError(f"{folder}: {name} is {tuple(tensor.shape)}, not {tuple(shape)}; train it again")
         _replace(adapted, name, tensor.to(source.device, source.dtype))
-    result = InferenceModel(adapted)
-    result.image_store = model.image_store
-    return result
+    return InferenceModel(adapted)
 
 
 def _replace(model: VisionLanguageModel, name: str, tensor: Tensor) -> None:

@@ -8,9 +8,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property, partial
-from os import PathLike
-from typing import TYPE_CHECKING, Any
+from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +19,6 @@ from models.decoding import GenerationMixin
 from models.errors import InputError
 from models.inference.kernel_network import ADAPTED, QUANTIZED, KernelNetwork
 from models.vision_language_model import VisionLanguageModel
-
-if TYPE_CHECKING:
-    from models.inference.image_store import ImageStore
 
 logger = logging.getLogger(__name__)
 
@@ -83,16 +79,9 @@ class InferenceModel(GenerationMixin):
     quantize="int8" stores the language model's linear layers in 8 bits and, with kernels, the vision encoder's and the
     projector's, too; activations are then rounded to 8 bits for every matmul (dynamic quantization). "int4" stores
     those of the language model in 4 bits with a scale and a minimum for 32 weights. Raises InputError for other values.
-    image_cache_dir is a folder that keeps encoded images for later runs, see `models.inference.image_store`.
     """
 
-    def __init__(
-        self,
-        model: VisionLanguageModel,
-        *,
-        quantize: str | None = None,
-        image_cache_dir: str | PathLike[str] | None = None,
-    ):
+    def __init__(self, model: VisionLanguageModel, *, quantize: str | None = None):
         if quantize is not None:
             from models.inference.quantization import check_format
 
@@ -103,11 +92,6 @@ class InferenceModel(GenerationMixin):
         self._quantize = quantize
         self._lock = threading.Lock()
         self._state = _build(model, quantize)
-        self.image_store: ImageStore | None = None
-        if image_cache_dir is not None:
-            from models.inference import image_store  # here, as few runs keep images
-
-            self.image_store = image_store.ImageStore(image_cache_dir)
         self.on_tile: Callable[[int, int], None] | None = None  # told how many of how many tiles are encoded, from 0 on
 
     @property
@@ -169,11 +153,6 @@ class InferenceModel(GenerationMixin):
     def encode_images(self, images: Tensor) -> Tensor:
         """See `VisionLanguageModel.encode_images`."""
         network = self.network
-        if self.image_store is None:
-            return self._encode(network, images)
-        return self.image_store.encode(images, self._state.encoder, partial(self._encode, network))
-
-    def _encode(self, network: Network, images: Tensor) -> Tensor:
         if self.on_tile is None:
             return network.encode_images(images)
         tiles = []
@@ -232,17 +211,6 @@ class _State:
     network: Network
     fingerprint: tuple = ()  # of the model when this was made; () once it was released
     tensors: Sequence[Tensor] = ()  # of the model then, so that no address in the fingerprint returns
-
-    @cached_property
-    def encoder(self) -> str:
-        """The digest of what encodes images."""
-        model, level = self.network.model, getattr(self.network, "level", "torch")
-        sizes = {name: value for name, value in vars(model.cfg).items() if name.startswith(("vit_", "mp_"))}
-        encode = type(model).encode_images.__qualname__  # of a subclass, perhaps
-        settings = f"{level} {encode} {model.device.type} {torch.__version__} {model.cfg.format.name} {sizes}"
-        from models.inference.image_store import encoder_digest
-
-        return encoder_digest(model.vision_encoder, model.MP, settings=settings)
 
 
 @torch.inference_mode(False)

@@ -5,7 +5,7 @@
 >>> caption_images(Captioner.from_pretrained(), ["photos"], output=OutputOptions(out="photos/metadata.jsonl"))
 """
 
-from nanovlm.bulk.options import BulkOptions, BulkReport, OutputOptions, Plan
-from nanovlm.bulk.run import caption_images, plan_images
+from nanovlm.bulk.options import BulkOptions, BulkReport, OutputOptions
+from nanovlm.bulk.run import caption_images
 
-__all__ = ["BulkOptions", "BulkReport", "OutputOptions", "Plan", "caption_images", "plan_images"]
+__all__ = ["BulkOptions", "BulkReport", "OutputOptions", "caption_images"]

@@ -6,7 +6,7 @@ A large model has one worker. A small model on a CPU has a worker per core, each
 
 import json
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing, contextmanager
 from typing import cast
 
@@ -45,8 +45,8 @@ class EmptyCaptionError(ImageError):
 class BulkCaptioner:
     """Captions many images, and measures how long the model runs.
 
-    read opens an image by its name, which is a path without it; the threads that preprocess images call it, and row,
-    which gives what a table says of an image. cores is how many this process may use, by default all available ones.
+    read opens an image by its name, which is a path without it; the threads that preprocess images call it. cores is
+    how many this process may use, by default all available ones.
     """
 
     def __init__(
@@ -57,14 +57,13 @@ class BulkCaptioner:
         workers: int | None = None,
         cores: int | None = None,
         read: Callable[[str], ImageInput] | None = None,
-        row: Callable[[str], Mapping[str, object]] = lambda path: {},
     ):
         self.captioner, self.options = captioner, options or BulkOptions()
         as_video, tiles = self.options.as_video, captioner.processor.max_tiles_per_image
         self.tiles = self.options.max_frames if as_video else tiles
         self.batch_size = self.options.batch_size or (BATCH_SIZE if self.tiles > 1 else SINGLE_TILE_BATCH_SIZE)
         self.start_ids = captioner.start_ids(self.options.start_with)
-        self.cores, self.read, self.row = cores or available_cores(), read or check_file, row
+        self.cores, self.read = cores or available_cores(), read or check_file
         self.n_workers = workers or default_workers(captioner, self.cores)
         self.seconds = 0.0  # that all calls of captions took
         self.model_seconds = [0.0] * self.n_workers
@@ -110,12 +109,12 @@ class BulkCaptioner:
             torch.set_num_threads(before)
 
     def _prepare(self, path: str) -> Prepared:
-        texts, file = self.options.prompts_of(path, self.row(path)), self.read(path)
+        file = self.read(path)
         if self.options.as_video:
             file = Video.read(str(file), self.options.max_frames)
-        elif len(texts) > 1:
+        elif len(self.options.prompts) > 1:
             file = self.captioner.load_image(file)
-        encoded = [self.captioner.prepare(file, text) for text in texts]
+        encoded = [self.captioner.prepare(file, prompt) for prompt in self.options.prompts]
         prompts = [ids + self.start_ids for ids, _ in encoded]
         self.captioner.inference.validate_length(max(map(len, prompts)), self.options.max_new_tokens)
         return prompts, TiledImage(torch.cat(encoded[0][1]))

@@ -3,22 +3,19 @@
 import json
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nanovlm.bulk.prompt_template import check_template, fill_template
-from nanovlm.data.remote import INSTALL_DATA
 from nanovlm.embedded import PROMPT
 from nanovlm.errors import UsageError
 from nanovlm.options import GenerationOptions, check_positive
 from nanovlm.processing import ANIMATION_EXTENSIONS, MAX_FRAMES, VIDEO_EXTENSIONS
 from nanovlm.processing.image_loading import IMAGE_EXTENSIONS, readable_extensions
 
-EXISTING = ("skip", "overwrite", "append", "prepend")
+EXISTING = ("skip", "overwrite")
 FAILURES = "failures.jsonl"  # the end of the name of a list of images without a caption
-TABLES = (".jsonl", ".csv", ".parquet")
 SIDECARS, STREAM = "txt", "-"
 
 
@@ -31,26 +28,23 @@ class BulkOptions(GenerationOptions):
 
     prompt: str | tuple[str, ...] = PROMPT
     batch_size: int | None = None  # images decoded at once, per worker; None: see `BulkCaptioner`
-    prompt_template: str = ""  # instead of prompt: a text with {tags}, {column:NAME} and so on, see `fill_template`
     as_video: bool = False  # video files and animated images, each described as a whole, instead of images
     max_frames: int = MAX_FRAMES  # of a video
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_positive({"batch size": self.batch_size, "max_frames": self.max_frames})
-        if (self.schema is not None or self.prompt_template) and not isinstance(self.prompt, str):
-            raise UsageError(f"{len(self.prompt)} prompts with a JSON schema or a template, which are for one; ask one")
-        check_template(self.prompt_template)
+        if self.schema is not None and not isinstance(self.prompt, str):
+            raise UsageError(f"{len(self.prompt)} prompts with a JSON schema, which is for one; ask one")
 
     @property
     def extensions(self) -> Collection[str]:
         """Those of the files that are captioned of a folder."""
         return VIDEO_EXTENSIONS | ANIMATION_EXTENSIONS if self.as_video else readable_extensions()
 
-    def prompts_of(self, image: str, row: Mapping[str, object]) -> Sequence[str]:
-        """The prompts for an image, by its path and its row of a table."""
-        if self.prompt_template:
-            return [fill_template(self.prompt_template, image, row)]
+    @property
+    def prompts(self) -> Sequence[str]:
+        """What is asked about each image."""
         return [self.prompt] if isinstance(self.prompt, str) else self.prompt
 
 
@@ -58,11 +52,10 @@ class BulkOptions(GenerationOptions):
 class OutputOptions:
     """Where captions are written, and what happens to captions that exist already."""
 
-    # "txt": a .txt beside each image; "-": JSON lines on standard output; else a .jsonl, .csv or .parquet file
+    # "txt": a .txt beside each image; "-": JSON lines on standard output; else a .jsonl file
     out: str | os.PathLike[str] = SIDECARS
     existing: str = "skip"
     prefix: str = ""
-    suffix: str = ""
     extension: str = ".txt"  # of the files beside images
     name_key: str = "file_name"  # in JSON lines on standard output; tables have file_name
     columns: tuple[str, ...] = ()  # of a table, for these keys of captions that are JSON objects
@@ -70,11 +63,10 @@ class OutputOptions:
     def __post_init__(self) -> None:
         if self.existing not in EXISTING:
             raise UsageError(f"existing={self.existing!r} is none of {', '.join(EXISTING)}")
-        for name in ("prefix", "suffix"):
-            try:
-                getattr(self, name).encode()
-            except UnicodeEncodeError:
-                raise UsageError(f"{name} {getattr(self, name)!r} is not valid Unicode; correct it") from None
+        try:
+            self.prefix.encode()
+        except UnicodeEncodeError:
+            raise UsageError(f"prefix {self.prefix!r} is not valid Unicode; correct it") from None
         if self.table is not None:
             _check_table(self.table)
         if self.extension != ".txt":
@@ -92,6 +84,11 @@ class OutputOptions:
         """Whether captions are printed on standard output."""
         return self.out == STREAM
 
+    @property
+    def way_on(self) -> str:
+        """What to do after a run that was stopped."""
+        return "run the same command to " + ("resume" if self.existing == "skip" else "start over")
+
     def _check_extension(self) -> None:
         if self.out != SIDECARS:
             raise UsageError(
@@ -99,8 +96,6 @@ class OutputOptions:
             )
         if not re.fullmatch(r"\.[^/\\\0]*[^/\\\0.]", self.extension):
             raise UsageError(f"extension {self.extension!r} is not like .txt or .caption")
-        if self.extension.lower() == ".xmp" and self.existing != "skip":  # it may hold ratings and more
-            raise UsageError(f"existing={self.existing!r} would change an .xmp of other programs; omit it")
         if os.path.splitext(f"a{self.extension}")[1].lower() in readable_extensions() | IMAGE_EXTENSIONS:
             raise UsageError(f"extension {self.extension!r} is that of images; use .txt or .caption")
 
@@ -111,30 +106,14 @@ class OutputOptions:
 
     def decorate(self, caption: str) -> str:
         """The caption as it is written."""
-        return f"{self.prefix}{caption.strip()}{self.suffix}"
+        return f"{self.prefix}{caption.strip()}"
 
 
 def _check_table(path: Path) -> None:
-    if path.suffix not in TABLES:
-        raise UsageError(f"output {os.fspath(path)!r} is none of {', '.join(TABLES)}, {SIDECARS} or {STREAM}")
+    if path.suffix != ".jsonl":
+        raise UsageError(f"output {os.fspath(path)!r} is no .jsonl file, nor {SIDECARS} or {STREAM}")
     if path.name.endswith(FAILURES):
         raise UsageError(f"output {path} is named like a list of images that failed; choose another name")
-    if path.suffix == ".parquet":
-        try:
-            import pyarrow  # noqa: F401
-        except ImportError:
-            raise UsageError(f"output {path} needs pyarrow: {INSTALL_DATA}, or use .jsonl or .csv") from None
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The work of a run."""
-
-    todo: list[str]  # images that need a caption, in order
-    limit: int | None  # of the captions to write now
-    already_done: int
-    failed: list[tuple[str, str]]  # names that can have no caption, with the reason
-    left_out: dict[str, int]  # images that cannot be read here, by extension
 
 
 @dataclass(frozen=True)
@@ -151,7 +130,6 @@ class BulkReport:
     repeated: int = 0  # captions that were ended because they repeated themselves
     seconds: float = 0.0  # spent on captioning
     utilization: float = 0.0  # share of that time in which the model ran, mean over workers; unknown on a cluster
-    resume_log: Path | None = None  # what remembers that append or prepend was done
 
     @property
     def per_minute(self) -> float:

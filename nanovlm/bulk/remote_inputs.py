@@ -42,10 +42,6 @@ class RemoteImage:
     def name(self) -> str:
         return "/".join(filter(None, (self.file_name, self.member)))
 
-    @property
-    def row(self) -> Mapping[str, Any]:
-        return {} if self.columns is None else self.columns.to_pylist()[0]
-
     def open(self) -> Image.Image:
         """The image. ImageError if it is none, OSError if its file cannot be read."""
         if isinstance(content := self.content, Exception):

@@ -4,16 +4,14 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict
 from pathlib import Path
 
 from nanovlm.bulk.captioning import BulkCaptioner, EmptyCaptionError, failure_reason
 from nanovlm.bulk.inputs import ImageList, find_images, read_names
-from nanovlm.bulk.options import BulkOptions, BulkReport, OutputOptions, Plan
-from nanovlm.bulk.outputs import Output, Sidecars, Table, open_output
-from nanovlm.bulk.resume_log import FailureLog
+from nanovlm.bulk.options import BulkOptions, BulkReport, OutputOptions
+from nanovlm.bulk.outputs import FailureLog, Output, Sidecars, open_output
 from nanovlm.captioner import Captioner
 from nanovlm.console import progress_bar
 from nanovlm.data.file_lock import file_lock
@@ -37,69 +35,28 @@ def caption_images(
     names_file: str | os.PathLike[str] | None = None,
     recursive: bool = True,
     limit: int | None = None,
-    model_settings: Mapping[str, object] | None = None,
 ) -> BulkReport:
     """Caption every image that files, folders and patterns name, into files.
 
     captioner may be a function that loads one: it is called only if an image has no caption yet. names_file lists more
     names, see `read_names`. recursive includes subfolders. limit is the largest number of captions to write now; the
-    same call then captions the next images. If the run is interrupted, even by `kill -9`, the same call resumes it; two
-    calls are the same if their options, except batch_size, and model_settings (which model, say) are equal. Images that
-    fail are counted, and listed in failures.jsonl or, beside a table, TABLE.failures.jsonl. UsageError if the output
-    cannot be written or another run writes to it. OutputError if it could not be written on.
+    same call then captions the next images. If the run is interrupted, even by `kill -9`, the same call resumes it:
+    captions that exist are done, unless output.existing is overwrite. Images that fail are counted, and listed in
+    failures.jsonl or, beside a table, TABLE.failures.jsonl. UsageError if the output cannot be written or another run
+    writes to it. OutputError if it could not be written on.
     """
+    check_positive({"limit": limit})
     options, output = options or BulkOptions(), output or OutputOptions()
     images = _find(names, names_file, recursive, options)
     folders = _folders(names)
     with ExitStack() as stack:
         for target, lock in _lock_files(output, folders).items():
             stack.enter_context(file_lock(lock, target))
-        settings = run_settings(options, output, model_settings or {})
         try:
-            opened = open_output(output, Path(folders[0]), settings)
-        except OSError as error:  # a killed run's files are put in order first
-            raise _output_error(error, output.table or Path(folders[0]), "no caption is written") from error
-        return _caption_found(captioner, images, make_plan(images, opened, limit), options, opened)
-
-
-def plan_images(
-    names: Sequence[str | os.PathLike[str]],
-    options: BulkOptions | None = None,
-    output: OutputOptions | None = None,
-    *,
-    names_file: str | os.PathLike[str] | None = None,
-    recursive: bool = True,
-    limit: int | None = None,
-    model_settings: Mapping[str, object] | None = None,
-) -> Plan:
-    """The work of a `caption_images` call with the same arguments; nothing is written."""
-    options, output = options or BulkOptions(), output or OutputOptions()
-    images = _find(names, names_file, recursive, options)
-    settings = run_settings(options, output, model_settings or {})
-    return make_plan(images, open_output(output, Path(_folders(names)[0]), settings, read_only=True), limit)
-
-
-def make_plan(images: ImageList, output: Output, limit: int | None = None) -> Plan:
-    """Sort images into those that need a caption, those that have one, and those that can have none."""
-    check_positive({"limit": limit})
-    rejected = [(path, reason) for path in images.paths if (reason := output.reject_reason(path))]
-    failed = {name for name, _ in rejected}
-    accepted = [path for path in images.paths if path not in failed]
-    todo = [path for path in accepted if not output.is_done(path)]
-    return Plan(
-        todo=todo,
-        limit=limit,
-        already_done=len(accepted) - len(todo),
-        failed=images.missing + rejected,
-        left_out=dict(images.left_out),
-    )
-
-
-def run_settings(options: BulkOptions, output: OutputOptions, model_settings: Mapping[str, object]) -> dict[str, str]:
-    """The settings that two runs must share for the second to resume the first."""
-    settings = {name: value for name, value in asdict(options).items() if name != "batch_size"}
-    settings |= {name: getattr(output, name) for name in ("existing", "prefix", "suffix", "extension")}
-    return {name: str(value) for name, value in (settings | dict(model_settings)).items()}
+            opened = open_output(output, Path(folders[0]))
+        except OSError as error:  # a killed run's table is put in order first
+            raise _output_error(error, output.table or Path(folders[0]), "no caption is written", output) from error
+        return _caption_found(captioner, images, limit, options, opened)
 
 
 def _find(
@@ -117,7 +74,7 @@ def _find(
 
 
 def _folders(names: Sequence[str | os.PathLike[str]]) -> list[str]:
-    """The folders that the run's own files belong to; the first one holds its log and its failures."""
+    """The folders that the run's own files belong to; the first one holds its failures."""
     return [os.fspath(name) for name in names if os.path.isdir(name)] or ["."]
 
 
@@ -138,40 +95,40 @@ def _lock_files(output: OutputOptions, folders: Sequence[str]) -> dict[str, Path
 def _caption_found(
     captioner: Captioner | Callable[[], Captioner],
     images: ImageList,
-    plan: Plan,
+    limit: int | None,
     options: BulkOptions,
     output: Output,
 ) -> BulkReport:
     failures = FailureLog(None if output.options.is_stream else output.failures)
-    for name, reason in plan.failed:
+    rejected = {path: reason for path in images.paths if (reason := output.reject_reason(path))}
+    for name, reason in (*images.missing, *rejected.items()):
         failures.add(name, reason)
+    accepted = [path for path in images.paths if path not in rejected]
+    todo = [path for path in accepted if not output.is_done(path)]
     captioned, tried, bulk = 0, 0, None
-    limit = len(plan.todo) if plan.limit is None else plan.limit
-    if plan.todo:
-        bulk = BulkCaptioner(captioner if isinstance(captioner, Captioner) else captioner(), options, row=output.row)
-    while bulk and captioned < limit and tried < len(plan.todo):  # images that fail do not count
-        paths = plan.todo[tried : tried + limit - captioned]
+    limit = len(todo) if limit is None else limit
+    if todo:
+        bulk = BulkCaptioner(captioner if isinstance(captioner, Captioner) else captioner(), options)
+    while bulk and captioned < limit and tried < len(todo):  # images that fail do not count
+        paths = todo[tried : tried + limit - captioned]
         captioned += _write_captions(bulk, paths, output, failures)
         tried += len(paths)
-    remaining = len(plan.todo) - tried
     try:
-        output.finish(images.paths, is_whole=not remaining)
+        output.finish(images.paths)
     except OSError as error:
-        target, log = output.target("") if isinstance(output, Table) else output.folder, output.resume_log
-        kept = log if log is not None and log.exists() else target
-        raise _output_error(error, target, f"the captions are kept in {kept}") from error
+        so_far = f"{captioned} of {len(todo)} captions are written"
+        raise _output_error(error, output.target(""), so_far, output.options) from error
     return BulkReport(
         captioned=captioned,
-        already_done=plan.already_done,
-        remaining=remaining,
+        already_done=len(accepted) - len(todo),
+        remaining=len(todo) - tried,
         failed=failures.count,
         empty=failures.empty,
         repeated=sum(bulk.repetitions) if bulk else 0,
-        left_out=plan.left_out,
+        left_out=dict(images.left_out),
         seconds=bulk.seconds if bulk else 0.0,
         utilization=bulk.utilization if bulk else 0.0,
         failures=failures.path if failures.is_written else None,
-        resume_log=output.resume_log,
     )
 
 
@@ -188,14 +145,13 @@ def _write_captions(bulk: BulkCaptioner, paths: Sequence[str], output: Output, f
                     failures.add(path, failure_reason(error, path), is_empty=isinstance(error, EmptyCaptionError))
                 progress.update(failures.count - already_failed)
         except KeyboardInterrupt:
-            logger.warning("stopped after %d of %d images; run the same command to resume", captioned, len(paths))
+            logger.warning("stopped after %d of %d images; %s", captioned, len(paths), output.options.way_on)
             raise
         except BrokenPipeError:  # the reader of a stream has left, as `head` does
             raise
         except OSError as error:
-            raise _output_error(
-                error, output.target(path), f"{captioned} of {len(paths)} captions are written"
-            ) from error
+            so_far = f"{captioned} of {len(paths)} captions are written"
+            raise _output_error(error, output.target(path), so_far, output.options) from error
     return captioned
 
 
@@ -210,10 +166,10 @@ def _write(output: Output, path: str, caption: str) -> Exception | None:
     return None
 
 
-def _output_error(error: OSError, target: Path, so_far: str) -> OutputError:
+def _output_error(error: OSError, target: Path, so_far: str, options: OutputOptions) -> OutputError:
     """The error of a run that cannot go on, which names its file, what is done and how to resume."""
     way_out = "free some space" if error.errno in DISK_FULL else "make it writable"
-    return OutputError(f"{target}: {error.strerror or error}; {so_far}; {way_out} and run the same command to resume")
+    return OutputError(f"{target}: {error.strerror or error}; {so_far}; {way_out} and {options.way_on}")
 
 
 class Progress:

@@ -36,9 +36,7 @@ if TYPE_CHECKING:
 HELP = "Caption images, or answer a prompt about each; without arguments, the sample image."
 EXAMPLE = "nanovlm caption photos --out photos/metadata.jsonl"
 
-FILE_FLAGS = (
-    "existing", "prefix", "suffix", "extension", "prompt_template", "batch_size", "limit", "recursive", "dry_run",
-)  # fmt: skip
+FILE_FLAGS = ("existing", "prefix", "extension", "batch_size", "limit", "recursive")
 RAY_FLAGS = ("shard_format", "shard_size", "cpus_per_worker")
 
 STATS_DIGITS = {  # fields of Stats that --json prints, and how they are rounded
@@ -84,20 +82,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="more names from FILE, one a line or separated by zero bytes (find -print0); - is standard input",
     )
-    prompts = parser.add_mutually_exclusive_group()
-    prompts.add_argument(
+    add(
         "--prompt",
         dest="prompts",
         action="append",
         metavar="TEXT",
         help="prompt for each image; repeat it to ask several, for which the image is encoded once; a table has a "
         f"column for each (default: {PROMPT!r})",
-    )
-    prompts.add_argument(
-        "--prompt-template",
-        metavar="TEXT",
-        help="prompt in which {tags} is the text of the .txt beside each image, {name} its name, {folder} that of its "
-        "folder, and {column:NAME} a column of the table --out or, with --ray, of a parquet file",
     )
     add("--samples", type=int, default=1, metavar="N", help="answers per image, which is encoded once (default: 1)")
     add(
@@ -129,17 +120,15 @@ def add_file_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--out",
         metavar="FILE",
-        help="a .jsonl, .csv or .parquet file; txt: a .txt beside each image (default for folders); -: JSON lines on "
-        "standard output",
+        help="a .jsonl file; txt: a .txt beside each image (default for folders); -: JSON lines on standard output",
     )
     add("--extension", metavar="EXT", help="of the files beside images, such as .caption (default: .txt)")
     add(
         "--existing",
-        choices=("skip", "overwrite", "append", "prepend"),
+        choices=("skip", "overwrite"),
         help="what to do where a caption exists (default: skip)",
     )
     add("--prefix", metavar="TEXT", help="text before each caption, added without a space")
-    add("--suffix", metavar="TEXT", help="text after each caption")
     add(
         "--batch-size",
         type=int,
@@ -148,7 +137,6 @@ def add_file_flags(parser: argparse.ArgumentParser) -> None:
     )
     add("--limit", type=int, metavar="N", help="caption at most N images; the same command then captions the next")
     add("--recursive", action=argparse.BooleanOptionalAction, help="search subfolders, too (default: yes)")
-    add("--dry-run", action="store_true", default=None, help="print the images that would be captioned, and stop")
 
 
 def add_ray_flags(parser: argparse.ArgumentParser) -> None:

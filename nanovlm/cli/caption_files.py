@@ -6,18 +6,16 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from nanovlm.bulk import BulkOptions, BulkReport, OutputOptions, Plan, caption_images, plan_images
+from nanovlm.bulk import BulkOptions, BulkReport, OutputOptions, caption_images
 from nanovlm.bulk.options import SIDECARS, STREAM
-from nanovlm.bulk.prompt_template import TAGS, TAGS_EXTENSION
 from nanovlm.cli.options import EMBEDDED_NOTE, from_args, load_captioner, model_options
 from nanovlm.console import print_error
 from nanovlm.device import choose_device, peak_memory
 from nanovlm.embedded import EMBEDDED
 from nanovlm.errors import UsageError
 from nanovlm.options import GenerationOptions, check_positive
-from nanovlm.processing.image_loading import HEIF_EXTENSIONS, INSTALL_HEIC, printable
+from nanovlm.processing.image_loading import HEIF_EXTENSIONS, INSTALL_HEIC
 
-MODEL_SETTINGS = ("model", "adapter", "revision", "max_tiles")  # that a resumed run shares
 ADDRESS = re.compile(r"auto|local|ray://.+|[^/\s]+:\d+")  # of a Ray cluster
 NOT_ON_RAY = ("json", "existing", "extension", "as_video")  # flags of one machine
 MIN_RATED_CAPTIONS, MIN_RATED_SECONDS = 10, 1.0  # of a run whose summary tells its rate
@@ -29,24 +27,16 @@ def caption_files(args: argparse.Namespace, generation: GenerationOptions) -> in
     (check_ray_flags if on_ray else check_file_flags)(args)
     model = model_options(args)
     output, options = output_options(args, generation.schema), bulk_options(args, generation)
-    prompts = [args.prompt_template] if args.prompt_template else args.prompts
-    load = partial(load_captioner, model, prompts, generation.max_new_tokens, own_images=not on_ray)
+    load = partial(load_captioner, model, args.prompts, generation.max_new_tokens, own_images=not on_ray)
     selection = {"names_file": args.from_file, "recursive": args.recursive is not False, "limit": args.limit}
-    settings = {name: getattr(model, name) for name in MODEL_SETTINGS}
-    plan: Callable[..., Plan]
     caption: Callable[..., BulkReport]
     if on_ray:
-        from nanovlm.bulk.ray_captioning import RayOptions, caption_on_ray, plan_on_ray
+        from nanovlm.bulk.ray_captioning import RayOptions, caption_on_ray
 
         cluster = from_args(RayOptions, args, address=args.ray or None)
-        plan = partial(plan_on_ray, args.images, cluster)
-        caption = partial(caption_on_ray, load, args.images, cluster, options, output, model_settings=settings)
+        caption = partial(caption_on_ray, load, args.images, cluster, options, output)
     else:
-        check_tags(options, output)
-        plan = partial(plan_images, args.images, options, output, model_settings=settings)
-        caption = partial(caption_images, load, args.images, options, output, model_settings=settings)
-    if args.dry_run:
-        return print_plan(plan(**selection))
+        caption = partial(caption_images, load, args.images, options, output)
     if on_ray and model.model == EMBEDDED and model.adapter is None:
         print_error(EMBEDDED_NOTE)  # here, as the workers print theirs elsewhere
     report = caption(**selection)
@@ -68,8 +58,8 @@ def output_options(args: argparse.Namespace, schema: Any) -> OutputOptions:
     extension = args.extension or ".txt"
     columns: tuple[str, ...] = ()
     if schema is not None:
-        if args.prefix or args.suffix or args.existing in ("append", "prepend"):
-            raise UsageError("--json-schema: captions are JSON, to which no text can be added; omit the other flags")
+        if args.prefix:
+            raise UsageError("--json-schema: captions are JSON, to which no text can be added; omit --prefix")
         properties = schema.get("properties", {}) if isinstance(schema, dict) else {}
         columns = tuple(name for name in properties if name not in ("file_name", "text"))
     elif len(args.prompts) > 1:
@@ -78,39 +68,10 @@ def output_options(args: argparse.Namespace, schema: Any) -> OutputOptions:
         out=STREAM if args.json else SIDECARS if args.out is None or args.ray is not None else args.out,
         existing=args.existing or "skip",
         prefix=args.prefix or "",
-        suffix=args.suffix or "",
         extension=extension if extension.startswith(".") else f".{extension}",
         name_key="image" if args.json else "file_name",  # as --json names single images
         columns=columns,
     )
-
-
-def check_tags(options: BulkOptions, output: OutputOptions) -> None:
-    """Refuse a template whose {tags} would be taken for captions that are there already."""
-    tags_are_captions = (output.out, output.existing, output.extension) == (SIDECARS, "skip", TAGS_EXTENSION)
-    if TAGS in options.prompt_template and tags_are_captions:
-        raise UsageError(
-            f"{TAGS} is read from the {TAGS_EXTENSION} files, which count as captions that exist; write others by "
-            "--extension .caption or --out, or say --existing overwrite, append or prepend"
-        )
-
-
-def print_plan(plan: Plan) -> int:
-    """Print the images that would be captioned, one a line, and a summary on standard error; 1 if some can not be."""
-    for path in plan.todo[: plan.limit]:
-        print(printable(path))
-    for name, reason in plan.failed:
-        print_error(f"{printable(name)}: {reason}")
-    parts = [
-        f"{len(plan.todo):,} to caption"
-        + (f", {plan.limit:,} of them now" if plan.limit and plan.limit < len(plan.todo) else "")
-    ]
-    if plan.already_done:
-        parts.append(f"{plan.already_done:,} done already")
-    if plan.failed:
-        parts.append(f"{len(plan.failed):,} cannot be captioned")
-    print_error("; ".join([*parts, *_left_out(plan), "nothing was written"]))
-    return 1 if plan.failed else 0
 
 
 def check_file_flags(args: argparse.Namespace) -> None:
@@ -123,8 +84,8 @@ def check_file_flags(args: argparse.Namespace) -> None:
         raise UsageError("- is an image without a name, so no file can refer to it; name files, folders or --from-file")
     if len(args.prompts) != len(set(args.prompts)) or {"file_name", "text"} & set(args.prompts):
         raise UsageError("--prompt is given twice, or is file_name or text; each names a column of its own")
-    if len(args.prompts) > 1 and (args.prefix or args.suffix or args.existing in ("append", "prepend")):
-        raise UsageError("--prompt: answers to several are JSON, to which no text can be added; omit the other flags")
+    if len(args.prompts) > 1 and args.prefix:
+        raise UsageError("--prompt: answers to several are JSON, to which no text can be added; omit --prefix")
     if not args.images and args.from_file is None:
         raise UsageError(f"--out {args.out}, but no images; name files or folders, or list them by --from-file")
 
@@ -155,20 +116,14 @@ def summary(report: BulkReport, existing: str) -> str:
         parts.append(f"{report.captioned:,} captioned in {report.seconds:.0f} s{rate}")
     if report.repeated:
         parts.append(f"{report.repeated:,} ended early as they repeated themselves")
-    if report.already_done and existing == "skip":
+    if report.already_done:
         parts.append(f"{report.already_done:,} had captions already")
-    elif report.already_done:
-        parts.append(
-            f"{report.already_done:,} were done by this command before; to do them again, remove {report.resume_log}"
-        )
     if report.failed:
         empty = f" ({report.empty:,} with an empty caption)" if report.empty else ""
         parts.append(f"{report.failed:,} failed{empty}" + (f", see {report.failures}" if report.failures else ""))
     if report.remaining:
-        parts.append(f"{report.remaining:,} remain; run the same command for the next")
-    return "; ".join(parts + _left_out(report)) or "no images"
-
-
-def _left_out(plan: Plan | BulkReport) -> list[str]:
+        hint = "; run the same command for the next" if existing == "skip" else ""
+        parts.append(f"{report.remaining:,} remain{hint}")
     hints = dict.fromkeys(HEIF_EXTENSIONS, f" (to read them: {INSTALL_HEIC})")
-    return [f"{count:,} {extension} left out{hints.get(extension, '')}" for extension, count in plan.left_out.items()]
+    parts += [f"{n:,} {extension} left out{hints.get(extension, '')}" for extension, n in report.left_out.items()]
+    return "; ".join(parts) or "no images"

@@ -10,10 +10,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from models.config import VLMConfig
-from models.inference.image_store import ImageStore, encoder_digest
 from models.lora import adapt
 from models.vision_language_model import VisionLanguageModel
-from nanovlm.device import choose_training_dtype, fast_bfloat16
+from nanovlm.device import fast_bfloat16
 from nanovlm.training.config import TrainConfig
 from nanovlm.training.cpu_ops import cpu_ops
 
@@ -134,8 +133,7 @@ def orthogonalized(matrices: Tensor) -> Tensor:
 def accelerated(model: VisionLanguageModel, cfg: TrainConfig) -> Iterator[None]:
     """Compile the blocks, recompute their activations in the backward pass (Chen et al. 2016), or both, as cfg asks.
 
-    On a CPU they compute with `cpu_ops`. A frozen encoder may read what it made of an image before. At the end of the
-    context the modules are as they were.
+    On a CPU they compute with `cpu_ops`. At the end of the context the modules are as they were.
     """
     changed: list[Any] = []
     if cfg.compile or cfg.gradient_checkpointing:
@@ -143,11 +141,6 @@ def accelerated(model: VisionLanguageModel, cfg: TrainConfig) -> Iterator[None]:
     for block in changed:
         forward = torch.compile(block.forward, dynamic=False) if cfg.compile else block.forward
         block.forward = partial(checkpoint, forward, use_reentrant=False) if cfg.gradient_checkpointing else forward
-    encoder: Any = model.vision_encoder
-    if cfg.image_cache_dir is not None:
-        changed.append(encoder)
-        digest = encoder_digest(encoder, settings=f"features {choose_training_dtype(cfg.dtype, model.device)}")
-        encoder.forward = partial(ImageStore(cfg.image_cache_dir).encode, encoder=digest, encode=encoder.forward)
     try:
         with cpu_ops(model):
             yield

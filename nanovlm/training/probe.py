@@ -75,7 +75,6 @@ class Probe(Trainer):
         steps = min(PROBED_STEPS, cfg.max_steps)
         every = -(-steps // PROBED_SAVES)
         probed = replace(cfg, max_steps=steps, save_every=every, validate_every=every, keep_checkpoints=1, patience=0)
-        probed = replace(probed, image_cache_dir=cfg.image_cache_dir and str(task.folder / "images"))
         # a single process is measured without sharding
         probed = replace(probed, tensorboard=False, report_to="none", fsdp=cfg.fsdp and "WORLD_SIZE" in os.environ)
         super().__init__(model, task, probed)

@@ -39,12 +39,8 @@ def test_wrong_keywords_are_named(embedded):
     for name, value, limits in wrong:
         with pytest.raises(InputError, match=re.escape(f"{name}={value} must be {limits}")):
             embedded.caption(SAMPLE, **{name: value})
-    for name, limits in (
-        ("adapter", "a folder with"),
-        ("model", "a folder with"),
-        ("image_cache_dir", "the name of a"),
-    ):
-        with pytest.raises(InputError, match=f"{name}=3 must be {limits}"):
+    for name in ("adapter", "model"):
+        with pytest.raises(InputError, match=f"{name}=3 must be a folder with"):
             Captioner.from_pretrained(**{name: 3})
     with pytest.raises(InputError, match="allow_urls='no' must be True or False"):
         Captioner.from_pretrained(allow_urls="no")

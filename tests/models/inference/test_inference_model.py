@@ -100,7 +100,7 @@ def test_a_layer_may_have_another_format_than_those_beside_it(tiny_model, name, 
 
 
 @pytest.mark.parametrize("name", ["encode_images", "embed_tokens", "prefill_embeds"])
-def test_a_subclass_is_computed_by_its_own_methods(tiny_model, tmp_path, name):
+def test_a_subclass_is_computed_by_its_own_methods(tiny_model, name):
     def doubled(self, *args):
         result = getattr(VisionLanguageModel, name)(self, *args)
         return (2 * result[0], result[1]) if name == "prefill_embeds" else 2 * result
@@ -108,8 +108,8 @@ def test_a_subclass_is_computed_by_its_own_methods(tiny_model, tmp_path, name):
     other = tiny_model()
     model = type("Doubled", (VisionLanguageModel,), {name: doubled})(other.cfg, other.image_token_id).eval()
     model.load_state_dict(other.state_dict())
-    assert_same(InferenceModel(other, image_cache_dir=tmp_path), other)
-    assert_same(InferenceModel(model, image_cache_dir=tmp_path), model)
+    assert_same(InferenceModel(other), other)
+    assert_same(InferenceModel(model), model)
     assert not torch.allclose(logits_of(InferenceModel(model)), logits_of(other), atol=0.1)
 
 

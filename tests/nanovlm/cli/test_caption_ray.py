@@ -12,7 +12,7 @@ from nanovlm.cli import main as cli
         ("--ray photos --out out", "photos is no address"),
         ("photos --ray --out a.jsonl", "--out a.jsonl with --ray must be a folder"),
         ("photos --ray --out out --limit 0", "--limit 0 is less than 1"),
-        ("photos --ray --out out --existing append", "--existing is for one machine"),
+        ("photos --ray --out out --existing overwrite", "--existing is for one machine"),
         ("photos --ray --out out --prompt a --prompt b", "one caption"),
         ("- --ray --out out", "needs names"),
         ("photos --ray --out out --shard-size 0", "shard size 0 is less than 1"),

@@ -56,7 +56,6 @@ GENERATION = {  # field: its value, and the settings beside it, without and with
     "start_with": ("A photo of", {}),
 }
 MODEL = {  # field: its flag, and whether a captioner shows it
-    "image_cache_dir": ("--image-cache-dir {folder}/cache", lambda captioner: caches_images(captioner)),
     "adapter": ("--adapter {folder}", lambda captioner: captioner.model.MP.proj.weight.abs().max() > 50),
     "model": ("--model {folder}", lambda captioner: captioner.model.cfg.vit_img_size == 16),
     "revision": ("--revision main", "has no revision 'main'"),
@@ -70,11 +69,6 @@ MODEL = {  # field: its flag, and whether a captioner shows it
 
 def has_module(captioner, kind):
     return any(isinstance(module, kind) for module in captioner.inference.network.model.modules())
-
-
-def caches_images(captioner):
-    captioner.caption(SAMPLE, max_new_tokens=1)
-    return captioner.inference.image_store and len(list(captioner.inference.image_store.folder.iterdir())) > 1
 
 
 def n_tiles(captioner, size):

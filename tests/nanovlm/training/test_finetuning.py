@@ -147,7 +147,6 @@ def test_a_few_steps_teach_the_embedded_model_a_caption(train):
 def test_a_dry_run_prints_an_estimate_and_writes_nothing(train):
     scenes(4)
     flags = ["--batch-size", "2", "--num-workers", "0", "--optimizer", "adamw"]
-    flags += ["--image-cache-dir", "cache", "--vision-lr-scale", "0", "--augment", "0"]
     code, out, err = train("--data", "mine", "--dry-run", *flags)
     assert code == 0 and "850 steps, 425 epochs" in err
     assert re.match(r"3,411,968 parameters, [\d,]+ of them trained; ", out) and out.count("\n") == 1

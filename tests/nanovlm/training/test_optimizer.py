@@ -201,22 +201,6 @@ def test_a_cpu_learns_in_bfloat16_where_that_is_faster(maker, flags, fast):
     assert device.choose_training_dtype("bfloat16", torch.device("cpu")) == torch.bfloat16
 
 
-def test_a_frozen_encoder_encodes_each_image_once(tiny_model, make_batch, tmp_path):
-    """The second epoch reads what the first has stored; the weights are those of a run without a store."""
-    cfg, encoded, weights = replace(CFG, vision_lr_scale=0.0, max_steps=6), [], []
-    for store in (None, str(tmp_path / "store")):
-        model, n = tiny_model(), []
-        model.vision_encoder.blocks[0].register_forward_pre_hook(lambda block, args, n=n: n.append(len(args[0])))
-        changed = replace(cfg, image_cache_dir=store)
-        train(model, "{}", lambda step: make_batch(step % 2), changed, tmp_path / f"out-{store is None}")
-        encoded.append(sum(n))
-        weights.append(model.state_dict())
-    assert encoded == [12, 4]
-    torch.testing.assert_close(weights[1], weights[0], rtol=1e-4, atol=1e-5)
-    with pytest.raises(InputError, match="needs vision_lr_scale=0 and augment=0"):
-        TrainConfig(image_cache_dir="store")
-
-
 # ------------------------------------------------------------------------------------------------------------- muon
 
 MUON = replace(CFG, optimizer="muon")
