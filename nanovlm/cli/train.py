@@ -67,13 +67,12 @@ def run(args: argparse.Namespace) -> int:
     check_data_names(args.data or ())
 
     from nanovlm.device import keep_freed_memory, set_threads
-    from nanovlm.training.distributed import run_and_exit
 
     for name in ONEDNN_CACHES:
         os.environ.setdefault(name, ONEDNN_CAPACITY)
     set_threads(args.threads or THREADS)
     keep_freed_memory()
-    return run_and_exit(lambda: train_or_estimate(args, options, cfg))
+    return train_or_estimate(args, options, cfg)
 
 
 def train_or_estimate(args: argparse.Namespace, options: FinetuneOptions, cfg: TrainConfig) -> int:
@@ -123,9 +122,7 @@ def check_flags(args: argparse.Namespace) -> None:
     for name, needs in needs_of_flags().items():
         if needs in unmet and getattr(args, name) is not None:
             raise UsageError(f"{flag_of(name)} has no effect {unmet[needs]}; omit it")
-    if args.fsdp and "WORLD_SIZE" not in os.environ and not args.dry_run:
-        raise UsageError("--fsdp has no effect without torchrun; omit it")
-    pairs = ("epochs", "max_steps"), ("quantize", "fsdp"), ("quantize", "compile"), ("backbones", "model")
+    pairs = ("epochs", "max_steps"), ("quantize", "compile"), ("backbones", "model")
     for one, other in (*pairs, ("backbones", "revision"), ("check_data", "dry_run")):
         if all(getattr(args, name) not in (None, False) for name in (one, other)):
             raise UsageError(f"{flag_of(one)} and {flag_of(other)} exclude each other; omit one")

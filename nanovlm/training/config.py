@@ -145,17 +145,16 @@ class TrainConfig:
         None, "keep in FOLDER, at most 2 GiB, what a frozen vision encoder makes of images", metavar="FOLDER"
     )
     num_workers: int = setting(1, "processes that prepare batches; 0 prepares them in the training process")
-    fsdp: bool = setting(False, "under torchrun: shard weights, gradients and optimizer state over the processes")
     compile: bool = setting(False, "compile the blocks: a minute at the start, a quarter less time per step")
 
     def __post_init__(self) -> None:
         check_settings(self)
-        if self.dpo_beta and (self.pack or self.fsdp):
-            raise InputError(f"dpo_beta compares answers with those of a whole model; omit pack={self.pack} and fsdp")
+        if self.dpo_beta and self.pack:
+            raise InputError(f"dpo_beta compares answers with those of a whole model; omit pack={self.pack}")
         if self.optimizer == "muon" and self.lora_rank:
             raise InputError("optimizer=muon trains whole matrices; omit it with lora_rank, or choose adamw")
-        if self.image_cache_dir and (self.vision_lr_scale or self.augment or self.fsdp):
-            needed = "vision_lr_scale=0 and augment=0, and no fsdp"
+        if self.image_cache_dir and (self.vision_lr_scale or self.augment):
+            needed = "vision_lr_scale=0 and augment=0"
             raise InputError(f"image_cache_dir={self.image_cache_dir} needs {needed}; set them so, or omit it")
         if not any(self.lr_scales.values()):
             raise InputError("vision_lr_scale=0 with the other two scales at 0 trains nothing; raise one of the three")
@@ -299,7 +298,7 @@ def choose(
     """
     chosen: dict[str, Any] = {}
     reasons = []
-    if "optimizer" in automatic and optimizer == "muon" and not (cfg.lora_rank or cfg.fsdp):
+    if "optimizer" in automatic and optimizer == "muon" and not cfg.lora_rank:
         chosen["optimizer"] = optimizer
         reasons.append("muon, as the model was trained by it")
     if "lr" in automatic:

@@ -151,7 +151,6 @@ def prepare(options: FinetuneOptions, cfg: TrainConfig) -> tuple[VisionLanguageM
         data_fingerprint=fingerprint(training, n_parts),
         n_held_out=sum(map(len, held_out)) if options.validation is None else options.validation,
         write_model=partial(write_model, home=str(options.out.resolve()), base=base_model(options)),
-        base=base_model(options),
         after_save=partial(push_to_hub, options.push_to_hub) if options.push_to_hub else None,
         **evaluation,
     )

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from models.config import VLMConfig
 from models.inference.image_store import ImageStore, encoder_digest
 from models.lora import adapt
 from models.vision_language_model import VisionLanguageModel
@@ -37,14 +36,6 @@ def freeze(model: VisionLanguageModel, cfg: TrainConfig) -> None:
         return
     for part, lr_scale in cfg.lr_scales.items():
         getattr(model, part).requires_grad_(lr_scale > 0)
-
-
-def empty_copy(cfg: VLMConfig, image_token_id: int, settings: TrainConfig) -> VisionLanguageModel:
-    """A model as `freeze` makes it, on the meta device: its weights are still to be loaded."""
-    with torch.device("meta"), torch.random.fork_rng():
-        model = VisionLanguageModel(cfg, image_token_id)
-        freeze(model, settings)
-    return model
 
 
 def make_optimizer(model: VisionLanguageModel, cfg: TrainConfig) -> torch.optim.AdamW:

@@ -2,7 +2,6 @@
 
 import logging
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -76,8 +75,7 @@ class Probe(Trainer):
         every = -(-steps // PROBED_SAVES)
         probed = replace(cfg, max_steps=steps, save_every=every, validate_every=every, keep_checkpoints=1, patience=0)
         probed = replace(probed, image_cache_dir=cfg.image_cache_dir and str(task.folder / "images"))
-        # a single process is measured without sharding
-        probed = replace(probed, tensorboard=False, report_to="none", fsdp=cfg.fsdp and "WORLD_SIZE" in os.environ)
+        probed = replace(probed, tensorboard=False, report_to="none")
         super().__init__(model, task, probed)
         self.task = replace(task, get_batch=self._with_largest_batches(task.get_batch), after_save=None)
 

@@ -109,7 +109,7 @@ def test_trls_columns_are_read(data, kind):
 def test_data_and_settings_that_do_not_fit_are_one_line(data, capsys):
     with pytest.raises(DataError, match="by --dpo-beta 0.1"):
         open_source(str(data), ReadOptions())
-    with pytest.raises(InputError, match="omit pack=64 and fsdp"):
+    with pytest.raises(InputError, match="omit pack=64"):
         TrainConfig(dpo_beta=0.1, pack=64)
     data.write_text(json.dumps({"image": "0.png", "text": "A."}) + "\n")
     with pytest.raises(DataError, match="no column 'chosen'"):
