@@ -122,8 +122,8 @@ def check_flags(args: argparse.Namespace) -> None:
     for name, needs in needs_of_flags().items():
         if needs in unmet and getattr(args, name) is not None:
             raise UsageError(f"{flag_of(name)} has no effect {unmet[needs]}; omit it")
-    pairs = ("epochs", "max_steps"), ("quantize", "compile"), ("backbones", "model")
-    for one, other in (*pairs, ("backbones", "revision"), ("check_data", "dry_run")):
+    pairs = ("epochs", "max_steps"), ("backbones", "model"), ("backbones", "revision"), ("check_data", "dry_run")
+    for one, other in pairs:
         if all(getattr(args, name) not in (None, False) for name in (one, other)):
             raise UsageError(f"{flag_of(one)} and {flag_of(other)} exclude each other; omit one")
     if not (args.out or args.check_data or args.dry_run):

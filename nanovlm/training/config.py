@@ -17,7 +17,6 @@ from nanovlm.embedded import EMBEDDED
 from nanovlm.errors import InputError
 from nanovlm.options import ReadOptions
 
-BASE_FORMATS = ("bfloat16", "int8", "int4")  # of the frozen weights of a LoRA run, beside float32
 MUON_LR = 5e-4  # of fine-tuning by Muon, for the embedded model
 EPOCHS, MAX_STEPS = 45, 4500  # by default each example is shown 45 times, in at least FINETUNING's steps
 PATH = (str, os.PathLike)
@@ -248,13 +247,6 @@ class FinetuneOptions:
     )
     push_to_hub: str | None = setting(
         None, "upload every saved model to the Hub; a new repository is private", metavar="OWNER/NAME", needs="data"
-    )
-    quantize: str | None = setting(
-        None,
-        "LoRA: store the frozen weights in bfloat16, 8 bits (int8) or 4 bits (int4), which takes less memory; adapters "
-        "are merged into the weights as they were before (default: float32)",
-        choices=BASE_FORMATS,
-        needs="lora_rank",
     )
     read: ReadOptions = field(default_factory=ReadOptions)
     evaluation_flags: Sequence[str] = ()  # that were typed, and have no effect unless examples are held out

@@ -46,7 +46,6 @@ from nanovlm.training.examples import (
 from nanovlm.training.loop import Trainer, TrainingTask
 from nanovlm.training.metrics import AUTO, AUTO_METRIC, LOSS, check_installed
 from nanovlm.training.probe import Probe, RunEstimate, estimate_run, memory_errors
-from nanovlm.training.quantized_base import quantize_base
 
 T = TypeVar("T", bound=Trainer)
 
@@ -98,9 +97,6 @@ def start(options: FinetuneOptions, cfg: TrainConfig, make: Callable[..., T]) ->
     if cfg.lora_rank and starts_anew(options) and os.environ.get("RANK", "0") == "0":
         with write_errors(options.out), training_lock(options.out):  # without its base an adapter is of no use
             model.save_pretrained(options.out / BASE, tokenizer=task.tokenizer)
-    if options.quantize is not None:
-        base = base_model(options)
-        quantize_base(model, options.quantize, snapshot_path(base.name, base.revision))
     model.to(choose_device(options.device))
     run = make(model, task, cfg)
     write_run_file(options, cfg)
@@ -217,10 +213,7 @@ def check_folder(folder: Path, data: Sequence[str | os.PathLike[str]]) -> None:
 
 
 def load_start(options: FinetuneOptions) -> tuple[VisionLanguageModel, Processor, torch.dtype]:
-    """The model to start from, on the CPU, its processor, and the dtype to save it in.
-
-    A model that will be quantized has the dtype of its files, which takes less memory than float32.
-    """
+    """The model to start from, in float32 on the CPU, its processor, and the dtype to save it in."""
     choose_device(options.device)  # raises for one that is not here, before anything is loaded
     if options.backbones:
         with torch.random.fork_rng():  # the projector and the rows of new tokens are the same at every start
@@ -233,14 +226,12 @@ def load_start(options: FinetuneOptions) -> tuple[VisionLanguageModel, Processor
     if options.format:
         check_format(cfg, options.format)
     tokenizer = Tokenizer.from_pretrained(folder, cfg)
-    stored = checkpoint_dtype(folder)
-    dtype = stored if options.quantize and not options.format else torch.float32
-    model, processor = load_model(folder, cfg, tokenizer.image_token_id, dtype), Processor(cfg, tokenizer)
+    model, processor = load_model(folder, cfg, tokenizer.image_token_id), Processor(cfg, tokenizer)
     if options.format == "smolvlm":
         with torch.random.fork_rng():
             torch.manual_seed(0)
             model, processor = convert_layout(model, tokenizer)
-    return model, processor, stored
+    return model, processor, checkpoint_dtype(folder)
 
 
 def answer_scorer(

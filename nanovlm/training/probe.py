@@ -22,7 +22,6 @@ from nanovlm.training.config import TrainConfig
 from nanovlm.training.loader import Batch, load_batches
 from nanovlm.training.loop import Trainer, TrainingTask
 from nanovlm.training.metrics import StepMetrics
-from nanovlm.training.quantized_base import count_parameters
 
 PROBED_STEPS = 12
 PROBED_SAVES = 4  # memory grows with checkpoints, too
@@ -112,7 +111,7 @@ class Probe(Trainer):
     def estimate(self) -> RunEstimate:
         """What the whole run needs, measured by running its first steps."""
         cfg, seconds, device = self.planned, self.seconds, self.model.device
-        parameters = count_parameters(self.model)  # before the run, which ends without its adapters
+        parameters = sum(p.numel() for p in self.model.parameters())  # before the run, which ends without its adapters
         trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
         self.run()
         steps = seconds["step"][UNTIMED_STEPS:] or seconds["step"][-1:]

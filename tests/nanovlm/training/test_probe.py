@@ -114,7 +114,6 @@ VARIANTS = {
     "adapters": ["--lora-rank", "8"],
     "checkpointing": ["--gradient-checkpointing"],
     "validation": ["--validation", "2", "--metric", "exact_match", "--validate-every", "10"],
-    "int8 base": ["--lora-rank", "8", "--quantize", "int8"],
 }
 # Peak memory at the end of training. While a process exits, torch's libraries page in 100 MiB more of their files.
 PROGRAM = """
