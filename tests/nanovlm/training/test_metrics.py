@@ -81,7 +81,7 @@ def test_every_step_is_a_line_of_numbers(learn, tiny_model, make_batch, tmp_path
     assert entries[0]["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
     assert all(entry["tokens_per_s"] > 0 and 2**20 < entry["memory"] < 2**40 for entry in entries)
     assert lines[1].startswith(f"step 4/6  loss {(entries[2]['loss'] + entries[3]['loss']) / 2:.4f}  ")
-    assert all(" tokens/s  " in line and " MiB  " in line for line in lines)
+    assert all(" tokens/s  " in line and " MiB  " in line for line in lines if line.startswith("step"))
 
 
 def test_pace_is_measured_by_the_clock(tmp_path):
