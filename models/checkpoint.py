@@ -168,8 +168,6 @@ def weight_files(folder: Path) -> list[Path]:
     if (folder / WEIGHTS).exists():
         check_regular_file(folder / WEIGHTS)
         return [folder / WEIGHTS]
-    if (folder / "shards").is_dir():  # of a training run
-        raise CheckpointError(f"{folder} is sharded; make a model of it: nanovlm merge {folder} --out FOLDER")
     if not (folder / INDEX).exists():
         pickled = sorted(path.name for path in folder.glob("*.bin"))
         hint = f"; {pickled[0]} may run code and is not read: save it as safetensors" if pickled else ""
@@ -268,25 +266,16 @@ def write_checkpoint_files(
 ) -> None:
     """Write config, weights and tokenizer in the model's format; nanoVLM's so that stock nanoVLM loads them too.
 
-    dtype is that of the stored weights; None keeps the model's. See `write_settings` for the rest.
+    dtype is that of the stored weights; None keeps the model's. tokenizer is the text of tokenizer.json; None writes no
+    tokenizer. home is the folder's final path, by which a config.json may say where the tokenizer is.
     """
+    cfg = model.cfg
     state = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in model.state_dict().items()}
-    write_settings(folder, model.cfg, tokenizer, state[HEAD].dtype, home)
-    tensors = {name: tensor.contiguous() for name, tensor in model.cfg.format.weights(model.cfg, state).items()}
-    save_file(tensors, folder / WEIGHTS, {"format": "pt"})
-
-
-def write_settings(
-    folder: Path, cfg: VLMConfig, tokenizer: str | None, dtype: torch.dtype, home: str | None = None
-) -> None:
-    """Write what a model's folder holds beside weights in dtype.
-
-    tokenizer is the text of tokenizer.json; None writes no tokenizer. home is the folder's final path, by which a
-    config.json may say where the tokenizer is.
-    """
-    texts = cfg.format.texts(cfg, dtype, tokenizer, home)
+    texts = cfg.format.texts(cfg, state[HEAD].dtype, tokenizer, home)
     for name, text in (texts | ({} if tokenizer is None else {TOKENIZER: tokenizer})).items():
         (folder / name).write_text(text, encoding="utf-8")
+    tensors = {name: tensor.contiguous() for name, tensor in cfg.format.weights(cfg, state).items()}
+    save_file(tensors, folder / WEIGHTS, {"format": "pt"})
 
 
 @contextmanager

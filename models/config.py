@@ -62,7 +62,7 @@ class CheckpointFormat(ABC):
 
     @abstractmethod
     def texts(self, cfg: "VLMConfig", dtype: Any, tokenizer: str | None, home: str | None) -> dict[str, str]:
-        """Texts of the files to write beside weights in dtype and a tokenizer; see `write_settings`."""
+        """Texts of the files to write beside weights in dtype and a tokenizer; see `write_checkpoint_files`."""
 
     @staticmethod
     def to_stored(state: Mapping[str, Any]) -> dict[str, Any]:

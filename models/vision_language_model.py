@@ -30,7 +30,7 @@ from models.vision_transformer import PatchEmbedding, VisionTransformer
 IGNORE_INDEX = -100  # a target without a loss
 
 
-class VisionLanguageModel(nn.Module, GenerationMixin):  # in this order: FSDP changes the class of torch's modules
+class VisionLanguageModel(nn.Module, GenerationMixin):
     """nanoVLM: a SigLIP encoder, a pixel-shuffle projector and a Llama decoder.
 
     `GenerationMixin` adds embed, prefill, decode, stream and generate. image_token_id marks the positions of images in

@@ -6,7 +6,6 @@ Those are adapter_config.json and adapter_model.safetensors.
 import json
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any, cast
@@ -32,10 +31,10 @@ ADAPTER_TENSORS = ("lora_A", "lora_B")
 class LoRALinear(nn.Linear):
     """An nn.Linear whose weight W (out, in) acts as W + alpha / rank * lora_B @ lora_A; parameter names stay."""
 
-    def __init__(self, linear: nn.Linear, rank: int, alpha: float, dtype: torch.dtype | None = None):
-        nn.Linear.__init__(self, linear.in_features, linear.out_features, linear.bias is not None, device="meta")
+    def __init__(self, linear: nn.Linear, rank: int, alpha: float):
+        super().__init__(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
         self.weight, self.bias = linear.weight, linear.bias
-        like: dict[str, Any] = {"device": linear.weight.device, "dtype": dtype or linear.weight.dtype}
+        like: dict[str, Any] = {"device": linear.weight.device, "dtype": linear.weight.dtype}
         self.lora_A = nn.Linear(self.in_features, rank, bias=False, **like)
         self.lora_B = nn.Linear(rank, self.out_features, bias=False, **like)
         nn.init.kaiming_uniform_(self.lora_A.weight, a=math.sqrt(5))  # as in PEFT
@@ -43,29 +42,19 @@ class LoRALinear(nn.Linear):
         self.rank, self.alpha = rank, alpha
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.base_product(x) + self.lora_B(self.lora_A(x)) * (self.alpha / self.rank)
-
-    def base_product(self, x: Tensor) -> Tensor:
-        """The output without the adapter."""
-        return F.linear(x, self.weight, self.bias)
-
-    def base_weight(self) -> Tensor:
-        """The weight (out, in) that the adapter is merged into."""
-        return self.weight
+        return F.linear(x, self.weight, self.bias) + self.lora_B(self.lora_A(x)) * (self.alpha / self.rank)
 
     @torch.no_grad()
     def merged(self) -> Tensor:
-        """The single weight (out, in) with the same effect, where base_weight is."""
-        weight = self.base_weight()
-        return weight + (self.lora_B.weight @ self.lora_A.weight * (self.alpha / self.rank)).to(weight.device)
+        """The single weight (out, in) with the same effect."""
+        return self.weight + self.lora_B.weight @ self.lora_A.weight * (self.alpha / self.rank)
 
 
 def add_adapter(model: VisionLanguageModel, name: str, rank: int, alpha: float) -> None:
-    """Give a linear layer an adapter; a layer of another kind makes one itself, by `with_adapter(rank, alpha)`."""
+    """Give a linear layer an adapter."""
     parent, _, attribute = name.rpartition(".")
-    linear: Any = model.get_submodule(name)
-    make = linear.with_adapter if hasattr(linear, "with_adapter") else partial(LoRALinear, linear)
-    setattr(model.get_submodule(parent), attribute, make(rank, alpha))
+    linear = cast(nn.Linear, model.get_submodule(name))
+    setattr(model.get_submodule(parent), attribute, LoRALinear(linear, rank, alpha))
 
 
 def adapted_modules(names: Iterable[str]) -> list[str]:
@@ -118,30 +107,23 @@ def adapt(
 def merged_state(model: VisionLanguageModel, consume: bool = False) -> Iterator[tuple[str, Tensor]]:
     """The state dict of a model without adapters that computes the same, a tensor at a time.
 
-    A merged weight is computed when it is asked for. A frozen layer of another kind than nn.Linear gives its plain
-    weight by `merged()`, as adapters do. With `consume` the model loses each such layer's weight on the way, so that a
-    second model takes no more memory; it cannot be used afterwards.
+    A merged weight is computed when it is asked for. With `consume` the model loses the weight of each layer with an
+    adapter on the way, so that a second model takes no more memory; it cannot be used afterwards.
     """
     state = model.state_dict()
     for name in [*state]:
-        tensor, layer = state.pop(name), cast(Any, model.get_submodule(name.rpartition(".")[0]))
-        if name.endswith(".weight") and hasattr(layer, "merged"):
+        tensor, layer = state.pop(name), model.get_submodule(name.rpartition(".")[0])
+        if name.endswith(".weight") and isinstance(layer, LoRALinear):
             yield name, layer.merged()
             if consume:
-                layer.weight = None
+                layer.register_parameter("weight", None)
         elif ".lora_" not in name:
             yield name, tensor
 
 
 def merge(model: VisionLanguageModel, consume: bool = False) -> VisionLanguageModel:
-    """Return a model of `merged_state`; tensors without an adapter are shared, not copied.
-
-    It is on the model's device, or on the CPU if that is where quantized layers read their weights.
-    """
-    state = dict(merged_state(model, consume))
-    if len({tensor.device for tensor in state.values()}) > 1:
-        state = {name: tensor.cpu() for name, tensor in state.items()}
-    return _with_state(model, state)
+    """Return a model of `merged_state`; tensors without an adapter are shared, not copied."""
+    return _with_state(model, dict(merged_state(model, consume)))
 
 
 def merge_on_disk(model: VisionLanguageModel, folder: Path, dtype: torch.dtype | None = None) -> VisionLanguageModel:

@@ -24,7 +24,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="of a LoRA run: export the base model, and for PEFT the adapters in FOLDER/adapter, not both merged",
     )
     add("--base", metavar="MODEL", help="with --adapters: the base model (default: the one that the run recorded)")
-    add_dtype_flag(parser)
+    add(
+        "--dtype",
+        default="float32",
+        choices=("float32", "bfloat16", "float16"),
+        help="dtype of the weights (default: float32)",
+    )
     add("--onnx", action="store_true", help="also write ONNX graphs to FOLDER/onnx, for ONNX Runtime and OpenVINO")
     add(
         "--onnx-dtype",
@@ -39,11 +44,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         choices=("f32", "f16", "bf16", "q8_0", "q4_0"),
         help="type of the matrices in GGUF files (default: f16)",
     )
-
-
-def add_dtype_flag(parser: argparse.ArgumentParser) -> None:
-    choices = "float32", "bfloat16", "float16"
-    parser.add_argument("--dtype", default=choices[0], choices=choices, help="dtype of the weights (default: float32)")
 
 
 def run(args: argparse.Namespace) -> int:

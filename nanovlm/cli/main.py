@@ -18,7 +18,7 @@ from nanovlm import __version__
 from nanovlm.console import configure_logging, print_error, warnings_as_notes
 from nanovlm.errors import InputError, NanoVLMError, UsageError, is_out_of_memory
 
-VERBS = ("caption", "chat", "serve", "train", "evaluate", "export", "merge")  # modules of this package
+VERBS = ("caption", "chat", "serve", "train", "evaluate", "export")  # modules of this package
 EXIT_FAILURE, EXIT_USAGE, EXIT_BUG, EXIT_INTERRUPTED = 1, 2, 70, 130
 IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif", ".heic"}
 

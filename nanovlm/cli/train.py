@@ -36,12 +36,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     add("--recipe", choices=("scenes",), help="instead of --data: train the embedded model from scratch")
     add(
-        "--dry-run",
-        action="store_true",
-        default=None,
-        help="run 12 steps in a temporary folder; print the peak memory and minutes of the whole run",
-    )
-    add(
         "--check-data",
         action="store_true",
         default=None,
@@ -69,26 +63,16 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from nanovlm.device import keep_freed_memory
-    from nanovlm.training.distributed import run_and_exit
+    from nanovlm.training.finetuning import check_examples, fine_tune
 
     for name in ONEDNN_CACHES:
         os.environ.setdefault(name, ONEDNN_CAPACITY)
     if threads is not None:
         torch.set_num_threads(threads)
     keep_freed_memory()
-    return run_and_exit(lambda: train_or_estimate(args, options, cfg))
-
-
-def train_or_estimate(args: argparse.Namespace, options: FinetuneOptions, cfg: TrainConfig) -> int:
-    """Train, check the data, or estimate what training needs."""
-    from nanovlm.training.finetuning import check_examples, estimate_finetuning, fine_tune
-
     if args.check_data:
         return check_examples(options)
-    if args.dry_run:
-        print(estimate_finetuning(options, cfg))
-    else:
-        fine_tune(options, cfg)
+    fine_tune(options, cfg)
     return 0
 
 
@@ -103,7 +87,7 @@ def options_from_args(args: argparse.Namespace, evaluation_flags: Sequence[str] 
     settings = given(FinetuneOptions, args) | {"out": Path(args.out or os.devnull)}
     return FinetuneOptions(
         **settings,
-        read=from_args(ReadOptions, args, preferences=bool(args.dpo_beta)),
+        read=from_args(ReadOptions, args),
         evaluation_flags=evaluation_flags,
         run_file=run_file_text(args),
         automatic=[name for name in AUTOMATIC if args.data and getattr(args, name) is None],
@@ -126,12 +110,9 @@ def check_flags(args: argparse.Namespace) -> None:
     for name, needs in needs_of_flags().items():
         if needs in unmet and getattr(args, name) is not None:
             raise UsageError(f"{flag_of(name)} has no effect {unmet[needs]}; omit it")
-    if args.fsdp and "WORLD_SIZE" not in os.environ and not args.dry_run:
-        raise UsageError("--fsdp has no effect without torchrun; omit it")
-    pairs = ("epochs", "max_steps"), ("quantize", "fsdp"), ("quantize", "compile"), ("backbones", "model")
-    for one, other in (*pairs, ("backbones", "revision"), ("check_data", "dry_run")):
+    for one, other in (("epochs", "max_steps"), ("backbones", "model"), ("backbones", "revision")):
         if all(getattr(args, name) not in (None, False) for name in (one, other)):
             raise UsageError(f"{flag_of(one)} and {flag_of(other)} exclude each other; omit one")
-    if not (args.out or args.check_data or args.dry_run):
+    if not (args.out or args.check_data):
         raise UsageError("--out is required; name a folder for the model")
     check_validation(args.validation)

@@ -2,17 +2,14 @@
 
 Beside the model's own files these are the optimizer's state (optimizer.safetensors), the adapters of a LoRA run, and
 training.json: the step, the settings and the gradient scaler's state.
-
-Checkpoints of a sharded run have the model's settings, training.json and the folder shards instead, in which every
-process writes its part of weights and optimizer state; `merge_checkpoint` makes a model of them.
 """
 
 import json
 import logging
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -22,25 +19,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from models.checkpoint import (
-    EMBEDDING,
-    TOKENIZER,
-    atomic_dir,
-    load_config,
-    read_model_text,
-    read_object,
-    write_checkpoint_files,
-    write_settings,
-)
+from models.checkpoint import atomic_dir, load_config, read_object, write_checkpoint_files
 from models.lora import adapters, merge_on_disk, merged_state, read_adapters, write_adapters
 from models.vision_language_model import VisionLanguageModel, load_model
-from nanovlm.errors import CheckpointError, InputError, TrainingError
-from nanovlm.training.config import TrainConfig
-from nanovlm.training.optimizer import empty_copy
-from nanovlm.training.sharding import copy_full, local, read_shards, tensor_names, write_shards
+from nanovlm.errors import CheckpointError, TrainingError
 
-OPTIMIZER, STATE, SHARDS = "optimizer.safetensors", "training.json", "shards"
-MODEL_PREFIX, OPTIMIZER_PREFIX = "model.", "optimizer."  # of the tensors' names in shards
+OPTIMIZER, STATE = "optimizer.safetensors", "training.json"
 
 logger = logging.getLogger(__name__)
 
@@ -57,13 +41,8 @@ class Checkpoint:
     step: int  # steps done
     settings: dict[str, Any]  # the fields of TrainConfig, "data" and "validation": see TrainingTask
     scaler: dict[str, Any]  # the state of the float16 gradient scaler
-    weights: dict[str, Tensor] | None  # the state dict of the model; of a LoRA run, with merged adapters
-    optimizer: Mapping[str, Tensor | None]  # see optimizer_state
-
-    @property
-    def sharded(self) -> bool:
-        """Whether the tensors are in shards, which are still to be read; their values here are None."""
-        return self.weights is None
+    weights: dict[str, Tensor]  # the state dict of the model; of a LoRA run, with merged adapters
+    optimizer: dict[str, Tensor]  # see optimizer_state
 
 
 def checkpoint_paths(folder: Path) -> list[Path]:
@@ -147,36 +126,6 @@ def write_training_state(
     (folder / STATE).write_text(json.dumps(state, indent=2) + "\n")
 
 
-def write_sharded(folder: Path, model: VisionLanguageModel, optimizer: torch.optim.Optimizer) -> None:
-    """Write the shards of weights and optimizer state into folder; every process must call it."""
-    write_shards(folder / SHARDS, _weight_shards(model) | _optimizer_shards(model, optimizer))
-
-
-def write_sharded_state(
-    folder: Path, model: VisionLanguageModel, tokenizer: str, state: dict[str, Any], base: BaseModel | None = None
-) -> None:
-    """Write what a sharded checkpoint holds beside the shards, which must be there; see `write_training_state`.
-
-    base is the model that adapters were trained on.
-    """
-    write_settings(folder, model.cfg, tokenizer, model.dtype)
-    files = sorted(path.name for path in (folder / SHARDS).iterdir())
-    state = {**state, "base": asdict(base) if base else None, SHARDS: files}
-    (folder / STATE).write_text(json.dumps(state, indent=2) + "\n")
-
-
-def _optimizer_shards(model: VisionLanguageModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    return {f"{OPTIMIZER_PREFIX}{name}": tensor for name, tensor in optimizer_state(model, optimizer)}
-
-
-def _weight_shards(model: VisionLanguageModel) -> dict[str, Tensor]:
-    """The model's weights by their names in shards, a tied embedding and head once."""
-    state = dict(model.state_dict())
-    if model.cfg.lm_tie_weights:
-        del state[EMBEDDING]
-    return {f"{MODEL_PREFIX}{name}": tensor for name, tensor in state.items()}
-
-
 def save_checkpoint(
     folder: Path, step: int, keep: int, write: Callable[[Path], None], best_step: int | None = None
 ) -> None:
@@ -245,15 +194,17 @@ def read_checkpoint(path: Path, model: VisionLanguageModel) -> Checkpoint:
         raise CheckpointError(
             f"{path} was trained with lora_rank={rank}; resume with the same, or train in another folder"
         )
-    found = path, _step_of(path), settings, state.get("scaler") or {}
     with _damage(path):
-        if SHARDS in state:
-            names = tensor_names(path / SHARDS, state[SHARDS])
-            moments = [name.removeprefix(OPTIMIZER_PREFIX) for name in names if name.startswith(OPTIMIZER_PREFIX)]
-            return Checkpoint(*found, None, dict.fromkeys(moments))
         weights = load_model(path, model.cfg, model.image_token_id, device=model.device).state_dict()
-        tensor_names(path, [OPTIMIZER])  # which reports a file that is missing or cut
-        return Checkpoint(*found, weights, load_file(path / OPTIMIZER))
+        optimizer = _read_optimizer(path / OPTIMIZER)
+    return Checkpoint(path, _step_of(path), settings, state.get("scaler") or {}, weights, optimizer)
+
+
+def _read_optimizer(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
 
 
 @contextmanager
@@ -276,30 +227,12 @@ def restore_model(checkpoint: Checkpoint, model: VisionLanguageModel) -> None:
             f"{checkpoint.path} has {'' if name in stored else 'no '}moments of {name}; "
             "resume with the same parts frozen as before, or train in another folder"
         )
-    if checkpoint.weights is None:
-        _restore_shards(checkpoint, model)
-    elif adapters(model):
-        read_adapters(checkpoint.path, model)
-        _check_base(checkpoint, merged_state(model), checkpoint.weights)
-    else:
+    if not adapters(model):
         model.load_state_dict(checkpoint.weights)
-
-
-def _restore_shards(checkpoint: Checkpoint, model: VisionLanguageModel) -> None:
-    """The same from shards: each process reads its part of a sharded model."""
-    if any(p.dtype != torch.float32 for p in model.parameters()):
-        raise CheckpointError(f"{checkpoint.path} is sharded, with weights in float32; resume it without --quantize")
-    frozen = {
-        name: p.detach().clone() for name, p in model.named_parameters() if adapters(model) and not p.requires_grad
-    }
-    read_shards(checkpoint.path / SHARDS, _weight_shards(model))
-    _check_base(checkpoint, frozen.items(), model.state_dict())
-
-
-def _check_base(checkpoint: Checkpoint, ours: Iterable[tuple[str, Tensor]], stored: Mapping[str, Tensor]) -> None:
-    """CheckpointError unless our weights are those that the checkpoint's adapters were trained on."""
-    for name, tensor in ours:
-        if not torch.allclose(local(tensor), local(stored[name]).to(tensor.device), rtol=1e-3, atol=1e-5):
+        return
+    read_adapters(checkpoint.path, model)
+    for name, tensor in merged_state(model):
+        if not torch.allclose(tensor, checkpoint.weights[name].to(tensor.device), rtol=1e-3, atol=1e-5):
             raise CheckpointError(
                 f"{checkpoint.path} holds adapters of a model with another {name}; "
                 "start from the same model as before, or train in another folder"
@@ -314,31 +247,7 @@ def restore_optimizer(
     if ours.keys() != stored.keys():
         before = f"{checkpoint.path} was trained with optimizer={checkpoint.settings.get('optimizer')}"
         raise CheckpointError(f"{before}; resume with the same, or train in another folder")
-    if checkpoint.sharded:
-        read_shards(checkpoint.path / SHARDS, _optimizer_shards(model, optimizer))
     for name, value in stored.items():
-        if value is not None:
-            copy_full(value, ours[name])
+        ours[name].copy_(value)
     if scaler.is_enabled() and checkpoint.scaler:
         scaler.load_state_dict(checkpoint.scaler)
-
-
-def merge_checkpoint(path: Path, folder: Path, dtype: torch.dtype | None = None) -> None:
-    """Write the model of a sharded checkpoint to folder, with weights in dtype; see `write_model`.
-
-    One process reads all shards, and needs memory for the whole model. InputError if the checkpoint is not sharded,
-    CheckpointError if it is damaged.
-    """
-    with _damage(path):
-        cfg, state = load_config(path), read_object(path / STATE)
-        if SHARDS not in state:
-            raise InputError(f"{path} is not sharded: it holds a complete model, which every verb reads")
-        tensor_names(path / SHARDS, state[SHARDS])
-        tokenizer, image_token_id = read_model_text(path / TOKENIZER), cfg.format.find_image_token_id(path, cfg)
-    known = {f.name: state["config"][f.name] for f in fields(TrainConfig) if f.name in state["config"]}
-    model = empty_copy(cfg, image_token_id, TrainConfig(**known)).to_empty(device="cpu").eval()
-    model.decoder.tie_weights()
-    read_shards(path / SHARDS, _weight_shards(model))
-    base = BaseModel(**state["base"]) if state["base"] else None
-    with atomic_dir(folder) as files:
-        write_model(files, model, tokenizer, dtype, home=str(folder.resolve()), base=base)

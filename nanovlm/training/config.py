@@ -17,7 +17,6 @@ from nanovlm.embedded import EMBEDDED
 from nanovlm.errors import InputError
 from nanovlm.options import ReadOptions
 
-BASE_FORMATS = ("bfloat16", "int8", "int4")  # of the frozen weights of a LoRA run, beside float32
 MUON_LR = 5e-4  # of fine-tuning by Muon, for the embedded model
 EPOCHS, MAX_STEPS = 45, 4500  # by default each example is shown 45 times, in at least FINETUNING's steps
 PATH = (str, os.PathLike)
@@ -61,12 +60,6 @@ class TrainConfig:
         "from an image's second epoch on, move and scale it by up to this share, rotate it by up to 100 times as many "
         "degrees, and change brightness and contrast by up to half as much",
         below=0.5,
-        needs="data",
-    )
-    dpo_beta: float = setting(
-        0.0,
-        "learn which answer is preferred, from columns chosen and rejected, by DPO with this beta, as 0.1; 0 learns to "
-        "answer",
         needs="data",
     )
     lr: float = setting(
@@ -115,15 +108,6 @@ class TrainConfig:
     keep_best: bool = setting(
         True, "also keep the checkpoint of the best evaluation, whose model is the final one", needs="validation"
     )
-    metric_for_best_model: str = setting(
-        "loss",
-        "what makes an evaluation the best: loss, a metric, or auto, the last f1 within a standard error of the best",
-        metavar="NAME",
-        needs="validation",
-    )
-    patience: int = setting(
-        0, "stop after N evaluations in a row without a better one; 0 goes on to the last step", needs="validation"
-    )
     validate_every: int = setting(
         500, "steps between evaluations on held-out examples; 0 is a tenth of all steps", needs="validation"
     )
@@ -142,13 +126,9 @@ class TrainConfig:
         choices=("none", "wandb", "trackio"),
     )
     num_workers: int = setting(1, "processes that prepare batches; 0 prepares them in the training process")
-    fsdp: bool = setting(False, "under torchrun: shard weights, gradients and optimizer state over the processes")
-    compile: bool = setting(False, "compile the blocks: a minute at the start, a quarter less time per step")
 
     def __post_init__(self) -> None:
         check_settings(self)
-        if self.dpo_beta and (self.pack or self.fsdp):
-            raise InputError(f"dpo_beta compares answers with those of a whole model; omit pack={self.pack} and fsdp")
         if self.optimizer == "muon" and self.lora_rank:
             raise InputError("optimizer=muon trains whole matrices; omit it with lora_rank, or choose adamw")
         if not any(self.lr_scales.values()):
@@ -233,7 +213,8 @@ class FinetuneOptions:
     metric: Sequence[str] = setting(
         (),
         "score answers to held-out questions by exact_match, f1, vqa_accuracy, anls, cider, or a "
-        "module:function(answer, references) of your own (default: all five)",
+        "module:function(answer, references) of your own (default: all five); the first, or loss, says which evaluation "
+        "is the best (default: f1)",
         metavar="NAME",
         needs="validation",
         action="append",
@@ -243,13 +224,6 @@ class FinetuneOptions:
     )
     push_to_hub: str | None = setting(
         None, "upload every saved model to the Hub; a new repository is private", metavar="OWNER/NAME", needs="data"
-    )
-    quantize: str | None = setting(
-        None,
-        "LoRA: store the frozen weights in bfloat16, 8 bits (int8) or 4 bits (int4), which takes less memory; adapters "
-        "are merged into the weights as they were before (default: float32)",
-        choices=BASE_FORMATS,
-        needs="lora_rank",
     )
     read: ReadOptions = field(default_factory=ReadOptions)
     evaluation_flags: Sequence[str] = ()  # that were typed, and have no effect unless examples are held out
@@ -261,14 +235,11 @@ class FinetuneOptions:
 
 
 # How the embedded model is trained; see its card, nanovlm/assets/README.md.
-SCENES = TrainConfig(
-    max_steps=6200, batch_size=48, optimizer="muon", lr=1e-3, warmup_steps=100, decay=0.3, compile=True
-)
+SCENES = TrainConfig(max_steps=6200, batch_size=48, optimizer="muon", lr=1e-3, warmup_steps=100, decay=0.3)
 FINETUNING = TrainConfig(
     max_steps=850,
     batch_size=8,
     augment=0.15,
-    metric_for_best_model="auto",
     lr=8e-4,
     warmup_steps=20,
     decay=0.6,
@@ -293,7 +264,7 @@ def choose(
     """
     chosen: dict[str, Any] = {}
     reasons = []
-    if "optimizer" in automatic and optimizer == "muon" and not (cfg.lora_rank or cfg.fsdp):
+    if "optimizer" in automatic and optimizer == "muon" and not cfg.lora_rank:
         chosen["optimizer"] = optimizer
         reasons.append("muon, as the model was trained by it")
     if "lr" in automatic:

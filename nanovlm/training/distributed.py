@@ -1,8 +1,7 @@
 """Distributed training under torchrun: each process reads every n-th batch, and gradients are summed once a step."""
 
 import os
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,7 +12,6 @@ from torch import nn
 
 from nanovlm.data.file_lock import file_lock
 from nanovlm.errors import TrainingError
-from nanovlm.training.loader import TrainingInterrupted
 
 MAX_BUCKETED_BYTES = 2**20  # smaller gradients are summed in one message, because each message has a latency
 
@@ -28,7 +26,6 @@ class DistributedContext:
 
     Gradients are summed once a step, after the last backward pass, and not by hooks during it: so batches may differ
     between processes in having images or not, and no process waits for a gradient that another one does not compute.
-    The gradients of a sharded model are summed by FSDP2 instead, see `sharding`.
     """
 
     def __init__(self, device: torch.device, max_bucketed_bytes: int = MAX_BUCKETED_BYTES):
@@ -60,14 +57,6 @@ class DistributedContext:
         dist.all_reduce(total)
         return total.tolist()
 
-    def from_main(self, text: str | None) -> str:
-        """The text that the main process passes, for all; every process must call it."""
-        message = [text]
-        if self.world_size > 1:
-            dist.broadcast_object_list(message, 0, device=self.device)
-        assert message[0] is not None
-        return message[0]
-
     def claim(self, folder: Path) -> None:
         """Keep other runs out of folder until self.lock is left: UsageError if one is there.
 
@@ -78,8 +67,9 @@ class DistributedContext:
         if self.world_size == 1:
             return
         with TemporaryDirectory(prefix=".shared-", dir=folder) if self.is_main else nullcontext() as probe:
-            name = Path(self.from_main(probe)).name
-            (found,) = self.sum((folder / name).is_dir())
+            message = [probe]  # the main process's, for all
+            dist.broadcast_object_list(message, 0, device=self.device)
+            (found,) = self.sum((folder / Path(str(message[0])).name).is_dir())
         if found < self.world_size:
             raise TrainingError(
                 f"{folder} is not the same folder for all {self.world_size} processes: {found:.0f} see what the first "
@@ -129,19 +119,3 @@ class DistributedContext:
         """Leave the process group, unless the caller initialized it."""
         if self.owns_group:
             dist.destroy_process_group()
-
-
-def run_and_exit(run: Callable[[], int]) -> int:
-    """The exit code of run(); under torchrun, end the process with it at once, also after a signal.
-
-    FSDP2 keeps gloo's threads beyond the end of the group, and they can abort the interpreter at shutdown.
-    """
-    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
-        return run()
-    try:
-        code = run()
-    except TrainingInterrupted as interrupted:
-        code = interrupted.args[0]
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)

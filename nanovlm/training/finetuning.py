@@ -4,12 +4,12 @@ import logging
 import math
 import os
 import re
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -21,9 +21,10 @@ from nanovlm.data import Batches, Mixture, Stream
 from nanovlm.data.examples import ExampleError
 from nanovlm.data.validate import check_data
 from nanovlm.device import choose_device
-from nanovlm.errors import MissingCaptionsError, UsageError
+from nanovlm.errors import MissingCaptionsError, TrainingError, UsageError, is_out_of_memory
 from nanovlm.evaluation import METRICS, Evaluation, EvaluationOptions, evaluate, load_metric
 from nanovlm.evaluation.evaluate import Question, QuestionList, example_questions
+from nanovlm.evaluation.metrics import Metric
 from nanovlm.options import check_output_folder
 from nanovlm.processing.convert import check_format, convert_layout
 from nanovlm.processing.processor import Processor
@@ -43,15 +44,12 @@ from nanovlm.training.examples import (
     world_size,
 )
 from nanovlm.training.loop import Trainer, TrainingTask
-from nanovlm.training.metrics import AUTO, AUTO_METRIC, LOSS, check_installed
-from nanovlm.training.probe import Probe, RunEstimate, estimate_run, memory_errors
-from nanovlm.training.quantized_base import quantize_base
-
-T = TypeVar("T", bound=Trainer)
+from nanovlm.training.metrics import LOSS, check_installed
 
 STREAMED_BATCHES = 8  # of held-out examples of a stream, whose number is unknown
 MAX_ANSWER_TOKENS = 64
 RUN_FILE = "run.yaml"
+BEST_METRIC = "f1"  # says which evaluation is the best, unless another is named
 
 BASE = "base"  # folder of the model that a LoRA run started from, if it is in no other
 
@@ -65,14 +63,22 @@ def fine_tune(options: FinetuneOptions, cfg: TrainConfig) -> VisionLanguageModel
     is resumed from the newest.
     """
     with data_errors(), memory_errors():
-        return start(options, cfg, Trainer).run()
+        return start(options, cfg).run()
 
 
-def estimate_finetuning(options: FinetuneOptions, cfg: TrainConfig) -> RunEstimate:
-    """What `fine_tune` needs with these arguments; leaves nothing on disk."""
-    options = replace(resumed_options(options), run_file=None)
-    with data_errors(), memory_errors():
-        return estimate_run(lambda folder: start(replace(options, out=folder), cfg, Probe))
+@contextmanager
+def memory_errors() -> Iterator[None]:
+    """Turn running out of memory, here or in a data loader worker, into a TrainingError that says what helps."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if "DataLoader worker (pid" in str(error):  # killed, or exited
+            line = str(error).strip().splitlines()[-1]
+            raise TrainingError(f"{line}; memory may have run out: --num-workers 0 needs less") from error
+        if is_out_of_memory(error):
+            remedy = "lower --batch-size and raise --gradient-accumulation-steps, or add --gradient-checkpointing"
+            raise TrainingError(f"not enough memory; {remedy}") from error
+        raise
 
 
 def check_examples(options: FinetuneOptions) -> int:
@@ -89,19 +95,16 @@ def check_examples(options: FinetuneOptions) -> int:
     return check_data(training, held_out, processor, skip_errors=options.read.skip_errors) or int(are_missing)
 
 
-def start(options: FinetuneOptions, cfg: TrainConfig, make: Callable[..., T]) -> T:
-    """make(model, task, cfg) with the model and the data of the options, or with drawn scenes."""
+def start(options: FinetuneOptions, cfg: TrainConfig) -> Trainer:
+    """The run with the model and the data of the options, or with drawn scenes."""
     check_installed(cfg)
     check_folder(options.out, options.data)
     model, task, cfg = prepare(options, cfg) if options.data else prepare_scenes(options, cfg)
     if cfg.lora_rank and starts_anew(options) and os.environ.get("RANK", "0") == "0":
         with write_errors(options.out), training_lock(options.out):  # without its base an adapter is of no use
             model.save_pretrained(options.out / BASE, tokenizer=task.tokenizer)
-    if options.quantize is not None:
-        base = base_model(options)
-        quantize_base(model, options.quantize, snapshot_path(base.name, base.revision))
     model.to(choose_device(options.device))
-    run = make(model, task, cfg)
+    run = Trainer(model, task, cfg)
     write_run_file(options, cfg)
     return run
 
@@ -138,10 +141,12 @@ def prepare(options: FinetuneOptions, cfg: TrainConfig) -> tuple[VisionLanguageM
         cfg = replace(cfg, validation_batches=min(cfg.validation_batches or all_batches, all_batches))
         # packed as the training batches are: padded ones might need more memory
         evaluation["validation"] = Batches(unseen, processor, cfg.batch_size, skip, cfg.pack, positions=positions)
-        evaluation["answer_questions"], asked = answer_scorer(unseen, positions, processor, options, cfg)
+        metrics = dict(load_metric(name) for name in options.metric if name != LOSS)
+        by_loss = LOSS in options.metric[:1] or not cfg.validation_questions
+        evaluation["best_metric"] = LOSS if by_loss else next(iter(metrics), BEST_METRIC)
+        metrics = metrics or METRICS
+        evaluation["answer_questions"], asked = answer_scorer(unseen, positions, processor, metrics, cfg)
         cfg = replace(cfg, validation_questions=asked)
-        if cfg.metric_for_best_model == AUTO and options.metric and AUTO_METRIC not in options.metric:
-            cfg = replace(cfg, metric_for_best_model=LOSS)
     task = TrainingTask(
         Batches(mixture, processor, cfg.batch_size, skip, cfg.pack, cfg.augment, n_parts),
         processor.tokenizer.to_json(),
@@ -150,7 +155,6 @@ def prepare(options: FinetuneOptions, cfg: TrainConfig) -> tuple[VisionLanguageM
         data_fingerprint=fingerprint(training, n_parts),
         n_held_out=sum(map(len, held_out)) if options.validation is None else options.validation,
         write_model=partial(write_model, home=str(options.out.resolve()), base=base_model(options)),
-        base=base_model(options),
         after_save=partial(push_to_hub, options.push_to_hub) if options.push_to_hub else None,
         **evaluation,
     )
@@ -217,10 +221,7 @@ def check_folder(folder: Path, data: Sequence[str | os.PathLike[str]]) -> None:
 
 
 def load_start(options: FinetuneOptions) -> tuple[VisionLanguageModel, Processor, torch.dtype]:
-    """The model to start from, on the CPU, its processor, and the dtype to save it in.
-
-    A model that will be quantized has the dtype of its files, which takes less memory than float32.
-    """
+    """The model to start from, in float32 on the CPU, its processor, and the dtype to save it in."""
     choose_device(options.device)  # raises for one that is not here, before anything is loaded
     if options.backbones:
         with torch.random.fork_rng():  # the projector and the rows of new tokens are the same at every start
@@ -233,28 +234,21 @@ def load_start(options: FinetuneOptions) -> tuple[VisionLanguageModel, Processor
     if options.format:
         check_format(cfg, options.format)
     tokenizer = Tokenizer.from_pretrained(folder, cfg)
-    stored = checkpoint_dtype(folder)
-    dtype = stored if options.quantize and not options.format else torch.float32
-    model, processor = load_model(folder, cfg, tokenizer.image_token_id, dtype), Processor(cfg, tokenizer)
+    model, processor = load_model(folder, cfg, tokenizer.image_token_id), Processor(cfg, tokenizer)
     if options.format == "smolvlm":
         with torch.random.fork_rng():
             torch.manual_seed(0)
             model, processor = convert_layout(model, tokenizer)
-    return model, processor, stored
+    return model, processor, checkpoint_dtype(folder)
 
 
 def answer_scorer(
-    held_out: Mixture, positions: Sequence[int], processor: Processor, options: FinetuneOptions, cfg: TrainConfig
+    held_out: Mixture, positions: Sequence[int], processor: Processor, metrics: dict[str, Metric], cfg: TrainConfig
 ) -> tuple[Callable[[VisionLanguageModel, bool], Evaluation] | None, int]:
     """A model's scored answers to some questions of the held-out examples at positions, or to all; how many are some.
 
-    These are cfg.validation_questions, or all where there are fewer. UsageError if cfg.metric_for_best_model is not
-    among the metrics.
+    These are cfg.validation_questions, or all where there are fewer.
     """
-    metrics = dict(load_metric(name) for name in options.metric) or METRICS
-    names = [AUTO, LOSS, *(metrics if cfg.validation_questions else ())]
-    if cfg.metric_for_best_model not in names:
-        raise UsageError(f"--metric-for-best-model {cfg.metric_for_best_model} is none of {', '.join(names)}")
     if not cfg.validation_questions:
         return None, 0
     questions: list[Question] = []

@@ -3,8 +3,8 @@
 Notable features:
 - a batch is a pure function of its number, so that a resumed run equals an uninterrupted one bit for bit
 - gradient accumulation weighted by answer tokens: cutting a batch into several changes nothing
-- data parallelism and FSDP2 under torchrun, bfloat16 and float16 autocast
-- held-out loss and scored answers, early stopping, the best model kept; metrics.jsonl, TensorBoard, report.html
+- data parallelism under torchrun, bfloat16 and float16 autocast
+- held-out loss and scored answers, the best model kept; metrics.jsonl, TensorBoard, report.html
 """
 
 import logging
@@ -23,12 +23,11 @@ from models.checkpoint import atomic_dir
 from models.lora import adapters, merge
 from models.vision_language_model import VisionLanguageModel
 from nanovlm.device import BusyMonitor, choose_training_dtype
-from nanovlm.errors import InputError, TrainingError
+from nanovlm.errors import TrainingError
 from nanovlm.evaluation import Evaluation
 from nanovlm.options import check_output_folder
-from nanovlm.training.backward import AnswerObjective, autocast, backward, count_tokens, to_device
+from nanovlm.training.backward import autocast, backward, count_answer_tokens, count_tokens, to_device
 from nanovlm.training.checkpointing import (
-    BaseModel,
     Checkpoint,
     DamagedCheckpointError,
     checkpoint_path,
@@ -41,8 +40,6 @@ from nanovlm.training.checkpointing import (
     save_checkpoint,
     write_errors,
     write_model,
-    write_sharded,
-    write_sharded_state,
     write_training_state,
 )
 from nanovlm.training.config import TrainConfig
@@ -50,8 +47,6 @@ from nanovlm.training.distributed import DistributedContext
 from nanovlm.training.loader import Batch, TrainingInterrupted, catch_stop_signals, load_batches
 from nanovlm.training.metrics import LOSS, REPORT, BestTracker, MetricsLogger, StepMetrics, report_run
 from nanovlm.training.optimizer import accelerated, freeze, make_optimizer
-from nanovlm.training.preferences import PreferenceObjective
-from nanovlm.training.sharding import drop_image_gradients, full_model, full_tensor, shard
 
 ModelWriter = Callable[[Path, VisionLanguageModel, str, torch.dtype | None], None]
 
@@ -64,6 +59,7 @@ class TrainingTask:
 
     get_batch(0), get_batch(1), ... must be a pure function of the number. validation(0), ... are held-out batches.
     answer_questions gives a model's scored answers to held-out questions: to some of them, or to all if True follows.
+    best_metric, of these answers or the loss, says which evaluation is the best.
     data_fingerprint identifies the examples, so that a resumed run can report that they have changed; n_held_out is the
     number, or the share, of those held out, so that a resumed run can hold out the same.
     """
@@ -74,12 +70,11 @@ class TrainingTask:
     save_dtype: torch.dtype | None = None  # of the final model's weights; None keeps float32
     validation: Callable[[int], Batch] | None = None
     answer_questions: Callable[[VisionLanguageModel, bool], Evaluation] | None = None
+    best_metric: str = LOSS
     data_fingerprint: str | None = None
     n_held_out: float = 0
     write_model: ModelWriter = write_model
-    base: BaseModel | None = None  # that adapters in sharded checkpoints are of; write_model names it in others
-    # Called with the folder of the final model and of every checkpoint that holds a complete model.
-    after_save: Callable[[Path], None] | None = None
+    after_save: Callable[[Path], None] | None = None  # called with the folder of every checkpoint and the final model
 
 
 class Trainer:
@@ -101,10 +96,7 @@ class Trainer:
         self.dtype = choose_training_dtype(cfg.dtype, model.device)
         self.scaler = torch.amp.GradScaler(model.device.type, enabled=self.dtype == torch.float16)
         self.busy = BusyMonitor(torch.get_num_threads())
-        if cfg.fsdp:
-            self._check_fsdp()
         freeze(model, cfg)
-        self.objective = PreferenceObjective(model, cfg.dpo_beta) if cfg.dpo_beta else AnswerObjective()
         if not checkpoint_paths(task.folder):  # those of a run that is resumed have their space
             check_output_folder(task.folder, disk_space(model, cfg.keep_checkpoints + 1))  # one more during a save
         with write_errors(task.folder):  # before any work
@@ -116,14 +108,10 @@ class Trainer:
         """Weights, optimizer and the best evaluation so far, of the checkpoint if there is one."""
         model, cfg, folder = self.model, self.cfg, self.task.folder
         self.first_step = checkpoint.step if checkpoint else 0
-        self.best = BestTracker(folder, cfg, self.first_step, self.task.answer_questions is not None)
-        if checkpoint and not checkpoint.sharded:
+        self.best = BestTracker(folder, cfg, self.task.best_metric, self.first_step)
+        if checkpoint:
             restore_model(checkpoint, model)
         self.context.broadcast_weights(model)
-        if cfg.fsdp:
-            shard(model, self.context)
-        if checkpoint and checkpoint.sharded:
-            restore_model(checkpoint, model)
         self.optimizer = make_optimizer(model, cfg)
         if checkpoint:
             restore_optimizer(checkpoint, model, self.optimizer, self.scaler)
@@ -131,21 +119,20 @@ class Trainer:
                 self._log_resumed(checkpoint)
 
     def run(self) -> VisionLanguageModel:
-        """Train until cfg.max_steps or out of patience, write the model to task.folder and return it.
+        """Train until cfg.max_steps, write the model to task.folder and return it.
 
         With cfg.keep_best and held-out examples it has the weights of the best evaluation, else those of the last step.
         The model returned is the same object; with cfg.lora_rank another, merged from the first, which is then of no
-        use; with cfg.fsdp an unsharded copy, on the main process only. After SIGINT or SIGTERM a checkpoint is saved
-        and TrainingInterrupted is raised. TrainingError if the run diverges or files cannot be written.
+        use. After SIGINT or SIGTERM a checkpoint is saved and TrainingInterrupted is raised. TrainingError if the run
+        diverges or files cannot be written.
         """
         with self.context.lock:
-            model = self._train()
+            self._train()
             if self.context.is_main:
-                self.write_results(model)
-        merges = adapters(model) and (self.context.is_main or not self.cfg.fsdp)
-        return merge(model, consume=True) if merges else model
+                self.write_results()
+        return merge(self.model, consume=True) if adapters(self.model) else self.model
 
-    def _train(self) -> VisionLanguageModel:
+    def _train(self) -> None:
         cfg, model, context = self.cfg, self.model, self.context
         with (
             accelerated(model, cfg),
@@ -160,37 +147,31 @@ class Trainer:
             model.train()
             done = self.first_step
             for step in range(self.first_step, cfg.max_steps):
-                if self._out_of_patience():
-                    break
+                metrics.start_step()
                 metrics.log_step(self.training_step(step, batches))
                 done = step + 1
                 last = done == cfg.max_steps
                 is_best = (done % cfg.evaluation_interval == 0 or last) and self._evaluate_at(done, metrics)
                 (stop_requested,) = context.sum(len(signals))
-                if done % cfg.save_every == 0 or last or is_best or stop_requested or self._out_of_patience():
+                if done % cfg.save_every == 0 or last or is_best or stop_requested:
                     self.save(done)
                 if stop_requested and not last:
                     self._interrupt(done, signals)
-            model = self._full_model().eval()
-            if context.is_main or not cfg.fsdp:
-                self._restore_best(model, done)
-        return model
+            model.eval()
+            self._restore_best(done)
 
     def _evaluate_at(self, step: int, metrics: MetricsLogger) -> bool:
         """Evaluate the model after `step` steps; whether it is the best so far, and so to be kept."""
         loss, answers = self.evaluate()
         metrics.log_evaluation(step, loss, answers)
-        value, name = loss, self.best.name
+        value, name = loss, self.task.best_metric
         if name != LOSS and self.task.answer_questions:
             (value,) = self.context.sum(answers.scores.get(name, math.nan) if answers else 0.0)
         return value is not None and self.best.add(step, value) and self.cfg.keep_best
 
-    def _out_of_patience(self) -> bool:
-        return 0 < self.cfg.patience <= self.best.evaluations_since
-
-    def _restore_best(self, model: VisionLanguageModel, step: int) -> None:
-        """Give model, which is not sharded and has those of `step`, the weights of the best evaluation."""
-        best, cfg = self.best, self.cfg
+    def _restore_best(self, step: int) -> None:
+        """Give the model, which has those of `step`, the weights of the best evaluation."""
+        best, cfg, model = self.best, self.cfg, self.model
         if best.step is None or not cfg.keep_best:
             return
         if best.step != step:
@@ -200,7 +181,8 @@ class Trainer:
                 logger.warning(f"{error}; the final model is that of step {step} instead of the best")
                 return
         if self.context.is_main:
-            logger.info(f"the final model is that of step {best.step}, {best.description(self._out_of_patience())}")
+            value = f"{best.metric.replace('_', ' ')}, {best.value:.4f}"
+            logger.info(f"the final model is that of step {best.step}, with the best validation {value}")
             if not best.improved:
                 logger.warning(f"before training it was {best.start:.4f}: the model has not become better")
 
@@ -213,16 +195,13 @@ class Trainer:
             group["lr"] = lr * group["lr_scale"]
         inputs = [to_device(batch, model.device) for batch in islice(batches, cfg.gradient_accumulation_steps)]
         with self.busy.measure():
-            loss = backward(model, inputs, self.dtype, self.scaler, context, self.objective)
+            loss = backward(model, inputs, self.dtype, self.scaler, context)
         if context.is_main and model.device.type == "cpu" and (note := self.busy.note()):
             logger.info(note)
-        if not cfg.fsdp:
-            context.sum_gradients(model)
-        elif context.sum(sum(batch["images"] is not None for batch in inputs)) == [0]:
-            drop_image_gradients(model)
+        context.sum_gradients(model)
         loss, tokens = context.sum(loss, sum(count_tokens(batch) for batch in inputs))
         self.scaler.unscale_(self.optimizer)
-        grad_norm = full_tensor(nn.utils.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)).item()
+        grad_norm = nn.utils.clip_grad_norm_(model.parameters(), cfg.max_grad_norm).item()
         self._check_finite(step, loss, grad_norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
@@ -235,57 +214,44 @@ class Trainer:
         task, loss, answers = self.task, None, None
         self.model.eval()
         if task.validation:
-            loss = self._validation_loss(self.model, task.validation)
-        if task.answer_questions:
-            model = self._full_model()
-            answers = task.answer_questions(model, False) if self.context.is_main else None
+            loss = self._validation_loss(task.validation)
+        if task.answer_questions and self.context.is_main:
+            answers = task.answer_questions(self.model, False)
         self.model.train()
         return loss, answers
 
-    def _full_model(self) -> VisionLanguageModel:
-        """The model, or on the main process an unsharded copy of a sharded one; every process must call it."""
-        return full_model(self.model, self.cfg, self.context) if self.cfg.fsdp else self.model
-
-    def _validation_loss(self, model: VisionLanguageModel, get_batch: Callable[[int], Batch]) -> float | None:
-        context, n_batches = self.context, self.cfg.validation_batches
+    def _validation_loss(self, get_batch: Callable[[int], Batch]) -> float | None:
+        context, model = self.context, self.model
         total = tokens = 0.0
-        for first in range(0, n_batches, context.world_size):
-            i = first + context.rank
-            batch = to_device(get_batch(min(i, n_batches - 1)), model.device)
-            n = self.objective.count(batch) if i < n_batches else 0  # a sharded model computes on all processes at once
+        for i in range(context.rank, self.cfg.validation_batches, context.world_size):
+            batch = to_device(get_batch(i), model.device)
+            n = count_answer_tokens(batch)
             with autocast(model.device, self.dtype):
-                total += n * self.objective.loss(model, batch).item()
+                total += n * model(**batch, targets_only=True)[1].item()
             tokens += n
-        if self.cfg.fsdp:  # free what a forward pass without a backward pass has left gathered
-            model.reshard()  # type: ignore[operator]  # `shard` made it an FSDPModule
         total, tokens = context.sum(total, tokens)
         return total / tokens if tokens else None
 
     def save(self, step: int) -> None:
-        """Write the checkpoint of `step` steps; every process must call it."""
-        context, task, model, optimizer = self.context, self.task, self.model, self.optimizer
+        """Write the checkpoint of `step` steps, on the main process."""
+        if not self.context.is_main:
+            return
+        task, model = self.task, self.model
         settings = asdict(self.cfg) | {"data": task.data_fingerprint, "validation": task.n_held_out}
         state = {"step": step, "config": settings, "scaler": self.scaler.state_dict()}
 
         def write(files: Path) -> None:
-            if self.cfg.fsdp:
-                write_sharded(Path(context.from_main(str(files))), model, optimizer)
-                write_sharded_state(files, model, task.tokenizer, state, task.base)
-            else:
-                task.write_model(files, model, task.tokenizer, None)
-                write_training_state(files, model, optimizer, state)
+            task.write_model(files, model, task.tokenizer, None)
+            write_training_state(files, model, self.optimizer, state)
 
-        if context.is_main:
-            best_step = self.best.step if self.cfg.keep_best else None
-            save_checkpoint(task.folder, step, self.cfg.keep_checkpoints, write, best_step)
-            if task.after_save and not self.cfg.fsdp:
-                task.after_save(checkpoint_path(task.folder, step))
-        elif self.cfg.fsdp:
-            write_sharded(Path(context.from_main(None)), model, optimizer)
+        best_step = self.best.step if self.cfg.keep_best else None
+        save_checkpoint(task.folder, step, self.cfg.keep_checkpoints, write, best_step)
+        if task.after_save:
+            task.after_save(checkpoint_path(task.folder, step))
 
-    def write_results(self, model: VisionLanguageModel) -> None:
+    def write_results(self) -> None:
         """Write the final model; answer all held-out questions with it, and report them."""
-        folder, task = self.task.folder, self.task
+        folder, task, model = self.task.folder, self.task, self.model
         with write_errors(folder), atomic_dir(folder) as files:
             task.write_model(files, model, task.tokenizer, task.save_dtype)
         if task.after_save:
@@ -297,22 +263,12 @@ class Trainer:
             except Exception as error:  # the model is written, and the run a success
                 logger.warning(f"no {REPORT}: {type(error).__name__}: {error}")
 
-    def _check_fsdp(self) -> None:
-        if self.context.world_size == 1:
-            raise InputError("fsdp shards a model over several processes, and this is one; start it by torchrun")
-        if self.cfg.optimizer == "muon":
-            raise InputError("fsdp cuts the matrices that optimizer=muon needs whole; choose optimizer=adamw")
-        if self.scaler.is_enabled():
-            raise InputError(f"fsdp does not work with {self.dtype}; choose dtype=float32, or omit fsdp")
-
     def _log_resumed(self, checkpoint: Checkpoint) -> None:
         folder, stored, data = self.task.folder, checkpoint.settings, self.task.data_fingerprint
         changed = [f"{k}={v} instead of {stored[k]}" for k, v in asdict(self.cfg).items() if stored.get(k, v) != v]
         remedy, use = "", "training goes on with it"
-        if checkpoint.step >= self.cfg.max_steps or self._out_of_patience():
-            remedy = (
-                "; the run is finished: to train on, raise --max-steps, --epochs or --patience, or name another --out"
-            )
+        if checkpoint.step >= self.cfg.max_steps:
+            remedy = "; the run is finished: to train on, raise --max-steps or --epochs, or name another --out"
             use = "nothing is learned from it"
         changes = f", with {', '.join(changed)}" if changed else ""
         logger.info(f"resumed {folder} at step {checkpoint.step}{changes}{remedy}")

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from models.config import VLMConfig
 from models.lora import adapt
 from models.vision_language_model import VisionLanguageModel
 from nanovlm.device import fast_bfloat16
@@ -36,14 +35,6 @@ def freeze(model: VisionLanguageModel, cfg: TrainConfig) -> None:
         return
     for part, lr_scale in cfg.lr_scales.items():
         getattr(model, part).requires_grad_(lr_scale > 0)
-
-
-def empty_copy(cfg: VLMConfig, image_token_id: int, settings: TrainConfig) -> VisionLanguageModel:
-    """A model as `freeze` makes it, on the meta device: its weights are still to be loaded."""
-    with torch.device("meta"), torch.random.fork_rng():
-        model = VisionLanguageModel(cfg, image_token_id)
-        freeze(model, settings)
-    return model
 
 
 def make_optimizer(model: VisionLanguageModel, cfg: TrainConfig) -> torch.optim.AdamW:
@@ -131,16 +122,15 @@ def orthogonalized(matrices: Tensor) -> Tensor:
 
 @contextmanager
 def accelerated(model: VisionLanguageModel, cfg: TrainConfig) -> Iterator[None]:
-    """Compile the blocks, recompute their activations in the backward pass (Chen et al. 2016), or both, as cfg asks.
+    """Recompute the blocks' activations in the backward pass (Chen et al. 2016), if cfg asks for it.
 
     On a CPU they compute with `cpu_ops`. At the end of the context the modules are as they were.
     """
     changed: list[Any] = []
-    if cfg.compile or cfg.gradient_checkpointing:
+    if cfg.gradient_checkpointing:
         changed = [*model.vision_encoder.blocks, *model.decoder.blocks]
     for block in changed:
-        forward = torch.compile(block.forward, dynamic=False) if cfg.compile else block.forward
-        block.forward = partial(checkpoint, forward, use_reentrant=False) if cfg.gradient_checkpointing else forward
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     try:
         with cpu_ops(model):
             yield

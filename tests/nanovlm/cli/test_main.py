@@ -141,24 +141,14 @@ def test_an_image_in_place_of_a_verb_is_a_suggestion(argv, capsys):
 
 @pytest.mark.parametrize(
     "verb",
-    [["train", "--data", "."], ["export", "nowhere"], ["export", "nowhere", "--gguf"], ["merge", "nowhere"]],
-    ids=["train", "export", "gguf", "merge"],
+    [["train", "--data", "."], ["export", "nowhere"], ["export", "nowhere", "--gguf"]],
+    ids=["train", "export", "gguf"],
 )
 @pytest.mark.parametrize(("out", "words"), [("", "--out"), ("good.png", "is a file")])
 def test_every_verb_checks_its_output_folder_first(capsys, verb, out, words):
     assert cli.main([*verb, "--out", out]) == 2
     err = capsys.readouterr().err
     assert len(err.splitlines()) == 1 and "--out" in err and words in err
-
-
-@pytest.mark.parametrize("folder", ["run", "run/checkpoints"])
-def test_merge_of_a_run_says_to_name_one_of_its_checkpoints(capsys, folder):
-    Path("run/checkpoints/step-4").mkdir(parents=True)
-    assert_usage_error(
-        (cli.main(["merge", folder, "--out", "out"]), *capsys.readouterr()),
-        "run/checkpoints/step-4",
-        program="nanovlm merge",
-    )
 
 
 @pytest.mark.parametrize("verb", cli.VERBS)
@@ -174,7 +164,7 @@ def test_every_flag_has_a_help_text_in_words(verb):
     "command",
     [
         "generate.py good.png --model nowhere", "train.py --data . --out o --lr -1", "-m nanovlm chat nowhere.png",
-        "-m nanovlm merge nowhere --out y", "-m nanovlm evaluate --data nowhere", "-m nanovlm serve --port 99999",
+        "-m nanovlm evaluate --data nowhere", "-m nanovlm serve --port 99999",
     ],
 )  # fmt: skip
 def test_wrong_use_is_noticed_before_torch_is_imported(command):

@@ -13,9 +13,8 @@ from models.config import VLMConfig
 from models.vision_language_model import VisionLanguageModel
 from nanovlm.data.examples import EncodedExample, collate
 from nanovlm.errors import TrainingError
-from nanovlm.training import loop
 from nanovlm.training.config import TrainConfig
-from nanovlm.training.distributed import DistributedContext, run_and_exit
+from nanovlm.training.distributed import DistributedContext
 from nanovlm.training.loader import TrainingInterrupted
 from nanovlm.training.loop import Trainer, TrainingTask
 from support import TINY, randomize
@@ -39,11 +38,11 @@ def row(i: int) -> EncodedExample:
     return EncodedExample(ids, targets, [1] * len(ids), images)
 
 
-def run(folder, settings, rows=1, stop_at=None, kill_at=None, kill_in_save=None, apart=False, bucket=None):
+def run(folder, settings, rows=1, stop_at=None, kill_at=None, apart=False, bucket=None):
     """Train on batches of so many rows and return the lines logged.
 
-    SIGTERM arrives with batch `stop_at`; SIGKILL with batch `kill_at`, but once only, or, in the second process, while
-    the checkpoint of step `kill_in_save` is written. If `apart`, each process has a folder of its own.
+    SIGTERM arrives with batch `stop_at`; SIGKILL with batch `kill_at`, but once only. If `apart`, each process has a
+    folder of its own.
     """
     if apart:
         folder = folder / os.environ["RANK"]
@@ -63,18 +62,7 @@ def run(folder, settings, rows=1, stop_at=None, kill_at=None, kill_in_save=None,
     task = TrainingTask(get_batch, TOKENIZER, folder, validation=lambda i: get_batch(N_VALIDATION // rows + i))
     with log_lines() as lines:
         try:
-            trainer = Trainer(model, task, TrainConfig(**DEFAULTS | settings), context)
-            if kill_in_save is not None and context.rank == 1:
-                write_sharded = loop.write_sharded
-
-                def die_while_writing(files: Path, *args) -> None:
-                    if trainer.best.step == kill_in_save:
-                        (files / "part").touch()
-                        os.kill(os.getpid(), signal.SIGKILL)
-                    write_sharded(files, *args)
-
-                loop.write_sharded = die_while_writing
-            trainer.run()
+            Trainer(model, task, TrainConfig(**DEFAULTS | settings), context).run()
         except TrainingInterrupted as error:
             lines.append(f"exit code {error.code}")
         except TrainingError as error:
@@ -110,7 +98,7 @@ def run_groups(folder: Path, groups: list) -> None:
                 continue
             os.environ |= {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             os.environ["RANK"] = str(rank)
-            run_and_exit(lambda runs=runs: run_all(folder, runs))
+            os._exit(run_all(folder, runs))
         codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
         (folder / "exit_codes").open("a").write(f"{codes}\n")
 
@@ -118,10 +106,8 @@ def run_groups(folder: Path, groups: list) -> None:
 def main() -> None:
     folder, groups = Path(sys.argv[1]), json.loads(sys.argv[2])
     if "WORLD_SIZE" in os.environ:  # under torchrun
-        run_and_exit(lambda: run_all(folder, groups[0][1]))
-    import torch.distributed.checkpoint  # once for all
-    import torch.distributed.fsdp
-    import torch.distributed.nn  # noqa: F401
+        sys.exit(run_all(folder, groups[0][1]))
+    import torch.distributed.nn  # noqa: F401  # once for all
 
     run_groups(folder, groups)
 
