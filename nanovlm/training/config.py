@@ -213,8 +213,8 @@ class FinetuneOptions:
     metric: Sequence[str] = setting(
         (),
         "score answers to held-out questions by exact_match, f1, vqa_accuracy, anls, cider, or a "
-        "module:function(answer, references) of your own (default: all five); the first, or loss, says which evaluation "
-        "is the best (default: f1)",
+        "module:function(answer, references) of your own (default: all five); the first, or loss, chooses the best "
+        "evaluation (default: f1)",
         metavar="NAME",
         needs="validation",
         action="append",
