@@ -8,7 +8,7 @@ from typing import Any
 from nanovlm.errors import UsageError
 from nanovlm.training.config import TURNED_OFF_BY
 
-NOT_WRITTEN = ("config", "debug", "prog", "run", "dry_run", "check_data")
+NOT_WRITTEN = ("config", "debug", "prog", "run", "check_data")
 # Flags of the command line that take the place of a file's, which was chosen for a run without them, or excludes them
 DISPLACED_BY = {
     "max_steps": {"epochs"},

@@ -37,12 +37,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     add("--recipe", choices=("scenes",), help="instead of --data: train the embedded model from scratch")
     add(
-        "--dry-run",
-        action="store_true",
-        default=None,
-        help="run 12 steps in a temporary folder; print the peak memory and minutes of the whole run",
-    )
-    add(
         "--check-data",
         action="store_true",
         default=None,
@@ -67,24 +61,15 @@ def run(args: argparse.Namespace) -> int:
     check_data_names(args.data or ())
 
     from nanovlm.device import keep_freed_memory, set_threads
+    from nanovlm.training.finetuning import check_examples, fine_tune
 
     for name in ONEDNN_CACHES:
         os.environ.setdefault(name, ONEDNN_CAPACITY)
     set_threads(args.threads or THREADS)
     keep_freed_memory()
-    return train_or_estimate(args, options, cfg)
-
-
-def train_or_estimate(args: argparse.Namespace, options: FinetuneOptions, cfg: TrainConfig) -> int:
-    """Train, check the data, or estimate what training needs."""
-    from nanovlm.training.finetuning import check_examples, estimate_finetuning, fine_tune
-
     if args.check_data:
         return check_examples(options)
-    if args.dry_run:
-        print(estimate_finetuning(options, cfg))
-    else:
-        fine_tune(options, cfg)
+    fine_tune(options, cfg)
     return 0
 
 
@@ -122,10 +107,9 @@ def check_flags(args: argparse.Namespace) -> None:
     for name, needs in needs_of_flags().items():
         if needs in unmet and getattr(args, name) is not None:
             raise UsageError(f"{flag_of(name)} has no effect {unmet[needs]}; omit it")
-    pairs = ("epochs", "max_steps"), ("backbones", "model"), ("backbones", "revision"), ("check_data", "dry_run")
-    for one, other in pairs:
+    for one, other in (("epochs", "max_steps"), ("backbones", "model"), ("backbones", "revision")):
         if all(getattr(args, name) not in (None, False) for name in (one, other)):
             raise UsageError(f"{flag_of(one)} and {flag_of(other)} exclude each other; omit one")
-    if not (args.out or args.check_data or args.dry_run):
+    if not (args.out or args.check_data):
         raise UsageError("--out is required; name a folder for the model")
     check_validation(args.validation)

@@ -4,12 +4,12 @@ import logging
 import math
 import os
 import re
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -21,7 +21,7 @@ from nanovlm.data import Batches, Mixture, Stream
 from nanovlm.data.examples import ExampleError
 from nanovlm.data.validate import check_data
 from nanovlm.device import choose_device
-from nanovlm.errors import MissingCaptionsError, UsageError
+from nanovlm.errors import MissingCaptionsError, TrainingError, UsageError, is_out_of_memory
 from nanovlm.evaluation import Evaluation, EvaluationOptions, evaluate, load_metric
 from nanovlm.evaluation.evaluate import Question, QuestionList, example_questions
 from nanovlm.evaluation.metrics import default_metrics
@@ -45,9 +45,6 @@ from nanovlm.training.examples import (
 )
 from nanovlm.training.loop import Trainer, TrainingTask
 from nanovlm.training.metrics import AUTO, AUTO_METRIC, LOSS, check_installed
-from nanovlm.training.probe import Probe, RunEstimate, estimate_run, memory_errors
-
-T = TypeVar("T", bound=Trainer)
 
 STREAMED_BATCHES = 8  # of held-out examples of a stream, whose number is unknown
 MAX_ANSWER_TOKENS = 64
@@ -65,14 +62,22 @@ def fine_tune(options: FinetuneOptions, cfg: TrainConfig) -> VisionLanguageModel
     is resumed from the newest.
     """
     with data_errors(), memory_errors():
-        return start(options, cfg, Trainer).run()
+        return start(options, cfg).run()
 
 
-def estimate_finetuning(options: FinetuneOptions, cfg: TrainConfig) -> RunEstimate:
-    """What `fine_tune` needs with these arguments; leaves nothing on disk."""
-    options = replace(resumed_options(options), run_file=None)
-    with data_errors(), memory_errors():
-        return estimate_run(lambda folder: start(replace(options, out=folder), cfg, Probe))
+@contextmanager
+def memory_errors() -> Iterator[None]:
+    """Turn running out of memory, here or in a data loader worker, into a TrainingError that says what helps."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if "DataLoader worker (pid" in str(error):  # killed, or exited
+            line = str(error).strip().splitlines()[-1]
+            raise TrainingError(f"{line}; memory may have run out: --num-workers 0 needs less") from error
+        if is_out_of_memory(error):
+            remedy = "lower --batch-size and raise --gradient-accumulation-steps, or add --gradient-checkpointing"
+            raise TrainingError(f"not enough memory; {remedy}") from error
+        raise
 
 
 def check_examples(options: FinetuneOptions) -> int:
@@ -89,8 +94,8 @@ def check_examples(options: FinetuneOptions) -> int:
     return check_data(training, held_out, processor, skip_errors=options.read.skip_errors) or int(are_missing)
 
 
-def start(options: FinetuneOptions, cfg: TrainConfig, make: Callable[..., T]) -> T:
-    """make(model, task, cfg) with the model and the data of the options, or with drawn scenes."""
+def start(options: FinetuneOptions, cfg: TrainConfig) -> Trainer:
+    """The run with the model and the data of the options, or with drawn scenes."""
     check_installed(cfg)
     check_folder(options.out, options.data)
     model, task, cfg = prepare(options, cfg) if options.data else prepare_scenes(options, cfg)
@@ -98,7 +103,7 @@ def start(options: FinetuneOptions, cfg: TrainConfig, make: Callable[..., T]) ->
         with write_errors(options.out), training_lock(options.out):  # without its base an adapter is of no use
             model.save_pretrained(options.out / BASE, tokenizer=task.tokenizer)
     model.to(choose_device(options.device))
-    run = make(model, task, cfg)
+    run = Trainer(model, task, cfg)
     write_run_file(options, cfg)
     return run
 

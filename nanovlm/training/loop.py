@@ -149,6 +149,7 @@ class Trainer:
             for step in range(self.first_step, cfg.max_steps):
                 if self._out_of_patience():
                     break
+                metrics.start_step()
                 metrics.log_step(self.training_step(step, batches))
                 done = step + 1
                 last = done == cfg.max_steps

@@ -24,6 +24,7 @@ from nanovlm.training.distributed import DistributedContext
 
 METRICS, REPORT = "metrics.jsonl", "report.html"
 SHOWN_ANSWERS = 4  # to held-out questions, at each evaluation
+FIRST_STEPS = 5  # after them a line says what the run needs
 LOSS = "loss"  # lower is better; of every other metric, higher is
 AUTO, AUTO_METRIC = "auto", "f1"
 
@@ -71,12 +72,17 @@ class MetricsLogger:
                 self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step + 1)
             if cfg.report_to != "none":
                 self.tracker = start_tracker(cfg, folder, first_step > 0)
-        self.start_time = self.step_start = clock()
+        self.start_time = self.step_start = self.evaluation_start = clock()
+        self.evaluation_seconds = 0.0  # of the last one
+        self.pace_seconds = 0.0  # of the first steps but the very first, which warms up
         self.losses: list[float] = []  # since the last progress line
         self.tokens = 0  # since start_time
 
+    def start_step(self) -> None:
+        self.step_start = self.clock()
+
     def log_step(self, metrics: StepMetrics) -> None:
-        """Write the metrics of a step, and a progress line every cfg.log_every steps."""
+        """Write the metrics of a step; a progress line every cfg.log_every steps, and once what the run needs."""
         seconds, memory = self.clock() - self.step_start, peak_memory(self.context.device)
         values = asdict(metrics) | {"tokens_per_s": round(metrics.tokens / seconds, 1), "memory": memory}
         del values["tokens"]
@@ -86,7 +92,11 @@ class MetricsLogger:
         if metrics.step % self.cfg.log_every == 0 or metrics.step == self.cfg.max_steps:
             self._log(self._progress(metrics, memory))
             self.losses.clear()
-        self.step_start = self.clock()
+        n_done = metrics.step - self.first_step
+        self.pace_seconds += seconds if 1 < n_done <= FIRST_STEPS else 0
+        if n_done == FIRST_STEPS:
+            self._log(self._needs(metrics.step, memory))
+        self.evaluation_start = self.clock()
 
     def _progress(self, metrics: StepMetrics, memory: int) -> str:
         """The progress line; its pace is the mean since the start, evaluations and checkpoints included."""
@@ -99,8 +109,19 @@ class MetricsLogger:
             f"{memory / 2**20:,.0f} MiB  {(max_steps - step) * seconds_per_step / 60:.0f} min left"
         )
 
+    def _needs(self, step: int, memory: int) -> str:
+        """What the run needs, as far as its first steps and the last evaluation tell."""
+        pace, steps_left = self.pace_seconds / (FIRST_STEPS - 1), self.cfg.max_steps - step
+        evaluations_left = math.ceil(steps_left / self.cfg.evaluation_interval)
+        seconds = steps_left * pace + evaluations_left * self.evaluation_seconds
+        return (
+            f"after {FIRST_STEPS} steps: peak memory {memory / 2**20:,.0f} MiB, {pace:.2f} s/step, "
+            f"about {seconds / 60:,.0f} min left"
+        )
+
     def log_evaluation(self, step: int, validation_loss: float | None, evaluation: Evaluation | None) -> None:
         """Write what an evaluation after `step` steps measured on held-out examples."""
+        self.evaluation_seconds = self.clock() - self.evaluation_start
         values = {} if validation_loss is None else {"loss": validation_loss}
         values |= evaluation.scores if evaluation else {}
         if values:
@@ -112,7 +133,6 @@ class MetricsLogger:
         for answer in shown:
             wanted = answer.question.references[0]
             self._log(f"step {step}/{self.cfg.max_steps}  answer: {answer.text}  (reference: {wanted})")
-        self.step_start = self.clock()
 
     def _log(self, line: str) -> None:
         if self.context.is_main:

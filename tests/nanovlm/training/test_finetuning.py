@@ -29,9 +29,8 @@ from nanovlm.evaluation import EvaluationOptions, evaluate, questions_of
 from nanovlm.synthetic import caption, draw, random_scene
 from nanovlm.training.config import ADAPTERS, EPOCHS, FINETUNING, MAX_STEPS, MUON_LR, SCENES, choose
 from nanovlm.training.examples import open_data
-from nanovlm.training.finetuning import FinetuneOptions, base_model, prepare
+from nanovlm.training.finetuning import FinetuneOptions, base_model, memory_errors, prepare
 from nanovlm.training.loop import Trainer
-from nanovlm.training.probe import memory_errors
 from support import another_run
 from support.cli import assert_usage_error
 
@@ -145,19 +144,6 @@ def test_a_few_steps_teach_the_embedded_model_a_caption(train):
     assert Captioner.from_pretrained("out/checkpoints/step-30", "cpu", "float32").caption(fresh) == LABEL
 
 
-def test_a_dry_run_prints_an_estimate_and_writes_nothing(train):
-    scenes(4)
-    flags = ["--batch-size", "2", "--num-workers", "0", "--optimizer", "adamw"]
-    flags += ["--image-cache-dir", "cache", "--vision-lr-scale", "0", "--augment", "0"]
-    code, out, err = train("--data", "mine", "--dry-run", *flags)
-    assert code == 0 and "850 steps, 425 epochs" in err
-    assert re.match(r"3,411,968 parameters, [\d,]+ of them trained; ", out) and out.count("\n") == 1
-    assert all(text in out for text in (" MiB (measured over 12 steps, plus 6%)", "minutes for 850 steps"))
-    line = "mine: 4 examples, each shown 425.0 times; nothing held out (--validation N holds out N)"
-    assert err.splitlines()[0] == line
-    assert {path.name for path in Path().iterdir()} == {"mine"}
-
-
 @pytest.mark.full
 def test_held_out_answers_are_scored_and_the_best_model_by_a_metric_is_written(train):
     """The scores are those that `nanovlm evaluate` finds for the checkpoint with the same --validation."""
@@ -243,8 +229,6 @@ def test_training_from_scratch_writes_the_file_that_repeats_it(train):
     assert Path("again/run.yaml").read_text() == Path("out/run.yaml").read_text().replace("out: out", "out: again")
     assert Path("again/model.safetensors").read_bytes() == Path("out/model.safetensors").read_bytes()
     assert_usage_error(train("--config", "out/run.yaml", "--data", "mine"), "exclude each other", program="train.py")
-    Path("dry").mkdir()
-    assert train("--config", "out/run.yaml", "--out", "dry", "--dry-run")[0] == 0 and not list(Path("dry").iterdir())
 
 
 def test_every_saved_model_is_uploaded_and_a_failure_stops_nothing(train, monkeypatch):
@@ -527,6 +511,29 @@ def test_a_killed_worker_is_one_line_with_a_remedy():
     with pytest.raises(TrainingError, match="DataLoader worker .*--num-workers 0") as caught, memory_errors():
         Trainer(model, replace(task, get_batch=get_batch), cfg).run()
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nSee"), "not enough memory; lower"),
+        (RuntimeError("[enforce fail] can't allocate memory: you tried to allocate 9 bytes."), "not enough memory"),
+        (MemoryError(), "not enough memory; lower --batch-size"),
+        (RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. "), r"\(pid 7\) .*--num-workers 0"),
+    ],
+    ids=["cuda", "cpu", "python", "worker"],
+)
+def test_running_out_of_memory_is_one_line_with_a_remedy(error, message):
+    with pytest.raises(TrainingError, match=message) as caught, memory_errors():
+        raise error
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("shapes differ"), ValueError("a bug"), TrainingError("diverged")])
+def test_any_other_error_stays_as_it_is(error):
+    with pytest.raises(type(error)) as caught, memory_errors():
+        raise error
+    assert caught.value is error
 
 
 def test_help_shows_defaults_and_choices(train):
