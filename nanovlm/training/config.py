@@ -114,15 +114,6 @@ class TrainConfig:
     keep_best: bool = setting(
         True, "also keep the checkpoint of the best evaluation, whose model is the final one", needs="validation"
     )
-    metric_for_best_model: str = setting(
-        "loss",
-        "what makes an evaluation the best: loss, a metric, or auto, the last f1 within a standard error of the best",
-        metavar="NAME",
-        needs="validation",
-    )
-    patience: int = setting(
-        0, "stop after N evaluations in a row without a better one; 0 goes on to the last step", needs="validation"
-    )
     validate_every: int = setting(
         500, "steps between evaluations on held-out examples; 0 is a tenth of all steps", needs="validation"
     )
@@ -237,7 +228,8 @@ class FinetuneOptions:
     metric: Sequence[str] = setting(
         (),
         "score answers to held-out questions by exact_match, f1, vqa_accuracy, anls, rouge_l, cider, or a "
-        "module:function(answer, references) of your own (default: all six)",
+        "module:function(answer, references) of your own (default: all six); the first, or loss, says which evaluation "
+        "is the best (default: f1)",
         metavar="NAME",
         needs="validation",
         action="append",
@@ -265,7 +257,6 @@ FINETUNING = TrainConfig(
     max_steps=850,
     batch_size=8,
     augment=0.15,
-    metric_for_best_model="auto",
     lr=8e-4,
     warmup_steps=20,
     decay=0.6,

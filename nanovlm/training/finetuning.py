@@ -24,7 +24,7 @@ from nanovlm.device import choose_device
 from nanovlm.errors import MissingCaptionsError, TrainingError, UsageError, is_out_of_memory
 from nanovlm.evaluation import Evaluation, EvaluationOptions, evaluate, load_metric
 from nanovlm.evaluation.evaluate import Question, QuestionList, example_questions
-from nanovlm.evaluation.metrics import default_metrics
+from nanovlm.evaluation.metrics import Metric, default_metrics
 from nanovlm.options import check_output_folder
 from nanovlm.processing.convert import check_format, convert_layout
 from nanovlm.processing.processor import Processor
@@ -44,11 +44,12 @@ from nanovlm.training.examples import (
     world_size,
 )
 from nanovlm.training.loop import Trainer, TrainingTask
-from nanovlm.training.metrics import AUTO, AUTO_METRIC, LOSS, check_installed
+from nanovlm.training.metrics import LOSS, check_installed
 
 STREAMED_BATCHES = 8  # of held-out examples of a stream, whose number is unknown
 MAX_ANSWER_TOKENS = 64
 RUN_FILE = "run.yaml"
+BEST_METRIC = "f1"  # says which evaluation is the best, unless another is named
 
 BASE = "base"  # folder of the model that a LoRA run started from, if it is in no other
 
@@ -140,10 +141,12 @@ def prepare(options: FinetuneOptions, cfg: TrainConfig) -> tuple[VisionLanguageM
         cfg = replace(cfg, validation_batches=min(cfg.validation_batches or all_batches, all_batches))
         # packed as the training batches are: padded ones might need more memory
         evaluation["validation"] = Batches(unseen, processor, cfg.batch_size, skip, cfg.pack, positions=positions)
-        evaluation["answer_questions"], asked = answer_scorer(unseen, positions, processor, options, cfg)
+        metrics = dict(load_metric(name) for name in options.metric if name != LOSS)
+        by_loss = LOSS in options.metric[:1] or not cfg.validation_questions
+        evaluation["best_metric"] = LOSS if by_loss else next(iter(metrics), BEST_METRIC)
+        metrics = metrics or default_metrics()
+        evaluation["answer_questions"], asked = answer_scorer(unseen, positions, processor, metrics, cfg)
         cfg = replace(cfg, validation_questions=asked)
-        if cfg.metric_for_best_model == AUTO and options.metric and AUTO_METRIC not in options.metric:
-            cfg = replace(cfg, metric_for_best_model=LOSS)
     task = TrainingTask(
         Batches(mixture, processor, cfg.batch_size, skip, cfg.pack, cfg.augment, n_parts),
         processor.tokenizer.to_json(),
@@ -240,17 +243,12 @@ def load_start(options: FinetuneOptions) -> tuple[VisionLanguageModel, Processor
 
 
 def answer_scorer(
-    held_out: Mixture, positions: Sequence[int], processor: Processor, options: FinetuneOptions, cfg: TrainConfig
+    held_out: Mixture, positions: Sequence[int], processor: Processor, metrics: dict[str, Metric], cfg: TrainConfig
 ) -> tuple[Callable[[VisionLanguageModel, bool], Evaluation] | None, int]:
     """A model's scored answers to some questions of the held-out examples at positions, or to all; how many are some.
 
-    These are cfg.validation_questions, or all where there are fewer. UsageError if cfg.metric_for_best_model is not
-    among the metrics.
+    These are cfg.validation_questions, or all where there are fewer.
     """
-    metrics = dict(load_metric(name) for name in options.metric) or default_metrics()
-    names = [AUTO, LOSS, *(metrics if cfg.validation_questions else ())]
-    if cfg.metric_for_best_model not in names:
-        raise UsageError(f"--metric-for-best-model {cfg.metric_for_best_model} is none of {', '.join(names)}")
     if not cfg.validation_questions:
         return None, 0
     questions: list[Question] = []

@@ -4,7 +4,7 @@ Notable features:
 - a batch is a pure function of its number, so that a resumed run equals an uninterrupted one bit for bit
 - gradient accumulation weighted by answer tokens: cutting a batch into several changes nothing
 - data parallelism under torchrun, bfloat16 and float16 autocast
-- held-out loss and scored answers, early stopping, the best model kept; metrics.jsonl, TensorBoard, report.html
+- held-out loss and scored answers, the best model kept; metrics.jsonl, TensorBoard, report.html
 """
 
 import logging
@@ -60,6 +60,7 @@ class TrainingTask:
 
     get_batch(0), get_batch(1), ... must be a pure function of the number. validation(0), ... are held-out batches.
     answer_questions gives a model's scored answers to held-out questions: to some of them, or to all if True follows.
+    best_metric, of these answers or the loss, says which evaluation is the best.
     data_fingerprint identifies the examples, so that a resumed run can report that they have changed; n_held_out is the
     number, or the share, of those held out, so that a resumed run can hold out the same.
     """
@@ -70,6 +71,7 @@ class TrainingTask:
     save_dtype: torch.dtype | None = None  # of the final model's weights; None keeps float32
     validation: Callable[[int], Batch] | None = None
     answer_questions: Callable[[VisionLanguageModel, bool], Evaluation] | None = None
+    best_metric: str = LOSS
     data_fingerprint: str | None = None
     n_held_out: float = 0
     write_model: ModelWriter = write_model
@@ -108,7 +110,7 @@ class Trainer:
         """Weights, optimizer and the best evaluation so far, of the checkpoint if there is one."""
         model, cfg, folder = self.model, self.cfg, self.task.folder
         self.first_step = checkpoint.step if checkpoint else 0
-        self.best = BestTracker(folder, cfg, self.first_step, self.task.answer_questions is not None)
+        self.best = BestTracker(folder, cfg, self.task.best_metric, self.first_step)
         if checkpoint:
             restore_model(checkpoint, model)
         self.context.broadcast_weights(model)
@@ -119,7 +121,7 @@ class Trainer:
                 self._log_resumed(checkpoint)
 
     def run(self) -> VisionLanguageModel:
-        """Train until cfg.max_steps or out of patience, write the model to task.folder and return it.
+        """Train until cfg.max_steps, write the model to task.folder and return it.
 
         With cfg.keep_best and held-out examples it has the weights of the best evaluation, else those of the last step.
         The model returned is the same object; with cfg.lora_rank another, merged from the first, which is then of no
@@ -147,15 +149,13 @@ class Trainer:
             model.train()
             done = self.first_step
             for step in range(self.first_step, cfg.max_steps):
-                if self._out_of_patience():
-                    break
                 metrics.start_step()
                 metrics.log_step(self.training_step(step, batches))
                 done = step + 1
                 last = done == cfg.max_steps
                 is_best = (done % cfg.evaluation_interval == 0 or last) and self._evaluate_at(done, metrics)
                 (stop_requested,) = context.sum(len(signals))
-                if done % cfg.save_every == 0 or last or is_best or stop_requested or self._out_of_patience():
+                if done % cfg.save_every == 0 or last or is_best or stop_requested:
                     self.save(done)
                 if stop_requested and not last:
                     self._interrupt(done, signals)
@@ -166,13 +166,10 @@ class Trainer:
         """Evaluate the model after `step` steps; whether it is the best so far, and so to be kept."""
         loss, answers = self.evaluate()
         metrics.log_evaluation(step, loss, answers)
-        value, name = loss, self.best.name
+        value, name = loss, self.task.best_metric
         if name != LOSS and self.task.answer_questions:
             (value,) = self.context.sum(answers.scores.get(name, math.nan) if answers else 0.0)
         return value is not None and self.best.add(step, value) and self.cfg.keep_best
-
-    def _out_of_patience(self) -> bool:
-        return 0 < self.cfg.patience <= self.best.evaluations_since
 
     def _restore_best(self, step: int) -> None:
         """Give the model, which has those of `step`, the weights of the best evaluation."""
@@ -186,7 +183,8 @@ class Trainer:
                 logger.warning(f"{error}; the final model is that of step {step} instead of the best")
                 return
         if self.context.is_main:
-            logger.info(f"the final model is that of step {best.step}, {best.description(self._out_of_patience())}")
+            value = f"{best.metric.replace('_', ' ')}, {best.value:.4f}"
+            logger.info(f"the final model is that of step {best.step}, with the best validation {value}")
             if not best.improved:
                 logger.warning(f"before training it was {best.start:.4f}: the model has not become better")
 
@@ -271,10 +269,8 @@ class Trainer:
         folder, stored, data = self.task.folder, checkpoint.settings, self.task.data_fingerprint
         changed = [f"{k}={v} instead of {stored[k]}" for k, v in asdict(self.cfg).items() if stored.get(k, v) != v]
         remedy, use = "", "training goes on with it"
-        if checkpoint.step >= self.cfg.max_steps or self._out_of_patience():
-            remedy = (
-                "; the run is finished: to train on, raise --max-steps, --epochs or --patience, or name another --out"
-            )
+        if checkpoint.step >= self.cfg.max_steps:
+            remedy = "; the run is finished: to train on, raise --max-steps or --epochs, or name another --out"
             use = "nothing is learned from it"
         changes = f", with {', '.join(changed)}" if changed else ""
         logger.info(f"resumed {folder} at step {checkpoint.step}{changes}{remedy}")

@@ -26,7 +26,6 @@ METRICS, REPORT = "metrics.jsonl", "report.html"
 SHOWN_ANSWERS = 4  # to held-out questions, at each evaluation
 FIRST_STEPS = 5  # after them a line says what the run needs
 LOSS = "loss"  # lower is better; of every other metric, higher is
-AUTO, AUTO_METRIC = "auto", "f1"
 
 logger = logging.getLogger(__name__)
 
@@ -218,22 +217,18 @@ def report_run(folder: Path, answers: Evaluation, kept_step: int | None) -> None
 
 
 class BestTracker:
-    """The values of cfg.metric_for_best_model at the evaluations of a run, read from folder/metrics.jsonl up to a step.
+    """The values of a metric at the evaluations of a run, read from folder/metrics.jsonl up to a step.
 
     The evaluation before the first step is `start`, and no candidate. If the checkpoint of the best one is kept, an
-    evaluation better than all whose checkpoints are still there is forgotten. With AUTO, the best is the last whose
-    mean score of the questions is within one standard error of the highest (Breiman et al. 1984), or within one answer;
-    without answers to questions AUTO is the loss.
+    evaluation better than all whose checkpoints are still there is forgotten.
     """
 
-    def __init__(self, folder: Path, cfg: TrainConfig, first_step: int, has_answers: bool):
-        self.name, self.n_questions = cfg.metric_for_best_model, 0
-        if self.name == AUTO:
-            self.name, self.n_questions = (AUTO_METRIC, cfg.validation_questions) if has_answers else (LOSS, 0)
+    def __init__(self, folder: Path, cfg: TrainConfig, metric: str, first_step: int):
+        self.metric = metric
         self.values: dict[int, float] = {}  # by step
         self.start: float | None = None
         for entry in read_metrics(folder / METRICS):
-            if entry["step"] <= first_step and (value := entry.get(f"validation_{self.name}")) is not None:
+            if entry["step"] <= first_step and (value := entry.get(f"validation_{metric}")) is not None:
                 self.add(entry["step"], value)
         while cfg.keep_best and self.step is not None and not checkpoint_path(folder, self.step).is_dir():
             del self.values[self.step]
@@ -249,39 +244,20 @@ class BestTracker:
 
     @property
     def step(self) -> int | None:
-        """The step of the best evaluation, the first of equals; None before any."""
-        costs = {step: self._cost(value) for step, value in self.values.items() if not math.isnan(value)}
-        first = min(costs, key=lambda step: (costs[step], step), default=None)
-        if first is None or not self.n_questions:
-            return first
-        highest = min(max(self.values[first], 0.0), 1.0)
-        error = (highest * (1 - highest) / self.n_questions) ** 0.5  # the largest that scores from 0 to 1 can have
-        error = max(error, 1 / self.n_questions) + 1e-9  # it is 0 if all are right
-        return max(step for step, cost in costs.items() if cost <= costs[first] + error)
+        """The step of the best evaluation, the last of equals; None before any."""
+        scores = {step: self._score(value) for step, value in self.values.items() if not math.isnan(value)}
+        return max(scores, key=lambda step: (scores[step], step), default=None)
 
     @property
     def value(self) -> float | None:
         return None if self.step is None else self.values[self.step]
-
-    def description(self, has_stopped: bool) -> str:
-        """What makes it the best, and whether the run has stopped after it."""
-        stopped = f"; stopped after {self.evaluations_since} evaluations without a better one" * has_stopped
-        value = f"validation {self.name.replace('_', ' ')}, {self.value:.4f}"
-        if self.n_questions:
-            return f"the last with a {value}, within a standard error of the best{stopped}"
-        return f"with the best {value}{stopped}"
-
-    @property
-    def evaluations_since(self) -> int:
-        """How many evaluations followed the best one."""
-        return sum(step > (self.step or 0) for step in self.values)
 
     @property
     def improved(self) -> bool:
         """Whether the best evaluation is better than the one before the first step, if there was one."""
         if self.value is None or self.start is None or math.isnan(self.start):
             return True
-        return self._cost(self.value) < self._cost(self.start)
+        return self._score(self.value) > self._score(self.start)
 
-    def _cost(self, value: float) -> float:
-        return value if self.name == LOSS else -value
+    def _score(self, value: float) -> float:
+        return -value if self.metric == LOSS else value

@@ -99,6 +99,18 @@ def test_each_held_out_example_is_asked_once_whatever_the_shares():
     assert len(set(asked)) == len(asked) == sum(map(len, held_out)) >= 6
 
 
+def test_the_first_metric_says_which_evaluation_is_the_best():
+    scenes(2)
+    for flags, name in (
+        ("", "f1"),
+        ("--metric anls --metric f1", "anls"),
+        ("--metric loss --metric f1", "loss"),
+        ("--validation-questions 0", "loss"),
+    ):
+        task = prepared("--data", "mine", "--validation", 1, "--out", "out", *flags.split())[1]
+        assert task.best_metric == name
+
+
 def test_data_and_model_may_be_paths():
     scenes(2)
     named = [FinetuneOptions([kind("mine")], Path("out"), model=kind(EMBEDDED)) for kind in (str, Path)]
@@ -129,10 +141,12 @@ def test_a_few_steps_teach_the_embedded_model_a_caption(train):
     assert (code, out) == (0, "")
     lines = err.splitlines()
     assert lines[0] == "mine: 4 examples, each shown 15.0 times; 2 held out"
+    needs = lines.pop(5)
+    assert needs.startswith("after 5 steps: peak memory ") and needs.endswith(" min left")
     assert [line.split("  ")[0] for line in lines[1:]] == ["chosen: muon, as the model was trained by it"] + [
         f"step {step}/30" for step in (0, 0, 0, 30, 30, 30, 30)
     ] + lines[-2:]
-    assert lines[-2].startswith("the final model is that of step 30, with the best validation loss, ")
+    assert lines[-2] == "the final model is that of step 30, with the best validation exact match, 1.0000"
     assert lines[-1] == "the final model's answers to 2 held-out questions: exact match 1.0000"
     before, now = (float(line.split(",")[0].split()[-1]) for line in lines[:-2] if "validation loss" in line)
     assert now < before / 10 and sum(f"answer: {LABEL}  (reference: {LABEL})" in line for line in lines) == 2
@@ -150,7 +164,7 @@ def test_held_out_answers_are_scored_and_the_best_model_by_a_metric_is_written(t
     scenes(10, LABEL)
     flags = ["--max-steps", "30", "--batch-size", "2", "--lr", "3e-3", "--warmup-steps", "0", "--save-every", "10"]
     flags += ["--validation", "3", "--validate-every", "10", "--dtype", "float32", "--metric", "anls", "--metric", "f1"]
-    code, _, err = train("--data", "mine", *QUICK, *flags, "--metric-for-best-model", "anls", "--keep-checkpoints", "9")
+    code, _, err = train("--data", "mine", *QUICK, *flags, "--keep-checkpoints", "9")
     assert code == 0
     entries = [json.loads(line) for line in Path("out/metrics.jsonl").read_text().splitlines()]
     found = {entry["step"]: entry for entry in entries if "validation_anls" in entry}
@@ -161,7 +175,7 @@ def test_held_out_answers_are_scored_and_the_best_model_by_a_metric_is_written(t
         scores = evaluate(captioner, questions_of(subsets), EvaluationOptions()).scores
         for name in ("anls", "f1"):
             assert found[step][f"validation_{name}"] == pytest.approx(scores[name])
-    best = max((10, 20, 30), key=lambda step: found[step]["validation_anls"])
+    best = max((10, 20, 30), key=lambda step: (found[step]["validation_anls"], step))
     assert f"the final model is that of step {best}, with the best validation anls" in err
     final, kept = load_file("out/model.safetensors"), load_file(f"out/checkpoints/step-{best}/model.safetensors")
     assert all(torch.equal(final[name], kept[name].to(final[name].dtype)) for name in final)
@@ -195,8 +209,8 @@ def test_a_resumed_run_holds_out_what_it_began_with(train):
     for out, held_out in (("default", "; 10 held out\n"), ("given", "; 7 held out\n"), ("none", " times\n")):
         code, _, err = train("--data", "mine", *QUICK, "--max-steps", "2", "--out", out)
         assert code == 0 and held_out in err and f"resumed {out} at step 1" in err and "has changed" not in err
-    flags = ["--data", "mine", *QUICK, "--out", "none", "--patience", "1"]
-    assert_usage_error(train(*flags), "--patience has no effect without --validation", program="train.py")
+    flags = ["--data", "mine", *QUICK, "--out", "none", "--keep-best"]
+    assert_usage_error(train(*flags), "--keep-best has no effect without --validation", program="train.py")
 
 
 def test_every_run_writes_the_file_that_repeats_it(train):
@@ -214,7 +228,7 @@ def test_every_run_writes_the_file_that_repeats_it(train):
     Path("run.yaml").write_text(Path("out/run.yaml").read_text().replace("validation: 1.0\n", ""))
     few = ["--config", "run.yaml", "--out", "few", "--max-steps", "1", "--data", "mine"]
     assert train(*few)[0] == 0, "a file's flags of evaluation are dropped where nothing is held out"
-    assert_usage_error(train(*few, "--patience", "1"), "--patience has no effect without", program="train.py")
+    assert_usage_error(train(*few, "--keep-best"), "--keep-best has no effect without", program="train.py")
     for text, words in (("max_steps: x", "run.yaml"), ("color: red", "--color"), ("- 1", "list"), ("a: [", "read")):
         Path("run.yaml").write_text(text)
         assert_usage_error(train("--config", "run.yaml"), "run.yaml", words, program="train.py")
@@ -460,14 +474,7 @@ def test_a_broken_image_is_named_with_a_remedy(train, workers):
         ("--data scenes --out out --epochs 1", ["--epochs needs data whose size is known", "--max-steps"]),
         ("--data mine --out out --epochs 0", ["--epochs 0.0 must be above 0 and below inf"]),
         ("--config nowhere.yaml", ["nowhere.yaml cannot be read"]),
-        (
-            "--data mine --out out --validation 0 --metric-for-best-model f1",
-            ["--metric-for-best-model has no effect with --validation 0"],
-        ),
-        (
-            "--data mine --out out --validation 1 --metric-for-best-model bleu",
-            ["--metric-for-best-model bleu", "loss, exact_match"],
-        ),
+        ("--data mine --out out --validation 0 --metric f1", ["--metric has no effect with --validation 0"]),
         ("--data mine --out out --validation 1 --metric bleu", ["bleu", "exact_match"]),
         ("--data mine --out mine/0.png", ["--out mine/0.png: ", "is a file"]),
         ("--data scenes@0.5 mine/../mine@0.5 --out mine", ["--out mine holds the data"]),
