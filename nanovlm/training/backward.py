@@ -1,7 +1,5 @@
 """Forward and backward passes over the batches of an optimizer step."""
 
-from typing import Protocol
-
 import torch
 
 from models.vision_language_model import VisionLanguageModel
@@ -18,43 +16,24 @@ def backward(
     dtype: torch.dtype,
     scaler: torch.amp.GradScaler,
     context: DistributedContext,
-    objective: "Objective | None" = None,
 ) -> float:
-    """Add up the gradients of an objective's mean loss over all batches, here and on other processes.
+    """Add up the gradients of the mean loss of the answer tokens of all batches, here and on other processes.
 
-    By default it is that of the answer tokens. Returns this process's share of that loss.
+    Returns this process's share of that loss.
     """
-    objective = objective or AnswerObjective()
-    counts = [objective.count(batch) for batch in batches]
+    counts = [count_answer_tokens(batch) for batch in batches]
     if not all(counts):
         raise TrainingError("a batch has no answer tokens to learn; remove examples without an answer")
     (answer_tokens,) = context.sum(sum(counts))
     total = 0.0
     for batch, count in zip(batches, counts):
         with autocast(model.device, dtype):
-            loss = objective.loss(model, batch)
+            loss = model(**batch, targets_only=True)[1]
         loss = loss * (count / answer_tokens)
         if loss.requires_grad:  # not if only the projector is trained, and the batch has no images
             scaler.scale(loss).backward()
         total += loss.item()
     return total
-
-
-class Objective(Protocol):
-    """What is learned from a batch: a mean loss, over as many things as `count` says."""
-
-    def count(self, batch: Batch) -> int: ...
-    def loss(self, model: VisionLanguageModel, batch: Batch) -> torch.Tensor: ...
-
-
-class AnswerObjective:
-    """The mean cross-entropy of the answer tokens."""
-
-    def count(self, batch: Batch) -> int:
-        return count_answer_tokens(batch)
-
-    def loss(self, model: VisionLanguageModel, batch: Batch) -> torch.Tensor:
-        return model(**batch, targets_only=True)[1]
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:

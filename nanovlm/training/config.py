@@ -62,12 +62,6 @@ class TrainConfig:
         below=0.5,
         needs="data",
     )
-    dpo_beta: float = setting(
-        0.0,
-        "learn which answer is preferred, from columns chosen and rejected, by DPO with this beta, as 0.1; 0 learns to "
-        "answer",
-        needs="data",
-    )
     lr: float = setting(
         1e-3,
         f"peak learning rate; with --data the default, which is {MUON_LR:g} for muon, is multiplied by 192 / "
@@ -139,8 +133,6 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         check_settings(self)
-        if self.dpo_beta and self.pack:
-            raise InputError(f"dpo_beta compares answers with those of a whole model; omit pack={self.pack}")
         if self.optimizer == "muon" and self.lora_rank:
             raise InputError("optimizer=muon trains whole matrices; omit it with lora_rank, or choose adamw")
         if self.image_cache_dir and (self.vision_lr_scale or self.augment):

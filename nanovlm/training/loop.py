@@ -26,7 +26,7 @@ from nanovlm.device import BusyMonitor, choose_training_dtype
 from nanovlm.errors import TrainingError
 from nanovlm.evaluation import Evaluation
 from nanovlm.options import check_output_folder
-from nanovlm.training.backward import AnswerObjective, autocast, backward, count_tokens, to_device
+from nanovlm.training.backward import autocast, backward, count_answer_tokens, count_tokens, to_device
 from nanovlm.training.checkpointing import (
     Checkpoint,
     DamagedCheckpointError,
@@ -47,7 +47,6 @@ from nanovlm.training.distributed import DistributedContext
 from nanovlm.training.loader import Batch, TrainingInterrupted, catch_stop_signals, load_batches
 from nanovlm.training.metrics import LOSS, REPORT, BestTracker, MetricsLogger, StepMetrics, report_run
 from nanovlm.training.optimizer import accelerated, freeze, make_optimizer
-from nanovlm.training.preferences import PreferenceObjective
 
 ModelWriter = Callable[[Path, VisionLanguageModel, str, torch.dtype | None], None]
 
@@ -98,7 +97,6 @@ class Trainer:
         self.scaler = torch.amp.GradScaler(model.device.type, enabled=self.dtype == torch.float16)
         self.busy = BusyMonitor(torch.get_num_threads())
         freeze(model, cfg)
-        self.objective = PreferenceObjective(model, cfg.dpo_beta) if cfg.dpo_beta else AnswerObjective()
         if not checkpoint_paths(task.folder):  # those of a run that is resumed have their space
             check_output_folder(task.folder, disk_space(model, cfg.keep_checkpoints + 1))  # one more during a save
         with write_errors(task.folder):  # before any work
@@ -197,7 +195,7 @@ class Trainer:
             group["lr"] = lr * group["lr_scale"]
         inputs = [to_device(batch, model.device) for batch in islice(batches, cfg.gradient_accumulation_steps)]
         with self.busy.measure():
-            loss = backward(model, inputs, self.dtype, self.scaler, context, self.objective)
+            loss = backward(model, inputs, self.dtype, self.scaler, context)
         if context.is_main and model.device.type == "cpu" and (note := self.busy.note()):
             logger.info(note)
         context.sum_gradients(model)
@@ -227,9 +225,9 @@ class Trainer:
         total = tokens = 0.0
         for i in range(context.rank, self.cfg.validation_batches, context.world_size):
             batch = to_device(get_batch(i), model.device)
-            n = self.objective.count(batch)
+            n = count_answer_tokens(batch)
             with autocast(model.device, self.dtype):
-                total += n * self.objective.loss(model, batch).item()
+                total += n * model(**batch, targets_only=True)[1].item()
             tokens += n
         total, tokens = context.sum(total, tokens)
         return total / tokens if tokens else None

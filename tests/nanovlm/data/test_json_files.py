@@ -53,6 +53,7 @@ def test_llava_conversations_find_their_image_folder(folder):
         ({"image": "a.png", "caption": {"en": "x"}}, "a dict stands where text should be"),
         ({"image": 5, "text": "Five."}, "has 5 where an image should be"),
         ({"image": "a.png", "words": "x"}, "has no column text, caption, answer, captions, only image, words"),
+        ({"image": "a.png", "chosen": "x", "rejected": "y"}, "only chosen, image, rejected; name one with --text-column"),
         ({"image": "a.png", "conversations": []}, "has no answer to learn"),
         ({"images": ["a.png"], "texts": []}, "has no answer to learn"),
     ],
