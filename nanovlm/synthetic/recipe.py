@@ -199,8 +199,7 @@ def _as_typed(prompt: str, rng: Random) -> str:
 class SceneBatches:
     """A function step -> batch of fresh scenes, see `collate`; it is pure and can be pickled.
 
-    Every batch of a part of the schedule has the same shape, (batch_size, ROW_LENGTH) tokens, so that a compiled step
-    is compiled once for each part.
+    Every batch of a part of the schedule has the same shape, (batch_size, ROW_LENGTH) tokens.
     """
 
     processor: Processor

@@ -129,7 +129,6 @@ class TrainConfig:
         None, "keep in FOLDER, at most 2 GiB, what a frozen vision encoder makes of images", metavar="FOLDER"
     )
     num_workers: int = setting(1, "processes that prepare batches; 0 prepares them in the training process")
-    compile: bool = setting(False, "compile the blocks: a minute at the start, a quarter less time per step")
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -242,9 +241,7 @@ class FinetuneOptions:
 
 
 # How the embedded model is trained; see its card, nanovlm/assets/README.md.
-SCENES = TrainConfig(
-    max_steps=6200, batch_size=48, optimizer="muon", lr=1e-3, warmup_steps=100, decay=0.3, compile=True
-)
+SCENES = TrainConfig(max_steps=6200, batch_size=48, optimizer="muon", lr=1e-3, warmup_steps=100, decay=0.3)
 FINETUNING = TrainConfig(
     max_steps=850,
     batch_size=8,

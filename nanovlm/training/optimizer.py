@@ -123,17 +123,16 @@ def orthogonalized(matrices: Tensor) -> Tensor:
 
 @contextmanager
 def accelerated(model: VisionLanguageModel, cfg: TrainConfig) -> Iterator[None]:
-    """Compile the blocks, recompute their activations in the backward pass (Chen et al. 2016), or both, as cfg asks.
+    """Recompute the blocks' activations in the backward pass (Chen et al. 2016), if cfg asks for it.
 
     On a CPU they compute with `cpu_ops`. A frozen encoder may read what it made of an image before. At the end of the
     context the modules are as they were.
     """
     changed: list[Any] = []
-    if cfg.compile or cfg.gradient_checkpointing:
+    if cfg.gradient_checkpointing:
         changed = [*model.vision_encoder.blocks, *model.decoder.blocks]
     for block in changed:
-        forward = torch.compile(block.forward, dynamic=False) if cfg.compile else block.forward
-        block.forward = partial(checkpoint, forward, use_reentrant=False) if cfg.gradient_checkpointing else forward
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     encoder: Any = model.vision_encoder
     if cfg.image_cache_dir is not None:
         changed.append(encoder)

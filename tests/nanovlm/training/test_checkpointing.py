@@ -233,7 +233,7 @@ def test_training_works_in_a_thread(learn, tmp_path):
 )
 def test_the_program_ends_with_one_line_and_the_code_of_the_signal(tmp_path, number, code):
     """As Ctrl-C in a terminal does, the signal goes to all processes, also to the worker that prepares batches."""
-    flags = ["--recipe", "scenes", "--batch-size", "1", "--no-compile", "--log-every", "1", "--num-workers", "1"]
+    flags = ["--recipe", "scenes", "--batch-size", "1", "--log-every", "1", "--num-workers", "1"]
     command = [sys.executable, str(ROOT / "train.py"), *flags, "--out", str(tmp_path / "out")]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True) as run:
         for line in run.stderr:

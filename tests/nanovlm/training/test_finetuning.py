@@ -236,7 +236,7 @@ def test_every_run_writes_the_file_that_repeats_it(train):
 
 @pytest.mark.full
 def test_training_from_scratch_writes_the_file_that_repeats_it(train):
-    flags = ["--max-steps", "2", "--batch-size", "1", "--no-compile", "--num-workers", "0", "--seed", "3"]
+    flags = ["--max-steps", "2", "--batch-size", "1", "--num-workers", "0", "--seed", "3"]
     assert train("--recipe", "scenes", "--out", "out", *flags)[0] == 0
     code, _, err = train("--config", "out/run.yaml", "--out", "again")
     assert code == 0, err
