@@ -228,9 +228,6 @@ class FinetuneOptions:
     epochs: float | None = setting(
         None, "show each example N times, instead of --max-steps", above=0, below=math.inf, needs="data"
     )
-    push_to_hub: str | None = setting(
-        None, "upload every saved model to the Hub; a new repository is private", metavar="OWNER/NAME", needs="data"
-    )
     read: ReadOptions = field(default_factory=ReadOptions)
     evaluation_flags: Sequence[str] = ()  # that were typed, and have no effect unless examples are held out
     run_file: str | None = None  # the text of run.yaml, from which the command line repeats the run

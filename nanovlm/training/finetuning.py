@@ -155,7 +155,6 @@ def prepare(options: FinetuneOptions, cfg: TrainConfig) -> tuple[VisionLanguageM
         data_fingerprint=fingerprint(training, n_parts),
         n_held_out=sum(map(len, held_out)) if options.validation is None else options.validation,
         write_model=partial(write_model, home=str(options.out.resolve()), base=base_model(options)),
-        after_save=partial(push_to_hub, options.push_to_hub) if options.push_to_hub else None,
         **evaluation,
     )
     if os.environ.get("RANK", "0") == "0":
@@ -262,15 +261,3 @@ def answer_scorer(
         return evaluate(Captioner(model, processor), QuestionList(asked), how)
 
     return answer, min(cfg.validation_questions, len(questions))
-
-
-def push_to_hub(repo_id: str, folder: Path) -> None:
-    """Upload the model in folder to the Hub; if that fails, a warning says so, and the next save tries again."""
-    try:
-        model = VisionLanguageModel.from_pretrained(folder, dtype=checkpoint_dtype(folder))
-        url = model.push_to_hub(repo_id, private=True)
-    except Exception as error:  # huggingface_hub raises errors of many kinds, from DNS to a missing token
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        logger.warning(f"{folder} was not uploaded to {repo_id}: {reason}")
-    else:
-        logger.info(f"uploaded {folder}: {url}")
