@@ -119,7 +119,6 @@ class TrainConfig:
         "held-out questions answered and scored at each evaluation, and all by the final model; 0 answers none",
         needs="validation",
     )
-    tensorboard: bool = setting(False, "also write TensorBoard logs (extra: tensorboard)")
     report_to: str = setting(
         "none",
         "also log metrics with wandb or trackio, offline unless WANDB_MODE says otherwise (extra: track)",

@@ -4,7 +4,7 @@ Notable features:
 - a batch is a pure function of its number, so that a resumed run equals an uninterrupted one bit for bit
 - gradient accumulation weighted by answer tokens: cutting a batch into several changes nothing
 - data parallelism under torchrun, bfloat16 and float16 autocast
-- held-out loss and scored answers, the best model kept; metrics.jsonl, TensorBoard, report.html
+- held-out loss and scored answers, the best model kept; metrics.jsonl, wandb or trackio, report.html
 """
 
 import logging

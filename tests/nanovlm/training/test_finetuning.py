@@ -468,12 +468,6 @@ def test_a_model_without_checkpoints_is_not_overwritten(train):
     assert Path("begun/model.safetensors").read_bytes() == Path(EMBEDDED, "model.safetensors").read_bytes()
 
 
-def test_without_tensorboard_its_flag_names_the_extra(train, monkeypatch):
-    scenes(2)
-    monkeypatch.setitem(sys.modules, "tensorboard", None)
-    assert_usage_error(train("--data", "mine", *QUICK, "--tensorboard"), "nanovlm[tensorboard]", program="train.py")
-
-
 def test_a_folder_that_cannot_be_written_is_reported_before_the_first_step(train):
     scenes(2)
     Path("out/metrics.jsonl").mkdir(parents=True)  # a folder where a file should go
