@@ -1,12 +1,12 @@
 """The settings of a training run: TrainConfig says how to learn, FinetuneOptions which model learns from which data.
 
 Each field carries its default, type, help text, limits and what it needs to have an effect. The flags of train.py, the
-keys of run.yaml and the keyword arguments of Python are made from them.
+keys of run.json and the keyword arguments of Python are made from them.
 """
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -229,7 +229,7 @@ class FinetuneOptions:
     )
     read: ReadOptions = field(default_factory=ReadOptions)
     evaluation_flags: Sequence[str] = ()  # that were typed, and have no effect unless examples are held out
-    run_file: str | None = None  # the text of run.yaml, from which the command line repeats the run
+    flags: Mapping[str, Any] | None = None  # for run.json, from which the command line repeats the run
     automatic: Sequence[str] = ()  # settings of TrainConfig that follow from the model and the data, see `choose`
 
     def __post_init__(self) -> None:
