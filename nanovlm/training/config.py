@@ -1,12 +1,12 @@
 """The settings of a training run: TrainConfig says how to learn, FinetuneOptions which model learns from which data.
 
 Each field carries its default, type, help text, limits and what it needs to have an effect. The flags of train.py, the
-keys of run.yaml and the keyword arguments of Python are made from them.
+keys of run.json and the keyword arguments of Python are made from them.
 """
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -119,7 +119,6 @@ class TrainConfig:
         "held-out questions answered and scored at each evaluation, and all by the final model; 0 answers none",
         needs="validation",
     )
-    tensorboard: bool = setting(False, "also write TensorBoard logs (extra: tensorboard)")
     report_to: str = setting(
         "none",
         "also log metrics with wandb or trackio, offline unless WANDB_MODE says otherwise (extra: track)",
@@ -222,12 +221,9 @@ class FinetuneOptions:
     epochs: float | None = setting(
         None, "show each example N times, instead of --max-steps", above=0, below=math.inf, needs="data"
     )
-    push_to_hub: str | None = setting(
-        None, "upload every saved model to the Hub; a new repository is private", metavar="OWNER/NAME", needs="data"
-    )
     read: ReadOptions = field(default_factory=ReadOptions)
     evaluation_flags: Sequence[str] = ()  # that were typed, and have no effect unless examples are held out
-    run_file: str | None = None  # the text of run.yaml, from which the command line repeats the run
+    flags: Mapping[str, Any] | None = None  # for run.json, from which the command line repeats the run
     automatic: Sequence[str] = ()  # settings of TrainConfig that follow from the model and the data, see `choose`
 
     def __post_init__(self) -> None:

@@ -1,5 +1,6 @@
 """Fine-tune a model on the user's own images and texts, with evaluation on held-out examples; or draw the images."""
 
+import json
 import logging
 import math
 import os
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 
-from models.checkpoint import WEIGHTS, atomic_write, checkpoint_dtype, load_config, snapshot_path
+from models.checkpoint import WEIGHTS, atomic_write, checkpoint_dtype, load_config, read_object, snapshot_path
 from models.vision_language_model import VisionLanguageModel, load_model
 from nanovlm.captioner import Captioner
 from nanovlm.console import print_text
@@ -48,7 +49,7 @@ from nanovlm.training.metrics import LOSS, check_installed
 
 STREAMED_BATCHES = 8  # of held-out examples of a stream, whose number is unknown
 MAX_ANSWER_TOKENS = 64
-RUN_FILE = "run.yaml"
+RUN_FILE = "run.json"
 BEST_METRIC = "f1"  # says which evaluation is the best, unless another is named
 
 BASE = "base"  # folder of the model that a LoRA run started from, if it is in no other
@@ -110,12 +111,12 @@ def start(options: FinetuneOptions, cfg: TrainConfig) -> Trainer:
 
 
 def write_run_file(options: FinetuneOptions, cfg: TrainConfig) -> None:
-    """Write run.yaml, from which the command line repeats the run; only the main process does."""
-    if options.run_file is not None and os.environ.get("RANK", "0") == "0":
+    """Write run.json, from which the command line repeats the run; only the main process does."""
+    if options.flags is not None and os.environ.get("RANK", "0") == "0":
         chosen = [name for name in options.automatic if name != "max_steps" or options.epochs is None]
-        text = options.run_file + "".join(f"{name}: {getattr(cfg, name)}\n" for name in chosen)
+        flags = {**options.flags, **{name: getattr(cfg, name) for name in chosen}}
         with write_errors(options.out), atomic_write(options.out / RUN_FILE) as new:
-            new.write_text(text, encoding="utf-8")
+            new.write_text(json.dumps(flags, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def prepare(options: FinetuneOptions, cfg: TrainConfig) -> tuple[VisionLanguageModel, TrainingTask, TrainConfig]:
@@ -155,7 +156,6 @@ def prepare(options: FinetuneOptions, cfg: TrainConfig) -> tuple[VisionLanguageM
         data_fingerprint=fingerprint(training, n_parts),
         n_held_out=sum(map(len, held_out)) if options.validation is None else options.validation,
         write_model=partial(write_model, home=str(options.out.resolve()), base=base_model(options)),
-        after_save=partial(push_to_hub, options.push_to_hub) if options.push_to_hub else None,
         **evaluation,
     )
     if os.environ.get("RANK", "0") == "0":
@@ -190,12 +190,13 @@ def choose_settings(
 
 
 def find_optimizer(folder: Path) -> str | None:
-    """The optimizer that a model was trained by, as run.yaml or the metadata of its card say."""
-    for path in (folder / RUN_FILE, folder / "README.md"):
-        text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-        if found := re.search(r"^optimizer: (\w+)$", text, re.MULTILINE):
-            return found[1]
-    return None
+    """The optimizer that a model was trained by, as run.json or the metadata of its card say."""
+    if (folder / RUN_FILE).is_file() and (optimizer := read_object(folder / RUN_FILE).get("optimizer")):
+        return optimizer
+    card = folder / "README.md"
+    text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
+    found = re.search(r"^optimizer: (\w+)$", text, re.MULTILINE)
+    return found[1] if found else None
 
 
 def starts_anew(options: FinetuneOptions) -> bool:
@@ -262,15 +263,3 @@ def answer_scorer(
         return evaluate(Captioner(model, processor), QuestionList(asked), how)
 
     return answer, min(cfg.validation_questions, len(questions))
-
-
-def push_to_hub(repo_id: str, folder: Path) -> None:
-    """Upload the model in folder to the Hub; if that fails, a warning says so, and the next save tries again."""
-    try:
-        model = VisionLanguageModel.from_pretrained(folder, dtype=checkpoint_dtype(folder))
-        url = model.push_to_hub(repo_id, private=True)
-    except Exception as error:  # huggingface_hub raises errors of many kinds, from DNS to a missing token
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        logger.warning(f"{folder} was not uploaded to {repo_id}: {reason}")
-    else:
-        logger.info(f"uploaded {folder}: {url}")

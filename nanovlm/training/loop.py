@@ -4,7 +4,7 @@ Notable features:
 - a batch is a pure function of its number, so that a resumed run equals an uninterrupted one bit for bit
 - gradient accumulation weighted by answer tokens: cutting a batch into several changes nothing
 - data parallelism under torchrun, bfloat16 and float16 autocast
-- held-out loss and scored answers, the best model kept; metrics.jsonl, TensorBoard, report.html
+- held-out loss and scored answers, the best model kept; metrics.jsonl, wandb or trackio, report.html
 """
 
 import logging
@@ -74,7 +74,6 @@ class TrainingTask:
     data_fingerprint: str | None = None
     n_held_out: float = 0
     write_model: ModelWriter = write_model
-    after_save: Callable[[Path], None] | None = None  # called with the folder of every checkpoint and the final model
 
 
 class Trainer:
@@ -246,16 +245,12 @@ class Trainer:
 
         best_step = self.best.step if self.cfg.keep_best else None
         save_checkpoint(task.folder, step, self.cfg.keep_checkpoints, write, best_step)
-        if task.after_save:
-            task.after_save(checkpoint_path(task.folder, step))
 
     def write_results(self) -> None:
         """Write the final model; answer all held-out questions with it, and report them."""
         folder, task, model = self.task.folder, self.task, self.model
         with write_errors(folder), atomic_dir(folder) as files:
             task.write_model(files, model, task.tokenizer, task.save_dtype)
-        if task.after_save:
-            task.after_save(folder)
         if task.answer_questions:
             try:
                 kept_step = self.best.step if self.cfg.keep_best else None

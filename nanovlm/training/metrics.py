@@ -1,4 +1,4 @@
-"""Metrics of a training run: progress lines, metrics.jsonl, curves for TensorBoard and others, the best evaluation."""
+"""Metrics of a training run: progress lines, metrics.jsonl, curves for wandb and trackio, the best evaluation."""
 
 import importlib.util
 import json
@@ -60,15 +60,10 @@ class MetricsLogger:
     ):
         self.path, self.cfg, self.first_step = folder / METRICS, cfg, first_step
         self.context, self.clock = context, clock
-        self.board: Any = None
         self.tracker: Any = None
         if context.is_main:
             with write_errors(folder):
                 truncate(self.path, first_step)
-            if cfg.tensorboard:
-                from torch.utils.tensorboard import SummaryWriter
-
-                self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step + 1)
             if cfg.report_to != "none":
                 self.tracker = start_tracker(cfg, folder, first_step > 0)
         self.start_time = self.step_start = self.evaluation_start = clock()
@@ -143,8 +138,6 @@ class MetricsLogger:
         for name, value in values.items():
             if isinstance(value, float) and not math.isfinite(value):
                 values[name] = None  # a gradient norm may overflow in float16, and JSON has no infinity
-            elif self.board and isinstance(value, float | int):
-                self.board.add_scalar(name, value, step)
         if self.tracker:
             numbers = {name: value for name, value in values.items() if isinstance(value, float | int)}
             self.tracker.log(numbers, step=step)
@@ -152,19 +145,14 @@ class MetricsLogger:
             file.write(json.dumps({"step": step} | values) + "\n")
 
     def close(self) -> None:
-        if self.board:
-            self.board.close()
         if self.tracker:
             self.tracker.finish()
 
 
 def check_installed(cfg: TrainConfig) -> None:
     """Raise MissingExtraError if the run is to be logged by a package that is not installed."""
-    extras = {"tensorboard": "tensorboard"} if cfg.tensorboard else {}
-    extras |= {} if cfg.report_to == "none" else {cfg.report_to: "track"}
-    for name, extra in extras.items():
-        if importlib.util.find_spec(name) is None:
-            raise MissingExtraError(f"the run is to be logged by {name}: pip install 'nanovlm[{extra}]'")
+    if cfg.report_to != "none" and importlib.util.find_spec(cfg.report_to) is None:
+        raise MissingExtraError(f"the run is to be logged by {cfg.report_to}: pip install 'nanovlm[track]'")
 
 
 def start_tracker(cfg: TrainConfig, folder: Path, resumed: bool = False) -> Any:

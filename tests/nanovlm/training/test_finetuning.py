@@ -14,14 +14,12 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file
 
 from models.checkpoint import checkpoint_dtype, save_checkpoint
 from models.vision_language_model import VisionLanguageModel
 from nanovlm import EMBEDDED, Captioner
 from nanovlm.cli import train as train_verb
-from nanovlm.cli.run_file import apply_run_file
 from nanovlm.data import ReadOptions
 from nanovlm.data.examples import Example, encode
 from nanovlm.errors import TrainingError
@@ -65,25 +63,6 @@ def test_the_base_of_another_run_is_not_replaced(train):
     with another_run(Path("out")):
         code, _, err = train("--data", "mine", *QUICK, "--format", "smolvlm", "--lora-rank", "2")
     assert code == 2 and "train.py: out: another run writes there" in err and not Path("out/base").exists()
-
-
-def test_a_flag_takes_the_place_of_what_the_run_file_chose_without_it():
-    Path("run.yaml").write_text(
-        "data: [mine]\nout: out\noptimizer: muon\nlr: 0.0005\nmax_steps: 850\nbatch_size: 2\n"
-        "validation: 5\nkeep_best: false\nmetric: [f1]\ndecay: 0.5\nlora_alpha: 8\n"
-    )
-    train_verb.add_flags(parser := argparse.ArgumentParser())
-    for flags, left in (
-        (["--epochs", "2"], {"optimizer": "muon", "lr": 0.0005, "max_steps": None, "epochs": 2.0}),
-        (["--lora-rank", "4"], {"optimizer": None, "lr": None, "max_steps": 850, "lora_rank": 4}),
-        (["--optimizer", "adamw"], {"optimizer": "adamw", "lr": None, "max_steps": 850}),
-        (["--lr", "1e-4"], {"optimizer": "muon", "lr": 0.0001, "max_steps": 850}),
-        (["--validation", "0"], {"validation": 0, "keep_best": None, "metric": None, "decay": 0.5, "lora_alpha": 8}),
-        (["--schedule", "cosine", "--lora-rank", "0"], {"keep_best": False, "decay": None, "lora_alpha": None}),
-    ):
-        args = parser.parse_args(["--config", "run.yaml", *flags])
-        apply_run_file(args, train_verb.add_flags, train_verb.needs_of_flags())
-        assert vars(args).items() >= (left | {"batch_size": 2, "data": ["mine"], "out": "out"}).items()
 
 
 def test_each_held_out_example_is_asked_once_whatever_the_shares():
@@ -218,58 +197,39 @@ def test_every_run_writes_the_file_that_repeats_it(train):
     flags = "--data mine@0.5 scenes@0.5 --lr 3e-4 --validation 1 --validation-questions 2 --validate-every 9"
     flags += " --metric f1 --metric anls --no-train-embeddings --lora-rank 2 --batch-size 2"
     assert train(*QUICK, *flags.split(), "--prompt", "What: 'ü'?")[0] == 0
-    code, _, err = train("--config", "out/run.yaml", "--out", "again")
+    code, _, err = train("--config", "out/run.json", "--out", "again")
     assert code == 0, err
-    first, again = (yaml.safe_load(Path(out, "run.yaml").read_text()) for out in ("out", "again"))
+    first, again = (json.loads(Path(out, "run.json").read_text()) for out in ("out", "again"))
     assert again == first | {"out": "again"} and first["max_steps"] == 3 and first["optimizer"] == "adamw"
     assert Path("again/model.safetensors").read_bytes() == Path("out/model.safetensors").read_bytes()
-    code, _, err = train("--config", "out/run.yaml", "--out", "third", "--max-steps", "1", "--data", "mine")
+    code, _, err = train("--config", "out/run.json", "--out", "third", "--max-steps", "1", "--data", "mine")
     assert code == 0 and "step 1/1" in err and "scenes" not in err
-    Path("run.yaml").write_text(Path("out/run.yaml").read_text().replace("validation: 1.0\n", ""))
-    few = ["--config", "run.yaml", "--out", "few", "--max-steps", "1", "--data", "mine"]
+    Path("run.json").write_text(json.dumps({name: value for name, value in first.items() if name != "validation"}))
+    few = ["--config", "run.json", "--out", "few", "--max-steps", "1", "--data", "mine"]
     assert train(*few)[0] == 0, "a file's flags of evaluation are dropped where nothing is held out"
     assert_usage_error(train(*few, "--keep-best"), "--keep-best has no effect without", program="train.py")
-    for text, words in (("max_steps: x", "run.yaml"), ("color: red", "--color"), ("- 1", "list"), ("a: [", "read")):
-        Path("run.yaml").write_text(text)
-        assert_usage_error(train("--config", "run.yaml"), "run.yaml", words, program="train.py")
+    for text, words in (
+        ('{"recipe": "scenes", "max_steps": "x"}', "--max-steps x must be a whole number"),
+        ('{"color": "red"}', "run.json has 'color', which is none of the flags"),
+        ("[1]", "run.json must hold an object"),
+        ('{"a": ', "run.json cannot be read"),
+    ):
+        Path("run.json").write_text(text)
+        assert_usage_error(train("--config", "run.json"), words, program="train.py")
+    refused = train("--config", "out/run.json", "--epochs", "1")
+    assert_usage_error(refused, "--epochs and --max-steps exclude", "out/run.json", program="train.py")
 
 
 @pytest.mark.full
 def test_training_from_scratch_writes_the_file_that_repeats_it(train):
     flags = ["--max-steps", "2", "--batch-size", "1", "--num-workers", "0", "--seed", "3"]
     assert train("--recipe", "scenes", "--out", "out", *flags)[0] == 0
-    code, _, err = train("--config", "out/run.yaml", "--out", "again")
+    code, _, err = train("--config", "out/run.json", "--out", "again")
     assert code == 0, err
-    assert Path("again/run.yaml").read_text() == Path("out/run.yaml").read_text().replace("out: out", "out: again")
+    first, again = (json.loads(Path(out, "run.json").read_text()) for out in ("out", "again"))
+    assert again == first | {"out": "again"}
     assert Path("again/model.safetensors").read_bytes() == Path("out/model.safetensors").read_bytes()
-    assert_usage_error(train("--config", "out/run.yaml", "--data", "mine"), "exclude each other", program="train.py")
-
-
-def test_every_saved_model_is_uploaded_and_a_failure_stops_nothing(train, monkeypatch):
-    uploads = []
-
-    class Api:
-        def __init__(self, token):
-            pass
-
-        def create_repo(self, repo_id, private, exist_ok):
-            assert (repo_id, private, exist_ok) == ("me/mine", True, True)
-
-        def upload_folder(self, repo_id, folder_path, **options):
-            uploads.append(Path(folder_path, "model.safetensors").read_bytes())
-            if len(uploads) == 1:
-                raise OSError("no network\nat all")
-            return argparse.Namespace(commit_url="https://hub/commit")
-
-    scenes(4)
-    monkeypatch.setattr("huggingface_hub.HfApi", Api)
-    code, _, err = train("--data", "mine", *QUICK, "--save-every", "2", "--push-to-hub", "me/mine")
-    assert code == 0 and len(uploads) == 3
-    assert "out/checkpoints/step-2 was not uploaded to me/mine: no network\n" in err
-    assert "uploaded out/checkpoints/step-3: https://hub/commit" in err
-    assert "uploaded out: https://hub/commit" in err
-    for folder, weights in zip(("out/checkpoints/step-3", "out"), uploads[1:]):
-        assert weights == Path(folder, "model.safetensors").read_bytes()
+    assert_usage_error(train("--config", "out/run.json", "--data", "mine"), "exclude each other", program="train.py")
 
 
 def test_epochs_are_turned_into_steps():
@@ -356,7 +316,7 @@ def test_the_default_learning_rate_depends_on_lora_and_on_the_width_of_the_model
     rates = [MUON_LR, ADAPTERS.lr, FINETUNING.lr / 2, ADAPTERS.lr / 2, 0.5]
     assert [cfg.lr for cfg in chosen] == pytest.approx(rates)
     assert [cfg.optimizer for cfg in chosen] == ["muon"] + 4 * ["adamw"], "the embedded model's card says muon"
-    Path("wide/run.yaml").write_text("optimizer: muon\n")
+    Path("wide/run.json").write_text('{"optimizer": "muon"}')
     assert prepared("--data", "mine", *QUICK, "--model", "wide")[2].optimizer == "muon"
     assert prepared("--data", "mine", *QUICK, "--optimizer", "adamw")[2].lr == pytest.approx(FINETUNING.lr)
 
@@ -473,7 +433,7 @@ def test_a_broken_image_is_named_with_a_remedy(train, workers):
         ("--data mine --out out --epochs 1 --max-steps 2", ["--epochs and --max-steps"]),
         ("--data scenes --out out --epochs 1", ["--epochs needs data whose size is known", "--max-steps"]),
         ("--data mine --out out --epochs 0", ["--epochs 0.0 must be above 0 and below inf"]),
-        ("--config nowhere.yaml", ["nowhere.yaml cannot be read"]),
+        ("--config nowhere.json", ["nowhere.json cannot be read"]),
         ("--data mine --out out --validation 0 --metric f1", ["--metric has no effect with --validation 0"]),
         ("--data mine --out out --validation 1 --metric bleu", ["bleu", "exact_match"]),
         ("--data mine --out mine/0.png", ["--out mine/0.png: ", "is a file"]),
@@ -493,12 +453,6 @@ def test_a_model_without_checkpoints_is_not_overwritten(train):
     refused = train("--data", "mine", *QUICK, "--model", "begun", "--out", "begun")
     assert_usage_error(refused, "begun holds a model", program="train.py")
     assert Path("begun/model.safetensors").read_bytes() == Path(EMBEDDED, "model.safetensors").read_bytes()
-
-
-def test_without_tensorboard_its_flag_names_the_extra(train, monkeypatch):
-    scenes(2)
-    monkeypatch.setitem(sys.modules, "tensorboard", None)
-    assert_usage_error(train("--data", "mine", *QUICK, "--tensorboard"), "nanovlm[tensorboard]", program="train.py")
 
 
 def test_a_folder_that_cannot_be_written_is_reported_before_the_first_step(train):

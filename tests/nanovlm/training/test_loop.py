@@ -14,6 +14,7 @@ from nanovlm.errors import UsageError
 from nanovlm.evaluation import Evaluation
 from nanovlm.processing.processor import Processor
 from nanovlm.synthetic.recipe import SceneBatches
+from nanovlm.training.checkpointing import write_model
 from nanovlm.training.config import TrainConfig
 from support import another_run
 from support.logs import log_lines
@@ -66,7 +67,12 @@ def test_two_runs_at_once_are_refused(learn, tmp_path):
     with another_run(tmp_path), pytest.raises(UsageError, match="another run writes there; wait for its end"):
         learn(tmp_path)
     locked = []
-    learn(tmp_path, after_save=lambda folder: locked.append((tmp_path / ".train.lock").exists()))
+
+    def write(folder, *args):
+        locked.append((tmp_path / ".train.lock").exists())
+        write_model(folder, *args)
+
+    learn(tmp_path, write_model=write)
     assert locked == [True] * 4  # the final model, too
     assert not (tmp_path / ".train.lock").exists()
 

@@ -197,17 +197,6 @@ def test_metrics_that_cannot_be_written_stop_the_run_with_one_line(learn, make_b
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.full
-def test_tensorboard_shows_the_same_curves(learn, make_batch, tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    learn(tmp_path, replace(CFG, tensorboard=True), validation=held_out(make_batch))
-    board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    for name in ("loss", "lr", "grad_norm", "validation_loss"):
-        entries = [(entry["step"], entry[name]) for entry in read_metrics(tmp_path / "metrics.jsonl") if name in entry]
-        assert [(e.step, e.value) for e in board.Scalars(name)] == [(step, pytest.approx(x)) for step, x in entries]
-
-
 @pytest.mark.parametrize("name", ["wandb", pytest.param("trackio", marks=pytest.mark.full)])
 def test_a_tracker_gets_the_same_numbers_offline(learn, make_batch, tmp_path, monkeypatch, name):
     """A stand-in for the library, with the part of its interface that both share."""
