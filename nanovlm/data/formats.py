@@ -14,8 +14,8 @@ from nanovlm.errors import DataError
 from nanovlm.options import ReadOptions
 
 Pairs = list[tuple[str, str]]  # (prompt, answer)
-IMAGE_COLUMNS = ("images", "image", "video")
-PLACEHOLDER = re.compile("<image>|<video>")  # marks an image's position in the text of LLaVA and its followers
+IMAGE_COLUMNS = ("images", "image")
+PLACEHOLDER = re.compile("<image>")  # marks an image's position in the text of LLaVA and its followers
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "model": "assistant"}
 CHAT_COLUMNS = ("messages", "conversations", "conversation")
 TEXT_COLUMNS = ("text", "caption", "answer", "captions")
@@ -28,7 +28,7 @@ def applicable_options(columns: Collection[str], name: str, options: ReadOptions
     """The options that apply to records of these columns; DataError if no example can be made of them."""
     if not {"texts", "file_name", *IMAGE_COLUMNS, *CHAT_COLUMNS} & set(columns):
         raise DataError(
-            f"no images found: {name} has no column image, images, video, texts, {', '.join(CHAT_COLUMNS)}, "
+            f"no images found: {name} has no column image, images, texts, {', '.join(CHAT_COLUMNS)}, "
             f"only {_listed(columns)}; rename one"
         )
     if _holds_preferences(columns, options):
@@ -79,6 +79,8 @@ def record_to_example(record: Mapping[str, Any], name: str, root: str | None, op
     ExampleError if it holds none; records of one source may differ.
     """
     try:
+        if video := record.get("video") or record.get("videos"):
+            raise ExampleError(f"{name} names the video {video}; save frames of it, and name these as its images")
         images = record_images(record)
         marked: list[Any] = []
         chat, multi_turn = _chat_of(record), True
@@ -110,7 +112,7 @@ def record_to_example(record: Mapping[str, Any], name: str, root: str | None, op
 
 
 def record_images(record: Mapping[str, Any]) -> list[Any]:
-    """The images in the column `images`, `image` or `video`: one, several or none."""
+    """The images in the column `images` or `image`: one, several or none."""
     value = next((record[column] for column in IMAGE_COLUMNS if record.get(column) is not None), None)
     if value is None or value == "":
         return []
@@ -220,7 +222,7 @@ def _parse_message(message: Mapping[str, Any], name: str, images: list[Any]) -> 
         if part.get("text") is not None:
             images += [None] * len(PLACEHOLDER.findall(part["text"]))
             texts.append(PLACEHOLDER.sub("", part["text"]).strip())
-        elif "image" in (kind := str(part.get("type"))) or "video" in kind:
+        elif "image" in (kind := str(part.get("type"))):
             image = next((part[key] for key in (f"{kind}_url", kind, "image", "url", "path") if part.get(key)), None)
             images.append(image["url"] if isinstance(image, Mapping) and image.get("url") else image)
         else:
