@@ -59,7 +59,7 @@ def _as_flags(content: dict[str, Any]) -> list[str]:
         flag = f"--{str(name).replace('_', '-')}"
         if isinstance(value, bool):
             flags.append(flag if value else flag.replace("--", "--no-", 1))
-        elif flag in ("--metric", "--min-rating") and isinstance(value, list):
+        elif flag == "--metric" and isinstance(value, list):
             flags += [f"{flag}={one}" for one in value]
         elif isinstance(value, list):
             flags += [flag, *map(str, value)]

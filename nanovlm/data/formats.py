@@ -36,10 +36,7 @@ def applicable_options(columns: Collection[str], name: str, options: ReadOptions
         return ["preferences", "prompt"]
     if _holds_preferences(columns, replace(options, preferences=None)):
         raise DataError(f"{name} has chosen and rejected answers; learn which is preferred by --dpo-beta 0.1")
-    if "texts" in columns:
-        _check_columns([f"{rating}_ratings" for rating in options.min_ratings], columns, name)
-        return ["min_rating"]
-    if set(CHAT_COLUMNS) & set(columns):
+    if {"texts", *CHAT_COLUMNS} & set(columns):
         return []
     _find_columns(columns, name, options)
     return COLUMN_OPTIONS
@@ -50,27 +47,6 @@ def _holds_preferences(columns: Collection[str], options: ReadOptions) -> bool:
     if options.preferences is not None:
         return options.preferences
     return set(PREFERENCES) <= set(columns) and not set(TEXT_COLUMNS) & set(columns) and not options.text_column
-
-
-def records_rated_high(records: Iterable[Mapping[str, Any]], name: str, options: ReadOptions) -> list[int]:
-    """The numbers of the records that pass options.min_ratings; DataError if none does."""
-    if found := [i for i, record in enumerate(records) if passes_ratings(record, options)]:
-        return found
-    raise DataError(f"{name} has no record rated so high; lower --min-rating")
-
-
-def passes_ratings(record: Mapping[str, Any], options: ReadOptions) -> bool:
-    """Whether at least one turn of a record passes options.min_ratings."""
-    return not options.min_ratings or not record.get("texts") or any(_turns_passing(record, options))
-
-
-def _turns_passing(record: Mapping[str, Any], options: ReadOptions) -> list[bool]:
-    """Which turns have all the ratings asked for; a turn without a rating passes."""
-    ratings = [(record.get(f"{name}_ratings") or [], minimum) for name, minimum in options.min_ratings.items()]
-    return [
-        all(i >= len(values) or values[i] is None or values[i] >= minimum for values, minimum in ratings)
-        for i in range(len(record["texts"]))
-    ]
 
 
 def record_to_example(record: Mapping[str, Any], name: str, root: str | None, options: ReadOptions) -> Example:
@@ -88,10 +64,7 @@ def record_to_example(record: Mapping[str, Any], name: str, root: str | None, op
         if is_preference:
             pairs, multi_turn = _preferred_and_rejected(record, name, options), False
         elif record.get("texts") is not None:
-            turns = zip(record["texts"], _turns_passing(record, options))
-            pairs = [
-                (clean_text(turn.get("user")), clean_text(turn.get("assistant"))) for turn, passes in turns if passes
-            ]
+            pairs = [(clean_text(turn.get("user")), clean_text(turn.get("assistant"))) for turn in record["texts"]]
         elif chat is not None:
             pairs, marked = _parse_chat(chat, name)
             images = [image for image in marked if image is not None] or images

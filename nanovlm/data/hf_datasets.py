@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nanovlm.data.formats import applicable_options, passes_ratings, record_to_example, records_rated_high
+from nanovlm.data.formats import applicable_options, record_to_example
 from nanovlm.data.remote import INSTALL_DATA, first_line
 from nanovlm.data.source import Source, Stream
 from nanovlm.errors import DataError, MissingExtraError
@@ -26,18 +26,11 @@ def open_dataset(path: str, files: Sequence[str], options: ReadOptions) -> Sourc
     dataset = dataset.with_format("arrow")  # images stay bytes, so that a broken one is an error that names its row
     make_example = partial(record_to_example, root=None, options=options)
     if on_hub and options.stream:
-        keep_row = partial(passes_ratings, options=options)
         shards = [partial(_read_shard, dataset, i) for i in range(dataset.num_shards)]
-        return Stream(path, shards, make_example, keep_row, [*supported, "stream"])
+        return Stream(path, shards, make_example, [*supported, "stream"])
     if not len(dataset):
         raise DataError(f"no images found: {path} has no rows; name another")
-    used = None
-    if options.min_ratings and "texts" in columns:
-        rated = dataset.select_columns(["texts", *(f"{rating}_ratings" for rating in options.min_ratings)])
-        used = records_rated_high(_Rows(rated), path, options)
-    return Source(
-        path, _Rows(dataset), make_example, supported_options=supported, used=used, nbytes=dataset.data.nbytes
-    )
+    return Source(path, _Rows(dataset), make_example, supported_options=supported, nbytes=dataset.data.nbytes)
 
 
 class _Rows(Sequence[dict[str, Any]]):

@@ -59,7 +59,7 @@ def open_remote_tars(path: str, options: ReadOptions) -> Source | Stream:
             next(_stream_samples(addresses[0]), None)
         shards = [partial(_stream_samples, address) for address in addresses]
         make_example = partial(sample_to_example, options=options)
-        return Stream(path, shards, make_example, _has_image, [*COLUMN_OPTIONS, "stream"])
+        return Stream(path, shards, make_example, [*COLUMN_OPTIONS, "stream"])
     with remote_errors(path):
         manager = DownloadManager(download_config=DownloadConfig(disable_tqdm=True))
         files = [str(file) for file in manager.download(addresses)]
@@ -129,7 +129,7 @@ def _stream_samples(address: str) -> Iterator[Sample]:
                 for _, extension, info in files
                 if extension in ("txt", "json") or _is_image(extension)
             }
-            if sample:
+            if _has_image(sample):
                 yield sample
 
 

@@ -22,17 +22,15 @@ TURNS = [{"user": "What is this?", "assistant": "A star."}, {"user": "Red?", "as
 
 
 def finevision():
-    """Three rows as the_cauldron and FineVision have them; the second, and a turn of the first, are rated low."""
+    """Three rows as the_cauldron and FineVision have them."""
     features = datasets.Features(
         images=datasets.List(datasets.Image()),
         texts=[{"user": datasets.Value("string"), "assistant": datasets.Value("string")}],
-        formatting_ratings=datasets.List(datasets.Value("int64")),
         source=datasets.Value("string"),
     )
     rows = {
         "images": [[image(1)], [image(2)], [image(3), image(4)]],
         "texts": [TURNS, TURNS[:1], TURNS],
-        "formatting_ratings": [[5, 2], [1], [None, 4]],
         "source": ["a", "b", "c"],
     }
     return datasets.Dataset.from_dict(rows, features=features)
@@ -40,8 +38,6 @@ def finevision():
 
 PAIRS = [("What is this?", "A star."), ("Red?", "Yes.")]
 EXPECTED = [([1], PAIRS, True), ([2], PAIRS[:1], False), ([3, 4], PAIRS, True)]
-RATED = [("[0]", [1], PAIRS[:1], False), ("[2]", [3, 4], PAIRS, True)]
-HIGH = replace(OPTIONS, min_rating=["formatting=3"])
 STREAMED = replace(OPTIONS, stream=True)
 
 
@@ -60,11 +56,6 @@ def test_the_cauldron_rows_on_disk(form, datasets_cache):
             Path("rows/a.parquet").unlink()
             next(Path("saved").glob("*.arrow")).rename("rows/a.arrow")
     assert read_all(path) == [(f"rows[{i}]", *e) for i, e in enumerate(EXPECTED)]
-    assert read_all(path, HIGH) == [(f"rows{at}", *rest) for at, *rest in RATED]
-    beauty = ReadOptions(min_rating=["beauty=1"])
-    check_refused(path, "no column 'beauty_ratings', only", "formatting_ratings", options=beauty)
-    rows.select([1]).save_to_disk("low")
-    check_refused("low", "no record rated so high", options=HIGH)
     if form == "parquet":
         assert [rest for _, *rest in read_all("rows/a.parquet")] == [list(e) for e in EXPECTED]
 
@@ -107,8 +98,6 @@ def test_hub_dataset_downloaded_and_streamed(datasets_cache, monkeypatch):
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
     everything = [(f"lab/rows:small[{i}]", *e) for i, e in enumerate(EXPECTED)]
     assert read_all("lab/rows:small") == read_all("lab/rows:small", STREAMED) == everything
-    rated = [(f"lab/rows:small{at}", *rest) for at, *rest in RATED]
-    assert read_all("lab/rows:small", replace(HIGH, stream=True)) == rated
 
 
 def test_unreachable_hub_is_one_line(monkeypatch, datasets_cache):
