@@ -154,8 +154,6 @@ class ReadOptions:
     prompt_column: str | None = setting(None, "column with the questions (default: question or prompt)", metavar="NAME")
     stream: bool = setting(False, "read a Hub data set while it is downloaded")
     on_error: str = setting("stop", "what to do with an unusable example", choices=("stop", "skip"))
-    # The columns chosen and rejected hold two answers, of which one is preferred; None: if no other column holds any
-    preferences: bool | None = False
 
     def __post_init__(self) -> None:
         check_settings(self)

@@ -142,7 +142,7 @@ def requests(folder: Path) -> Target:
 
 
 ROW = {"image": "a.png", "text": "A ring.", "metadata": {"n": 1}}
-CHAT = {"images": ["a.png"], "texts": [{"user": "What?", "assistant": "A ring.", "formatting_ratings": 3}]}
+CHAT = {"images": ["a.png"], "texts": [{"user": "What?", "assistant": "A ring."}]}
 TALK = {
     "image": "a.png",
     "conversations": [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "A."}],

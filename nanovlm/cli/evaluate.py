@@ -64,7 +64,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     check_flags(args)
     check_data_names(args.data)
-    model, read = model_options(args), from_args(ReadOptions, args, preferences=None)
+    model, read = model_options(args), from_args(ReadOptions, args)
 
     from nanovlm.evaluation import EvaluationOptions, evaluate, questions_of
     from nanovlm.training.examples import open_data

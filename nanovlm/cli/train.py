@@ -100,7 +100,7 @@ def options_from_args(args: argparse.Namespace, evaluation_flags: Sequence[str] 
     settings = given(FinetuneOptions, args) | {"out": Path(args.out or os.devnull)}
     return FinetuneOptions(
         **settings,
-        read=from_args(ReadOptions, args, preferences=bool(args.dpo_beta)),
+        read=from_args(ReadOptions, args),
         evaluation_flags=evaluation_flags,
         run_file=run_file_text(args),
         automatic=[name for name in AUTOMATIC if args.data and getattr(args, name) is None],

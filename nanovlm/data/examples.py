@@ -42,7 +42,6 @@ class Example:
     qa_pairs: Sequence[tuple[str, str]]
     name: str = "example"
     multi_turn: bool = False
-    is_preference: bool = False  # the pairs are one question with its chosen and its rejected answer
 
 
 @dataclass(frozen=True)

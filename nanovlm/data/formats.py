@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 from nanovlm.data.examples import Example, ExampleError
@@ -20,7 +19,7 @@ ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assi
 CHAT_COLUMNS = ("messages", "conversations", "conversation")
 TEXT_COLUMNS = ("text", "caption", "answer", "captions")
 PROMPT_COLUMNS = ("question", "prompt")
-PREFERENCES = ("chosen", "rejected")  # trl's columns
+PREFERENCES = ("chosen", "rejected", "rejected_response")  # the columns of trl and ms-swift
 COLUMN_OPTIONS = ("prompt", "text_column", "prompt_column")  # the options that apply to records of plain columns
 
 
@@ -31,22 +30,20 @@ def applicable_options(columns: Collection[str], name: str, options: ReadOptions
             f"no images found: {name} has no column image, images, texts, {', '.join(CHAT_COLUMNS)}, "
             f"only {_listed(columns)}; rename one"
         )
-    if _holds_preferences(columns, options):
-        _check_columns(PREFERENCES, columns, name)
-        return ["preferences", "prompt"]
-    if _holds_preferences(columns, replace(options, preferences=None)):
-        raise DataError(f"{name} has chosen and rejected answers; learn which is preferred by --dpo-beta 0.1")
+    _check_not_preferences(columns, name, options)
     if {"texts", *CHAT_COLUMNS} & set(columns):
         return []
     _find_columns(columns, name, options)
     return COLUMN_OPTIONS
 
 
-def _holds_preferences(columns: Collection[str], options: ReadOptions) -> bool:
-    """Whether records of these columns are read as a chosen and a rejected answer, see ReadOptions.preferences."""
-    if options.preferences is not None:
-        return options.preferences
-    return set(PREFERENCES) <= set(columns) and not set(TEXT_COLUMNS) & set(columns) and not options.text_column
+def _check_not_preferences(columns: Collection[str], name: str, options: ReadOptions) -> None:
+    found = [column for column in PREFERENCES if column in columns]
+    if found and not options.text_column:
+        raise DataError(
+            f"{name} is preference data, with the columns {', '.join(found)}; use trl's DPOTrainer on the exported "
+            "folder, or name the answers to learn with --text-column"
+        )
 
 
 def record_to_example(record: Mapping[str, Any], name: str, root: str | None, options: ReadOptions) -> Example:
@@ -57,13 +54,11 @@ def record_to_example(record: Mapping[str, Any], name: str, root: str | None, op
     try:
         if video := record.get("video") or record.get("videos"):
             raise ExampleError(f"{name} names the video {video}; save frames of it, and name these as its images")
+        _check_not_preferences(record, name, options)
         images = record_images(record)
         marked: list[Any] = []
         chat, multi_turn = _chat_of(record), True
-        is_preference = _holds_preferences(record, options)
-        if is_preference:
-            pairs, multi_turn = _preferred_and_rejected(record, name, options), False
-        elif record.get("texts") is not None:
+        if record.get("texts") is not None:
             pairs = [(clean_text(turn.get("user")), clean_text(turn.get("assistant"))) for turn in record["texts"]]
         elif chat is not None:
             pairs, marked = _parse_chat(chat, name)
@@ -77,7 +72,7 @@ def record_to_example(record: Mapping[str, Any], name: str, root: str | None, op
         if not pairs:
             raise ExampleError(f"{name} has no answer to learn; write one, or remove it")
         located = [_locate_image(image, name, root) for image in images]
-        return Example(located, pairs, name, multi_turn and len(pairs) > 1, is_preference)
+        return Example(located, pairs, name, multi_turn and len(pairs) > 1)
     except DataError as error:  # a column is missing here, though other records may have it
         raise ExampleError(str(error)) from None
     except (AttributeError, KeyError, TypeError) as error:  # JSON may hold any type anywhere
@@ -121,26 +116,6 @@ def _column_pairs(record: Mapping[str, Any], name: str, options: ReadOptions) ->
     prompt = clean_text(record.get(prompt_column)) if prompt_column else options.prompt
     texts = record.get(text_column)
     return [(prompt, clean_text(text)) for text in (texts if isinstance(texts, (list, tuple)) else [texts])]
-
-
-def _preferred_and_rejected(record: Mapping[str, Any], name: str, options: ReadOptions) -> Pairs:
-    """A question with its chosen and its rejected answer, each a text, or messages as in trl's data."""
-    _check_columns(PREFERENCES, record, name)
-    prompt = next((record[column] for column in PROMPT_COLUMNS if record.get(column) is not None), None)
-    if prompt is None:
-        prompt = [] if isinstance(record["chosen"], (list, tuple)) else options.prompt
-    before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-    pairs: Pairs = []
-    for column in PREFERENCES:
-        answer = record[column]
-        after = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
-        turns, _ = _parse_chat([*before, *after], name)
-        if len(turns) != 1:
-            raise ExampleError(f"{name}: {column} has {len(turns)} answers; keep one, which can be compared")
-        pairs += turns
-    if pairs[0][0] != pairs[1][0]:
-        raise ExampleError(f"{name}: chosen and rejected answer different questions; correct either")
-    return pairs
 
 
 def _find_columns(columns: Collection[str], name: str, options: ReadOptions) -> tuple[str, str | None]:

@@ -133,7 +133,7 @@ def example_questions(example: Example, source: str) -> list[Question]:
     In a chat each turn is a question, with the reference answers before it as history. ExampleError for an empty one.
     """
     check_answers(example)
-    pairs = list(example.qa_pairs[:1] if example.is_preference else example.qa_pairs)
+    pairs = list(example.qa_pairs)
     if example.multi_turn:
         return [
             Question(source, example.name, example.images, prompt, [answer], pairs[:turn])

@@ -57,6 +57,8 @@ def test_llava_conversations_find_their_image_folder(folder):
         ({"image": "a.png", "words": "x"}, "has no column text, caption, answer, captions, only image, words"),
         ({"image": "a.png", "conversations": []}, "has no answer to learn"),
         ({"images": ["a.png"], "texts": []}, "has no answer to learn"),
+        ({"image": "a.png", "text": "x", "rejected": "y"}, "preference data, with the columns rejected; use trl's"),
+        (llava("What?", "x", rejected_response="y"), "preference data, with the columns rejected_response; use trl's"),
     ],
 )
 def test_bad_record_is_named_and_can_be_skipped(record, reason):

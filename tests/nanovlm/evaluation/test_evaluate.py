@@ -99,18 +99,6 @@ def test_the_command_prints_a_table_and_json(capsys):
     assert found["answers"][0]["name"] == held_out[0].source.name(held_out[0].indices[0])
 
 
-def test_of_preferences_the_chosen_answer_is_the_reference(capsys):
-    answers = [{"role": "assistant", "content": text} for text in ("Red.", "Blue.")]
-    rows = [
-        {"image": "cards/0.png", "prompt": "Color?", "chosen": "Red.", "rejected": "Blue."},
-        {"image": "cards/1.png", "prompt": "And here?", "chosen": answers[:1], "rejected": answers[1:]},
-    ]
-    write("pairs.jsonl", rows)
-    assert cli.main(["evaluate", "--data", "cards", "pairs.jsonl", *FLAGS, "--metric", "f1", "--json"]) == 0
-    asked = json.loads(capsys.readouterr().out)["answers"][2:]
-    assert [(row["prompt"], row["references"]) for row in asked] == [("Color?", ["Red."]), ("And here?", ["Red."])]
-
-
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
