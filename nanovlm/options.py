@@ -152,7 +152,7 @@ class ReadOptions:
         None, "column with the answers (default: text, caption or answer)", metavar="NAME"
     )
     prompt_column: str | None = setting(None, "column with the questions (default: question or prompt)", metavar="NAME")
-    stream: bool = setting(False, "read a Hub data set while it is downloaded")
+    stream: bool = setting(False, "read .tar, .parquet or .arrow files or a Hub data set in sequence, without a copy")
     on_error: str = setting("stop", "what to do with an unusable example", choices=("stop", "skip"))
 
     def __post_init__(self) -> None:

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from nanovlm.bulk.prompt_template import check_template, fill_template
-from nanovlm.data.remote import INSTALL_DATA
 from nanovlm.embedded import PROMPT
-from nanovlm.errors import UsageError
+from nanovlm.errors import INSTALL_DATA, UsageError
 from nanovlm.options import GenerationOptions, check_positive
 from nanovlm.processing import ANIMATION_EXTENSIONS, MAX_FRAMES, VIDEO_EXTENSIONS
 from nanovlm.processing.image_loading import IMAGE_EXTENSIONS, readable_extensions

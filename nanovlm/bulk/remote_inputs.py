@@ -14,8 +14,7 @@ from PIL import Image
 from models.checkpoint import WEIGHTS
 from nanovlm.bulk.inputs import ImageList, check_file
 from nanovlm.data.formats import record_images
-from nanovlm.data.remote import first_line
-from nanovlm.errors import DataError, ImageError, UsageError
+from nanovlm.errors import DataError, ImageError, UsageError, first_line
 from nanovlm.processing.image_loading import load_image, printable, readable_extensions
 
 if TYPE_CHECKING:

@@ -3,7 +3,6 @@
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from PIL import Image
@@ -17,13 +16,7 @@ from nanovlm.processing.processor import Processor
 PAD_MULTIPLE = 8  # batch lengths are multiples of this, so that a compiled step meets few different shapes
 
 
-class Readable(Protocol):
-    """A binary file, or anything else whose read() gives the bytes of one."""
-
-    def read(self) -> bytes: ...
-
-
-ImageSource = Image.Image | str | os.PathLike[str] | bytes | Readable
+ImageSource = Image.Image | str | os.PathLike[str] | bytes
 Augment = Callable[[Image.Image], Image.Image]
 
 

@@ -25,12 +25,12 @@ COLUMN_OPTIONS = ("prompt", "text_column", "prompt_column")  # the options that 
 
 def applicable_options(columns: Collection[str], name: str, options: ReadOptions) -> Sequence[str]:
     """The options that apply to records of these columns; DataError if no example can be made of them."""
+    _check_not_preferences(columns, name, options)
     if not {"texts", "file_name", *IMAGE_COLUMNS, *CHAT_COLUMNS} & set(columns):
         raise DataError(
             f"no images found: {name} has no column image, images, texts, {', '.join(CHAT_COLUMNS)}, "
             f"only {_listed(columns)}; rename one"
         )
-    _check_not_preferences(columns, name, options)
     if {"texts", *CHAT_COLUMNS} & set(columns):
         return []
     _find_columns(columns, name, options)
@@ -108,7 +108,7 @@ def clean_text(text: Any) -> str:
     """Text without the white space around it; TypeError for a list or an object."""
     if isinstance(text, (Mapping, list, tuple)):
         raise TypeError(f"a {type(text).__name__} stands where text should be")
-    return "" if text is None else str(text).strip()
+    return "" if text is None else str(text).removeprefix("\ufeff").strip()  # a byte order mark of Windows' editors
 
 
 def _column_pairs(record: Mapping[str, Any], name: str, options: ReadOptions) -> Pairs:

@@ -7,9 +7,10 @@ from itertools import chain, count, islice
 from random import Random
 from typing import Any
 
+from PIL import Image
+
 from nanovlm.data.examples import Example, ExampleError, ImageSource
-from nanovlm.data.remote import remote_errors
-from nanovlm.errors import DataError, MissingCaptionsError
+from nanovlm.errors import DataError, MissingCaptionsError, NanoVLMError, TrainingError, first_line
 from nanovlm.options import ReadOptions
 
 SHUFFLE_WINDOW = 256  # rows of a stream held in memory to be shuffled
@@ -66,8 +67,8 @@ def _size(image: ImageSource) -> Any:
     if isinstance(image, bytes):
         return len(image)
     try:
-        return getattr(image, "size", None) or os.path.getsize(image)  # type: ignore[arg-type]  # a tar member has a size
-    except (OSError, TypeError, ValueError):  # ValueError: a null character in a path
+        return image.size if isinstance(image, Image.Image) else os.path.getsize(image)
+    except (OSError, ValueError):  # ValueError: a null character in a path
         return None
 
 
@@ -162,11 +163,18 @@ class Stream:
 
     def _rows_of(self, shard: int, part: Part) -> Iterator[Row]:
         """Key and row of the part's examples in a shard; a key is the row's number, after the shard's if several."""
-        with remote_errors(self.path, streaming=True):
+        try:
             for number, row in islice(enumerate(self.shards[shard]()), part.index, None, part.count):
                 key = f"{shard}:{number}" if len(self.shards) > 1 else str(number)
                 if self.keep_key is None or self.keep_key(key):
                     yield key, row
+        except NanoVLMError:
+            raise
+        except Exception as error:  # of many kinds, from DNS to a broken file
+            raise TrainingError(
+                f"the stream of {self.path} broke off ({first_line(error)}); rerun the same command to resume from the "
+                "last checkpoint"
+            ) from None
 
     def _all_epochs(self, seed: str, part: Part) -> Iterator[Row]:
         for epoch in count():

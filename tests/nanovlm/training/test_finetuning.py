@@ -112,8 +112,7 @@ def test_each_held_out_example_of_a_stream_is_asked_once_and_counts_once_in_the_
     scenes(12)
     with tarfile.open("mine.tar", "w") as tar:
         tar.add("mine", "")
-    address = Path("mine.tar").resolve().as_uri()
-    model, task, cfg = prepared("--data", address, "--stream", "--validation", 0.5, "--out", "out")
+    model, task, cfg = prepared("--data", "mine.tar", "--stream", "--validation", 0.5, "--out", "out")
     names = [answer.question.name for answer in task.answer_questions(model, True).answers]
     assert 1 < len(names) == len(set(names)) == cfg.validation_questions < 12
     assert sum(len(task.validation(i)["input_ids"]) for i in range(cfg.validation_batches)) == len(names)
