@@ -5,6 +5,8 @@ from models.errors import InputError as InputError
 from models.errors import NanoVLMError as NanoVLMError
 from models.errors import is_out_of_memory as is_out_of_memory
 
+INSTALL_DATA = "pip install 'nanovlm[data]'"
+
 
 class UsageError(NanoVLMError):
     """Wrong use of the command line, or of files it was given: exit code 2, before any work."""
@@ -38,3 +40,8 @@ class MissingExtraError(NanoVLMError, ImportError):
     """An optional dependency is missing; the message names the extra to install."""
 
     exit_code = 2
+
+
+def first_line(error: BaseException) -> str:
+    """An error's message for a line of ours, without its period."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

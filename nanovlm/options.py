@@ -7,9 +7,8 @@ A record is made once, from keyword arguments or from flags, and passed whole.
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -129,24 +128,11 @@ class ReadOptions:
         None, "column with the answers (default: text, caption or answer)", metavar="NAME"
     )
     prompt_column: str | None = setting(None, "column with the questions (default: question or prompt)", metavar="NAME")
-    min_rating: Sequence[str] = setting(
-        (),
-        "of the_cauldron's turns, keep those rated at least N, as formatting=3",
-        "the name of a rating and a number, as formatting=3",
-        lambda texts: all(re.fullmatch(r".+=-?(\d+\.?\d*|\.\d+)", text) for text in texts),
-        action="append",
-        metavar="NAME=N",
-    )
-    stream: bool = setting(False, "read a Hub data set while it is downloaded")
+    stream: bool = setting(False, "read .tar, .parquet or .arrow files or a Hub data set in sequence, without a copy")
     on_error: str = setting("stop", "what to do with an unusable example", choices=("stop", "skip"))
 
     def __post_init__(self) -> None:
         check_settings(self)
-
-    @cached_property  # it is read for every example
-    def min_ratings(self) -> dict[str, float]:
-        """The smallest value of each rating that is named."""
-        return {name: float(value) for name, _, value in (text.rpartition("=") for text in self.min_rating)}
 
     @property
     def skip_errors(self) -> bool:

@@ -86,13 +86,6 @@ def data_file(name: str, *seeds: bytes) -> Callable[[Path], Target]:
     return target
 
 
-def tar(folder: Path) -> Target:
-    from support.data import write_tar
-
-    write_tar(folder / "seed.tar", {"a.png": image_file(), "a.txt": b"A.", "b.json": b'{"text": "B."}'})
-    return data_file("data.tar", (folder / "seed.tar").read_bytes())(folder)
-
-
 def requests(folder: Path) -> Target:
     """A body for each kind of request, up to what goes to the model, and its JSON schema up to the grammar."""
     from nanovlm import EMBEDDED, Captioner
@@ -131,7 +124,7 @@ def requests(folder: Path) -> Target:
 
 
 ROW = {"image": "a.png", "text": "A ring.", "metadata": {"n": 1}}
-CHAT = {"images": ["a.png"], "texts": [{"user": "What?", "assistant": "A ring.", "formatting_ratings": 3}]}
+CHAT = {"images": ["a.png"], "texts": [{"user": "What?", "assistant": "A ring."}]}
 TALK = {
     "image": "a.png",
     "conversations": [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "A."}],
@@ -144,7 +137,6 @@ TARGETS: dict[str, Callable[[Path], Target]] = {
     "json": data_file("data.json", json.dumps([ROW, TALK]).encode(), json.dumps([CHAT]).encode()),
     "jsonl": data_file("data.jsonl", *(json.dumps(row).encode() + b"\n" for row in (ROW, CHAT, TALK))),
     "csv": data_file("metadata.csv", b"file_name,text\na.png,A ring.\n"),
-    "tar": tar,
     "requests": requests,
 }
 

@@ -11,8 +11,7 @@ from PIL import Image
 
 from models.checkpoint import WEIGHTS
 from nanovlm.bulk.inputs import ImageList, check_file
-from nanovlm.data.remote import first_line
-from nanovlm.errors import UsageError
+from nanovlm.errors import UsageError, first_line
 from nanovlm.processing.image_loading import load_image, readable_extensions
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Training data: `open_source` finds out what a path holds and opens it as a `Source` or a `Stream` of examples;
+"""Training data: `open_source` opens what a path holds as a `Source` or a `Stream` of examples;
 `split` holds examples out, `Mixture` orders the others, and `Batches` encodes them."""
 
 from nanovlm.data.detect import open_source

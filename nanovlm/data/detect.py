@@ -1,4 +1,4 @@
-"""Find out what kind of data a path holds."""
+"""Open the data at a path: by the files that a folder holds, by a file's extension, or by a name on the Hub."""
 
 import logging
 import os
@@ -10,30 +10,20 @@ from types import MappingProxyType
 
 from models.checkpoint import CONFIG, INDEX, WEIGHTS
 from nanovlm.data.folders import has_caption, open_captioned_folder, open_tables, walk
-from nanovlm.data.hf_datasets import open_dataset
+from nanovlm.data.hf_datasets import builder_of, open_dataset
 from nanovlm.data.json_files import open_json
-from nanovlm.data.remote import list_files
 from nanovlm.data.source import Source, Stream, first_few
-from nanovlm.data.webdataset import open_remote_tars, open_tars
 from nanovlm.errors import DataError
 from nanovlm.options import ReadOptions
 from nanovlm.processing.image_loading import readable_extensions
 
 Reader = Callable[[str, Sequence[str], ReadOptions], Source | Stream]  # reads files, which are the path or below it
-READERS: dict[str, Reader] = {
-    ".json": open_json,
-    ".jsonl": open_json,
-    ".tar": open_tars,
-    ".csv": open_tables,
-    ".parquet": open_dataset,
-    ".arrow": open_dataset,
-}
+READERS: dict[str, Reader] = {".json": open_json, ".jsonl": open_json, ".csv": open_tables}
 TABLES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 KINDS = (
     "images with a .txt beside each, metadata.jsonl, .csv or .parquet with a file_name, a .json or .jsonl of "
-    "conversations, messages or COCO's captions, .parquet or .arrow files, .tar shards, or a Hub dataset owner/name"
+    "conversations, messages or COCO's captions, .tar, .parquet or .arrow files, or a Hub dataset owner/name"
 )
-REMOTE = re.compile(r"[a-z0-9]+://.+\.(parquet|arrow|tar)(\?.*)?")  # what fsspec opens: hf://, s3://, https://
 TRAINING = {"train", "training"}
 # As the datasets library finds splits in the names of files and folders
 SPLITS = re.compile(r"(?<![a-z])(train|training|test|testing|eval|evaluation|val|valid|validation|dev)(?![a-z])")
@@ -45,34 +35,23 @@ logger = logging.getLogger(__name__)
 def open_source(
     path: str, options: ReadOptions, generators: Mapping[str, Callable[[], Source]] = MappingProxyType({})
 ) -> Source | Stream:
-    """The examples at a path: a folder, a file or a Hub dataset. DataError tells what was found instead.
+    """The examples at a path: a folder, a file or a Hub dataset. DataError for anything else.
 
     generators are sources without files by name, such as {"scenes": scene_source}; an existing path goes first.
     """
     if os.path.isdir(path):
         return _open_folder(path, options)
-    if os.path.exists(path):
-        return _open_file(path, options)
+    if os.path.exists(path) or "://" in path:
+        suffix = os.path.splitext(path)[1].lower()
+        read = open_tables if os.path.basename(path) in TABLES else READERS.get(suffix)
+        if read is None and builder_of(path) is None:
+            raise DataError(f"{path} has no known extension; data is {KINDS}")
+        return (read or open_dataset)(path, [path], options)
     if path in generators:
         return generators[path]()
-    if match := REMOTE.fullmatch(path):
-        return open_remote_tars(path, options) if match[1] == "tar" else open_dataset(path, list_files(path), options)
     if HUB_DATASET.fullmatch(path):
         return open_dataset(path, [], options)
     raise DataError(f"{path}: no such file or folder; data is {KINDS}")
-
-
-def _open_file(path: str, options: ReadOptions) -> Source | Stream:
-    suffix = os.path.splitext(path)[1].lower()
-    if os.path.basename(path) in TABLES:
-        return open_tables(path, [path], options)
-    if suffix in READERS:
-        return READERS[suffix](path, [path], options)
-    if suffix == ".safetensors":
-        raise DataError(f"{path} holds a model's weights, not data; pass its folder as --model, and name the data")
-    if suffix in readable_extensions():
-        raise DataError(f"{path} is one image; name the folder that holds it and its .txt")
-    raise DataError(f"{path} has no known extension; data is {KINDS}")
 
 
 def _open_folder(path: str, options: ReadOptions) -> Source | Stream:
@@ -86,8 +65,7 @@ def _open_folder(path: str, options: ReadOptions) -> Source | Stream:
         suffix = "metadata" if os.path.basename(name) in TABLES else os.path.splitext(name)[1].lower()
         by_suffix[suffix].append(os.path.join(path, name))
     tables = _training_files(path, sorted(by_suffix["metadata"], key=Path))
-    tars = _training_files(path, by_suffix[".tar"])
-    shards = _training_files(path, by_suffix[".parquet"] or by_suffix[".arrow"])
+    shards = {suffix: _training_files(path, by_suffix[suffix]) for suffix in (".tar", ".parquet", ".arrow")}
     images = sorted(image for suffix in readable_extensions() for image in by_suffix[suffix])
     captioned = images if any(map(has_caption, images)) else []
     other_tables = _files_in(path, by_suffix[".csv"])
@@ -95,8 +73,7 @@ def _open_folder(path: str, options: ReadOptions) -> Source | Stream:
     kinds: list[tuple[str, Sequence[str], Reader]] = [
         ("metadata tables", tables, open_tables),
         ("images with a .txt beside each", captioned, open_captioned_folder),
-        (f"{len(tars)} .tar shards", tars, open_tars),
-        (f"{len(shards)} .parquet or .arrow files", shards, open_dataset),
+        *((f"{len(files)} {suffix} files", files, open_dataset) for suffix, files in shards.items()),
         (", ".join(map(os.path.basename, other_tables)), other_tables, open_tables),
         (", ".join(map(os.path.basename, json_files)), json_files, open_json),
     ]

@@ -2,28 +2,21 @@
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Protocol
+from dataclasses import dataclass, field
 
 import torch
 from PIL import Image
 from torch import Tensor
 
 from models.vision_language_model import IGNORE_INDEX
-from nanovlm.errors import DataError, ImageError, InputError
+from nanovlm.errors import DataError, ImageError
+from nanovlm.processing.image_loading import load_image
 from nanovlm.processing.processor import Processor
-from nanovlm.processing.video import Video, load_image_or_video
 
 PAD_MULTIPLE = 8  # batch lengths are multiples of this, so that a compiled step meets few different shapes
 
 
-class Readable(Protocol):
-    """A binary file, or anything else whose read() gives the bytes of one."""
-
-    def read(self) -> bytes: ...
-
-
-ImageSource = Image.Image | str | os.PathLike[str] | bytes | Readable
+ImageSource = Image.Image | str | os.PathLike[str] | bytes
 Augment = Callable[[Image.Image], Image.Image]
 
 
@@ -33,7 +26,7 @@ class ExampleError(DataError):
 
 @dataclass(frozen=True)
 class Example:
-    """Images or a video file, opened when the example is encoded, and (prompt, answer) pairs about them.
+    """Images, opened when the example is encoded, and (prompt, answer) pairs about them.
 
     The pairs are independent of each other or, if multi_turn, the turns of one conversation.
     """
@@ -66,14 +59,11 @@ def encode(example: Example, processor: Processor, augment: Augment | None = Non
     applied to each image. ExampleError if an image cannot be read or no answer is left to learn.
     """
     images = [_load(image, example.name) for image in example.images]
-    try:
-        tiles, grids, frame_texts = processor.preprocess_all([_augmented(image, augment) for image in images])
-    except InputError as error:
-        raise ExampleError(f"{example.name}: {error}") from None
+    tiles, grids, _ = processor.preprocess_all(images if augment is None else list(map(augment, images)))
     row = EncodedExample(images=tiles)
     for k, (prompt, answer) in enumerate(example.qa_pairs):
         turns_before = list(example.qa_pairs[:k]) if example.multi_turn else []
-        ids = processor.encode_prompt(grids, prompt, turns_before, frame_texts)
+        ids = processor.encode_prompt(grids, prompt, turns_before)
         start = _shared_prefix_length(ids, processor)
         if k == 0:
             _append(row, ids[:start], [IGNORE_INDEX] * start, segment=1)
@@ -104,15 +94,9 @@ def _shared_prefix_length(prompt_ids: Sequence[int], processor: Processor) -> in
     return len(prompt_ids) - prompt_ids[::-1].index(image_token_id) if image_token_id in prompt_ids else 0
 
 
-def _augmented(image: Image.Image | Video, augment: Augment | None) -> Image.Image | Video:
-    if augment is None:
-        return image
-    return augment(image) if isinstance(image, Image.Image) else replace(image, frames=list(map(augment, image.frames)))
-
-
-def _load(image: ImageSource, name: str) -> Image.Image | Video:
+def _load(image: ImageSource, name: str) -> Image.Image:
     try:
-        return load_image_or_video(image, None if isinstance(image, (str, os.PathLike)) else name)
+        return load_image(image, None if isinstance(image, (str, os.PathLike)) else name)
     except ImageError as error:
         raise ExampleError(str(error) if str(error).startswith(name) else f"{name}: {error}") from None
 

@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from models.checkpoint import WEIGHTS
-from nanovlm.data.examples import Example
-from nanovlm.data.formats import applicable_options, record_to_example
+from nanovlm.data.examples import Example, ExampleError
+from nanovlm.data.formats import applicable_options, clean_text, record_to_example
 from nanovlm.data.jsonl import read_jsonl, reading_errors
-from nanovlm.data.remote import INSTALL_DATA
 from nanovlm.data.source import Source, captioned_source
-from nanovlm.data.webdataset import FilePart, sample_to_example
-from nanovlm.errors import DataError, MissingExtraError
+from nanovlm.errors import INSTALL_DATA, DataError, MissingExtraError
 from nanovlm.options import ReadOptions
 
 
@@ -51,8 +49,13 @@ def open_captioned_folder(path: str, images: Sequence[str], options: ReadOptions
 
 
 def _captioned_example(image: str, name: str, options: ReadOptions) -> Example:
-    extension = os.path.splitext(image)[1][1:].lower()
-    return sample_to_example({extension: image, "txt": FilePart(str(Path(image).with_suffix(".txt")))}, name, options)
+    try:
+        text = Path(image).with_suffix(".txt").read_text(encoding="utf-8-sig")  # Windows writes a byte order mark
+    except UnicodeDecodeError as error:
+        raise ExampleError(f"{name}: its text is not UTF-8 at byte {error.start}; save it as UTF-8") from None
+    except OSError as error:
+        raise ExampleError(f"{name}: its text cannot be read: {error}") from None
+    return Example([image], [(options.prompt, clean_text(text))], name)
 
 
 def has_caption(image: str) -> bool:

@@ -13,50 +13,37 @@ from nanovlm.errors import DataError
 from nanovlm.options import ReadOptions
 
 Pairs = list[tuple[str, str]]  # (prompt, answer)
-IMAGE_COLUMNS = ("images", "image", "video")
-PLACEHOLDER = re.compile("<image>|<video>")  # marks an image's position in the text of LLaVA and its followers
+IMAGE_COLUMNS = ("images", "image")
+PLACEHOLDER = re.compile("<image>")  # marks an image's position in the text of LLaVA and its followers
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "model": "assistant"}
 CHAT_COLUMNS = ("messages", "conversations", "conversation")
 TEXT_COLUMNS = ("text", "caption", "answer", "captions")
 PROMPT_COLUMNS = ("question", "prompt")
+PREFERENCES = ("chosen", "rejected", "rejected_response")  # the columns of trl and ms-swift
 COLUMN_OPTIONS = ("prompt", "text_column", "prompt_column")  # the options that apply to records of plain columns
 
 
 def applicable_options(columns: Collection[str], name: str, options: ReadOptions) -> Sequence[str]:
     """The options that apply to records of these columns; DataError if no example can be made of them."""
+    _check_not_preferences(columns, name, options)
     if not {"texts", "file_name", *IMAGE_COLUMNS, *CHAT_COLUMNS} & set(columns):
         raise DataError(
-            f"no images found: {name} has no column image, images, video, texts, {', '.join(CHAT_COLUMNS)}, "
+            f"no images found: {name} has no column image, images, texts, {', '.join(CHAT_COLUMNS)}, "
             f"only {_listed(columns)}; rename one"
         )
-    if "texts" in columns:
-        _check_columns([f"{rating}_ratings" for rating in options.min_ratings], columns, name)
-        return ["min_rating"]
-    if set(CHAT_COLUMNS) & set(columns):
+    if {"texts", *CHAT_COLUMNS} & set(columns):
         return []
     _find_columns(columns, name, options)
     return COLUMN_OPTIONS
 
 
-def records_rated_high(records: Iterable[Mapping[str, Any]], name: str, options: ReadOptions) -> list[int]:
-    """The numbers of the records that pass options.min_ratings; DataError if none does."""
-    if found := [i for i, record in enumerate(records) if passes_ratings(record, options)]:
-        return found
-    raise DataError(f"{name} has no record rated so high; lower --min-rating")
-
-
-def passes_ratings(record: Mapping[str, Any], options: ReadOptions) -> bool:
-    """Whether at least one turn of a record passes options.min_ratings."""
-    return not options.min_ratings or not record.get("texts") or any(_turns_passing(record, options))
-
-
-def _turns_passing(record: Mapping[str, Any], options: ReadOptions) -> list[bool]:
-    """Which turns have all the ratings asked for; a turn without a rating passes."""
-    ratings = [(record.get(f"{name}_ratings") or [], minimum) for name, minimum in options.min_ratings.items()]
-    return [
-        all(i >= len(values) or values[i] is None or values[i] >= minimum for values, minimum in ratings)
-        for i in range(len(record["texts"]))
-    ]
+def _check_not_preferences(columns: Collection[str], name: str, options: ReadOptions) -> None:
+    found = [column for column in PREFERENCES if column in columns]
+    if found and not options.text_column:
+        raise DataError(
+            f"{name} is preference data, with the columns {', '.join(found)}; use trl's DPOTrainer on the exported "
+            "folder, or name the answers to learn with --text-column"
+        )
 
 
 def record_to_example(record: Mapping[str, Any], name: str, root: str | None, options: ReadOptions) -> Example:
@@ -65,14 +52,14 @@ def record_to_example(record: Mapping[str, Any], name: str, root: str | None, op
     ExampleError if it holds none; records of one source may differ.
     """
     try:
+        if video := record.get("video") or record.get("videos"):
+            raise ExampleError(f"{name} names the video {video}; save frames of it, and name these as its images")
+        _check_not_preferences(record, name, options)
         images = record_images(record)
         marked: list[Any] = []
         chat, multi_turn = _chat_of(record), True
         if record.get("texts") is not None:
-            turns = zip(record["texts"], _turns_passing(record, options))
-            pairs = [
-                (clean_text(turn.get("user")), clean_text(turn.get("assistant"))) for turn, passes in turns if passes
-            ]
+            pairs = [(clean_text(turn.get("user")), clean_text(turn.get("assistant"))) for turn in record["texts"]]
         elif chat is not None:
             pairs, marked = _parse_chat(chat, name)
             images = [image for image in marked if image is not None] or images
@@ -93,7 +80,7 @@ def record_to_example(record: Mapping[str, Any], name: str, root: str | None, op
 
 
 def record_images(record: Mapping[str, Any]) -> list[Any]:
-    """The images in the column `images`, `image` or `video`: one, several or none."""
+    """The images in the column `images` or `image`: one, several or none."""
     value = next((record[column] for column in IMAGE_COLUMNS if record.get(column) is not None), None)
     if value is None or value == "":
         return []
@@ -121,7 +108,7 @@ def clean_text(text: Any) -> str:
     """Text without the white space around it; TypeError for a list or an object."""
     if isinstance(text, (Mapping, list, tuple)):
         raise TypeError(f"a {type(text).__name__} stands where text should be")
-    return "" if text is None else str(text).strip()
+    return "" if text is None else str(text).removeprefix("\ufeff").strip()  # a byte order mark of Windows' editors
 
 
 def _column_pairs(record: Mapping[str, Any], name: str, options: ReadOptions) -> Pairs:
@@ -183,7 +170,7 @@ def _parse_message(message: Mapping[str, Any], name: str, images: list[Any]) -> 
         if part.get("text") is not None:
             images += [None] * len(PLACEHOLDER.findall(part["text"]))
             texts.append(PLACEHOLDER.sub("", part["text"]).strip())
-        elif "image" in (kind := str(part.get("type"))) or "video" in kind:
+        elif "image" in (kind := str(part.get("type"))):
             image = next((part[key] for key in (f"{kind}_url", kind, "image", "url", "path") if part.get(key)), None)
             images.append(image["url"] if isinstance(image, Mapping) and image.get("url") else image)
         else:

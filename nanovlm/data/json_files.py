@@ -8,13 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovlm.data.folders import imagefolder_source, read_table
-from nanovlm.data.formats import (
-    applicable_options,
-    clean_text,
-    record_image_path,
-    record_to_example,
-    records_rated_high,
-)
+from nanovlm.data.formats import applicable_options, clean_text, record_image_path, record_to_example
 from nanovlm.data.source import Source, captioned_source
 from nanovlm.errors import DataError
 from nanovlm.options import ReadOptions
@@ -32,12 +26,11 @@ def open_json(path: str, files: Sequence[str], options: ReadOptions) -> Source:
     if "file_name" in records[0]:
         return imagefolder_source(str(Path(file).parent), {file: records}, options)
     supported = applicable_options(records[0], file, options)
-    used = records_rated_high(records, file, options)
     paths = [record_image_path(record) for record in records]
-    root = _find_image_root(file, [paths[i] or "" for i in used], options)
+    root = _find_image_root(file, [image or "" for image in paths], options)
     make_example = partial(record_to_example, root=root, options=options)
     keys = [image or str(i) for i, image in enumerate(paths)]
-    return Source(file, records, make_example, keys, supported_options=["images", *supported], used=used)
+    return Source(file, records, make_example, keys, supported_options=["images", *supported])
 
 
 def _check_records(path: str, content: Any) -> list[dict[str, Any]]:

@@ -7,9 +7,10 @@ from itertools import chain, count, islice
 from random import Random
 from typing import Any
 
+from PIL import Image
+
 from nanovlm.data.examples import Example, ExampleError, ImageSource
-from nanovlm.data.remote import remote_errors
-from nanovlm.errors import DataError, MissingCaptionsError
+from nanovlm.errors import DataError, MissingCaptionsError, NanoVLMError, TrainingError, first_line
 from nanovlm.options import ReadOptions
 
 SHUFFLE_WINDOW = 256  # rows of a stream held in memory to be shuffled
@@ -27,27 +28,25 @@ class Source:
     keys: Sequence[str] | None = None  # of each record; those of one key, as an image's path, are held out together
     named_by_key: bool = False
     supported_options: Collection[str] = ()  # the fields of ReadOptions that apply to this source
-    used: Sequence[int] | None = None  # the numbers of the records that are examples, if not all are
     endless: bool = False  # generated: too many examples to count or to hold out
     nbytes: int | None = None  # size of all records, if making an example reads its images
 
     def __len__(self) -> int:
-        return len(self.records if self.used is None else self.used)
+        return len(self.records)
 
     def __getitem__(self, i: int) -> Example:
         return self.make_example(self.record(i), self.name(i))
 
     def record(self, i: int) -> Any:
-        return self.records[self._number(i)]
+        return self.records[i]
 
     def name(self, i: int) -> str:
         """The example's name in messages: its image's path, or path[number] for a record of a file."""
-        return os.path.join(self.path, self.key(i)) if self.named_by_key else f"{self.path}[{self._number(i)}]"
+        return os.path.join(self.path, self.key(i)) if self.named_by_key else f"{self.path}[{i}]"
 
     def key(self, i: int) -> str:
         """The string whose hash decides whether the example is held out."""
-        number = self._number(i)
-        return self.keys[number] if self.keys else str(number)
+        return self.keys[i] if self.keys else str(i)
 
     def fingerprint(self, i: int) -> str:
         """A string that changes with the example's text and its images' sizes, but not when files are copied.
@@ -62,17 +61,14 @@ class Source:
             return f"{self.key(i)}: {error}"
         return repr((self.key(i), example.qa_pairs, example.multi_turn, [_size(image) for image in example.images]))
 
-    def _number(self, i: int) -> int:
-        return i if self.used is None else self.used[i]
-
 
 def _size(image: ImageSource) -> Any:
     """Size in bytes of an image's file, (width, height) of an open image; None if it is missing, which raises later."""
     if isinstance(image, bytes):
         return len(image)
     try:
-        return getattr(image, "size", None) or os.path.getsize(image)  # type: ignore[arg-type]  # a tar member has a size
-    except (OSError, TypeError, ValueError):  # ValueError: a null character in a path
+        return image.size if isinstance(image, Image.Image) else os.path.getsize(image)
+    except (OSError, ValueError):  # ValueError: a null character in a path
         return None
 
 
@@ -135,7 +131,6 @@ class Stream:
     path: str
     shards: Sequence[Callable[[], Iterable[Any]]]  # each reads the rows of one shard
     make_example: MakeExample
-    keep_row: Callable[[Any], bool]
     supported_options: Collection[str] = ()
     keep_key: Callable[[str], bool] | None = None  # examples with other keys are left out
     endless = True
@@ -168,11 +163,18 @@ class Stream:
 
     def _rows_of(self, shard: int, part: Part) -> Iterator[Row]:
         """Key and row of the part's examples in a shard; a key is the row's number, after the shard's if several."""
-        with remote_errors(self.path, streaming=True):
+        try:
             for number, row in islice(enumerate(self.shards[shard]()), part.index, None, part.count):
                 key = f"{shard}:{number}" if len(self.shards) > 1 else str(number)
-                if (self.keep_key is None or self.keep_key(key)) and self.keep_row(row):
+                if self.keep_key is None or self.keep_key(key):
                     yield key, row
+        except NanoVLMError:
+            raise
+        except Exception as error:  # of many kinds, from DNS to a broken file
+            raise TrainingError(
+                f"the stream of {self.path} broke off ({first_line(error)}); rerun the same command to resume from the "
+                "last checkpoint"
+            ) from None
 
     def _all_epochs(self, seed: str, part: Part) -> Iterator[Row]:
         for epoch in count():

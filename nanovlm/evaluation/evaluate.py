@@ -15,7 +15,7 @@ from nanovlm.data import Subset
 from nanovlm.data.examples import Example, ExampleError, ImageSource, check_answers
 from nanovlm.errors import DataError, ImageError, InputError
 from nanovlm.evaluation.metrics import METRICS, Metric
-from nanovlm.processing.video import load_image_or_video
+from nanovlm.processing.image_loading import load_image
 
 MAX_FROM_ENDLESS = 200  # examples to ask of a source that has no end
 MAX_PROMPTS = 8  # rows of a table for the prompts of a source; further prompts share a row
@@ -184,7 +184,7 @@ def _batches(questions: Sequence[Question], batch_size: int) -> list[list[int]]:
 def _answer_batch(captioner: Captioner, batch: Sequence[Question], options: EvaluationOptions) -> list[str | DataError]:
     """The answer to each question, or in its place the error that prevents one."""
     try:
-        images: list[Any] = [[load_image_or_video(image) for image in question.images] for question in batch]
+        images: list[Any] = [[load_image(image) for image in question.images] for question in batch]
         if batch[0].history:
             session = ChatSession(captioner, images[0])
             session.history = list(batch[0].history)

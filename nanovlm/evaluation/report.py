@@ -10,12 +10,10 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from PIL import Image
-
 from models.checkpoint import atomic_write
 from nanovlm.console import CONTROL, count
 from nanovlm.evaluation.evaluate import Answer, Evaluation
-from nanovlm.processing.video import load_image_or_video
+from nanovlm.processing.image_loading import load_image
 
 SHOWN_ANSWERS = 24  # the worst ones, and as many drawn at random
 THUMBNAIL = 192  # pixels
@@ -80,9 +78,9 @@ def _figure(answer: Answer) -> str:
 
 
 def _thumbnail(source: Any) -> str:
-    shown, file = load_image_or_video(source, max_frames=1), io.BytesIO()
-    image = (shown if isinstance(shown, Image.Image) else shown.frames[0]).convert("RGB")
+    image = load_image(source)
     image.thumbnail((THUMBNAIL, THUMBNAIL))
+    file = io.BytesIO()
     image.save(file, "JPEG")
     return f'<img alt="" src="data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}">'
 

@@ -89,13 +89,11 @@ class Video:
         return cls([load_image(names[i]) for i in kept], [i / LISTED_FPS for i in kept], len(names) / LISTED_FPS)
 
 
-def load_image_or_video(source: Any, name: str | None = None, max_frames: int = MAX_FRAMES) -> Image.Image | Video:
-    """An image, or the frames of a path that ends like a video file's; a `Video` stays as it is. Raises ImageError."""
-    if isinstance(source, Video):
-        return source
+def load_image_or_video(source: Any) -> Image.Image | Video:
+    """An image, or the frames of a path that ends like a video file's. Raises ImageError."""
     if isinstance(source, (str, os.PathLike)) and Path(source).suffix.lower() in VIDEO_EXTENSIONS:
-        return Video.read(source, max_frames)
-    return load_image(source, name)
+        return Video.read(source)
+    return load_image(source)
 
 
 def _read_animation(path: Path, max_frames: int) -> Video:

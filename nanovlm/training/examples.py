@@ -84,9 +84,8 @@ def check_supported(read: ReadOptions, sources: Sequence[Source | Stream]) -> No
         is_set = getattr(read, f.name) not in (None, getattr(defaults, f.name))
         has_effect = f.name == "on_error" or any(f.name in source.supported_options for source in sources)
         if is_set and not has_effect:
-            flag = f"--{f.name.replace('_', '-')}"
             paths = ", ".join(source.path for source in sources)
-            raise UsageError(f"{flag} has no effect on {paths}; omit it")
+            raise UsageError(f"--{f.name.replace('_', '-')} has no effect on {paths}; omit it")
 
 
 def world_size() -> int:

@@ -16,7 +16,7 @@ from support import ROOT
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["config", "tokenizer", "header", "template", "image", "json", "jsonl", "csv", "tar", "requests"]
+    "name", ["config", "tokenizer", "header", "template", "image", "json", "jsonl", "csv", "requests"]
 )
 def test_two_minutes_of_fuzzing_find_nothing(name):
     pytest.importorskip("atheris")

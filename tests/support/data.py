@@ -79,8 +79,8 @@ def text(content):
     return {"type": "text", "text": content}
 
 
-def write_tar(path, files, mode="w"):
-    with tarfile.open(path, mode) as tar:
+def write_tar(path, files):
+    with tarfile.open(path, "w") as tar:
         for name, content in files.items():
             info = tarfile.TarInfo(name)
             info.size = len(content)

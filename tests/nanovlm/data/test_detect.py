@@ -1,4 +1,4 @@
-"""What a path holds is found out, or the message says what is missing."""
+"""The data at a path are opened, or the message says what is missing."""
 
 from pathlib import Path
 
@@ -29,8 +29,7 @@ def test_generator_is_opened_by_its_name():
 def test_paths_without_data_are_refused_with_the_reason():
     Path("empty").mkdir()
     for path, content, *words in (
-        ("a.png", png(1), "is one image; name the folder"),
-        ("a.safetensors", b"x", "holds a model's weights, not data", "--model"),
+        ("a.png", png(1), "a.png has no known extension; data is images with a .txt beside each"),
         ("a.doc", b"x", "a.doc has no known extension"),
         ("two/b.json", [], "no images found"),
         ("two/a.json", [], "no images found"),

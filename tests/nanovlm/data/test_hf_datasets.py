@@ -1,5 +1,6 @@
 """Datasets of the datasets library: on disk, from the Hub, and as a stream."""
 
+import json
 import logging
 import sys
 from dataclasses import replace
@@ -10,9 +11,10 @@ import pytest
 
 from nanovlm.data import Mixture, ReadOptions, Subset, open_source
 from nanovlm.data.source import Part
+from nanovlm.errors import TrainingError
 from nanovlm.training.loader import load_batches
 from support import Package
-from support.data import OPTIONS, check_refused, image, message, png, read_all, text, write
+from support.data import OPTIONS, check_refused, image, llava, message, png, read_all, text, write, write_tar
 
 datasets = Package("datasets")
 pytestmark = [pytest.mark.usefixtures("in_tmp_path"), pytest.mark.full]
@@ -22,17 +24,15 @@ TURNS = [{"user": "What is this?", "assistant": "A star."}, {"user": "Red?", "as
 
 
 def finevision():
-    """Three rows as the_cauldron and FineVision have them; the second, and a turn of the first, are rated low."""
+    """Three rows as the_cauldron and FineVision have them."""
     features = datasets.Features(
         images=datasets.List(datasets.Image()),
         texts=[{"user": datasets.Value("string"), "assistant": datasets.Value("string")}],
-        formatting_ratings=datasets.List(datasets.Value("int64")),
         source=datasets.Value("string"),
     )
     rows = {
         "images": [[image(1)], [image(2)], [image(3), image(4)]],
         "texts": [TURNS, TURNS[:1], TURNS],
-        "formatting_ratings": [[5, 2], [1], [None, 4]],
         "source": ["a", "b", "c"],
     }
     return datasets.Dataset.from_dict(rows, features=features)
@@ -40,8 +40,6 @@ def finevision():
 
 PAIRS = [("What is this?", "A star."), ("Red?", "Yes.")]
 EXPECTED = [([1], PAIRS, True), ([2], PAIRS[:1], False), ([3, 4], PAIRS, True)]
-RATED = [("[0]", [1], PAIRS[:1], False), ("[2]", [3, 4], PAIRS, True)]
-HIGH = replace(OPTIONS, min_rating=["formatting=3"])
 STREAMED = replace(OPTIONS, stream=True)
 
 
@@ -60,11 +58,6 @@ def test_the_cauldron_rows_on_disk(form, datasets_cache):
             Path("rows/a.parquet").unlink()
             next(Path("saved").glob("*.arrow")).rename("rows/a.arrow")
     assert read_all(path) == [(f"rows[{i}]", *e) for i, e in enumerate(EXPECTED)]
-    assert read_all(path, HIGH) == [(f"rows{at}", *rest) for at, *rest in RATED]
-    beauty = ReadOptions(min_rating=["beauty=1"])
-    check_refused(path, "no column 'beauty_ratings', only", "formatting_ratings", options=beauty)
-    rows.select([1]).save_to_disk("low")
-    check_refused("low", "no record rated so high", options=HIGH)
     if form == "parquet":
         assert [rest for _, *rest in read_all("rows/a.parquet")] == [list(e) for e in EXPECTED]
 
@@ -107,8 +100,6 @@ def test_hub_dataset_downloaded_and_streamed(datasets_cache, monkeypatch):
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
     everything = [(f"lab/rows:small[{i}]", *e) for i, e in enumerate(EXPECTED)]
     assert read_all("lab/rows:small") == read_all("lab/rows:small", STREAMED) == everything
-    rated = [(f"lab/rows:small{at}", *rest) for at, *rest in RATED]
-    assert read_all("lab/rows:small", replace(HIGH, stream=True)) == rated
 
 
 def test_unreachable_hub_is_one_line(monkeypatch, datasets_cache):
@@ -138,12 +129,11 @@ def test_a_worker_process_reads_the_whole_of_a_part(n_parts, datasets_cache):
     Path("rows").mkdir()
     for i in range(5):
         finevision().to_parquet(f"rows/{i}.parquet")
-    address = Path("rows").resolve().as_uri() + "/{0..4}.parquet"
-    stream = open_source(address, STREAMED)
+    stream = open_source("rows", STREAMED)
     assert len(stream.shards) == 5
     mixture = Mixture([Subset(stream, ())], 0)
     order = [name_of(mixture, n_parts, i) for i in range(14)]
-    rows = {f"{address}[{shard}:{row}]" for shard in range(5) for row in range(3)}
+    rows = {f"rows[{shard}:{row}]" for shard in range(5) for row in range(3)}
     assert len(set(order)) == 14 and rows > set(order), "all but one, before any comes again"
     if n_parts == 2:
         shards = [{name.rpartition("[")[2].partition(":")[0] for name in order[part::2]} for part in (0, 1)]
@@ -153,7 +143,7 @@ def test_a_worker_process_reads_the_whole_of_a_part(n_parts, datasets_cache):
 
 
 def test_shards_at_an_address_are_read_or_streamed(datasets_cache):
-    """file:// stands for hf://, s3:// and https://, which fsspec opens in the same way."""
+    """file:// stands for hf://, s3:// and https://, which `datasets` opens in the same way."""
     finevision().to_parquet("a.parquet")
     address = Path("a.parquet").resolve().as_uri()
     for options in (OPTIONS, STREAMED):
@@ -166,5 +156,63 @@ def test_a_broken_image_stays_bytes_until_its_example_is_encoded(datasets_cache)
         rows, datasets.Features(image=datasets.Image(), caption=datasets.Value("string"))
     ).to_parquet("a.parquet")
     assert open_source("a.parquet", OPTIONS)[0].images == [b"no image"]
-    stream = open_source(Path("a.parquet").resolve().as_uri(), STREAMED)
+    stream = open_source("a.parquet", STREAMED)
     assert stream.example_at(0, "").images == [b"no image"]
+
+
+CHAT = json.dumps(llava("<image><image>Same?", "No.")).encode()
+FIVE = {f"{i}.{kind}": png(i) if kind == "png" else b"x" for i in range(5) for kind in ("png", "txt")}
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        (
+            {"0.png": png(1), "0.txt": b" one \n", "x/1.png": png(2), "x/1.txt": b"\xef\xbb\xbftwo"},
+            [("0", [1], "What?", "one"), ("x/1", [2], "What?", "two")],
+        ),
+        ({"0.PNG": png(1), "0.json": b'{"caption": "one", "n": 1}', "0.cls": b"9"}, [("0", [1], "What?", "one")]),
+        ({"0.0.png": png(1), "0.1.png": png(2), "0.json": CHAT}, [("0", [1, 2], "Same?", "No.")]),
+    ],
+    ids=["texts", "records", "chats"],
+)
+@pytest.mark.parametrize("options", [OPTIONS, STREAMED], ids=["whole", "streamed"])
+def test_samples_of_a_tar(files, expected, options, datasets_cache):
+    write_tar("a.tar", files)
+    found = [(f"a.tar[{i}] {key}", seeds, [(q, a)], False) for i, (key, seeds, q, a) in enumerate(expected)]
+    assert read_all("a.tar", options) == found
+
+
+def test_tars_of_a_folder_are_the_shards_of_a_stream(datasets_cache):
+    Path("mine").mkdir()
+    for name, seed in (("train-0", 1), ("train-1", 2), ("test-0", 3)):
+        write_tar(f"mine/{name}.tar", {"0.png": png(seed), "0.txt": b"x"})
+    for options in (OPTIONS, STREAMED):
+        assert [seeds for _, seeds, *_ in read_all("mine", options)] == [[1], [2]]
+    assert len(open_source("mine", STREAMED).shards) == 2
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ({"0.png": png(1), "1.png": png(1), "1.txt": b"one"}, ["don't share the same prefix or the same types"]),
+        ({"0.png": png(1), "0.json": b"{"}, ["a.tar: the datasets library cannot read it", "double quotes"]),
+        ({"0.txt": b"one"}, ["no images found: a.tar has samples of txt only"]),
+        ({"0.png": png(1), "0.cls": b"1"}, ["captions missing: a.tar has samples of png, cls only"]),
+        ({"0.png": png(1), "0.json": b'{"words": "x"}'}, ["a.tar has no column text, caption", "only images, words"]),
+        (FIVE | {"5.jpg": png(1), "5.txt": b"x"}, ["a.tar[5] 5 has no image of the type that the first samples have"]),
+    ],
+)
+def test_a_tar_without_images_or_texts_is_refused(files, words, datasets_cache):
+    write_tar("a.tar", files)
+    check_refused("a.tar", *words)
+
+
+def test_a_tar_that_is_cut_is_refused_or_ends_the_stream(datasets_cache):
+    more = {f"{i}.{kind}": FIVE[f"0.{kind}"] for i in (5, 6) for kind in ("png", "txt")}
+    write_tar("a.tar", FIVE | more)
+    content = Path("a.tar").read_bytes()
+    Path("a.tar").write_bytes(content[: content.rindex(png(0)) + 9])
+    check_refused("a.tar", "cannot read it: unexpected end of data", "download it again")
+    with pytest.raises(TrainingError, match=r"a\.tar broke off .*; rerun the same command to resume"):
+        read_all("a.tar", STREAMED)

@@ -45,6 +45,8 @@ def test_llava_conversations_find_their_image_folder(folder):
         ({"conversations": [{"from": "gpt", "value": "x"}]}, "'gpt'; user and assistant must alternate"),
         ({"conversations": [{"from": "bot", "value": "x"}]}, "message 1 is of 'bot'"),
         ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "part of type 'audio'"),
+        ({"messages": [{"role": "user", "content": [{"type": "video", "path": "a.mp4"}]}]}, "part of type 'video'"),
+        (llava("<video>What?", "x", video="a.mp4"), "names the video a.mp4; save frames"),
         (llava("What?", "x", image="https://x.org/a.png"), "https://x.org/a.png; download it"),
         (llava("What?", "x", image="data:image/png;base64,%"), "not base64"),
         (llava("What?", "x", images=[None]), "an empty value"),
@@ -56,6 +58,8 @@ def test_llava_conversations_find_their_image_folder(folder):
         ({"image": "a.png", "chosen": "x", "rejected": "y"}, "has no column text, .*, only chosen, image, rejected"),
         ({"image": "a.png", "conversations": []}, "has no answer to learn"),
         ({"images": ["a.png"], "texts": []}, "has no answer to learn"),
+        ({"image": "a.png", "text": "x", "rejected": "y"}, "preference data, with the columns rejected; use trl's"),
+        (llava("What?", "x", rejected_response="y"), "preference data, with the columns rejected_response; use trl's"),
     ],
 )
 def test_bad_record_is_named_and_can_be_skipped(record, reason):

@@ -27,12 +27,8 @@ def source(name, n, **options):
     return Source(name, range(n), make_example, **options)
 
 
-def keep_all(row):
-    return True
-
-
 def stream(name, n):
-    return Stream(name, [partial(range, n)], make_example, keep_all)
+    return Stream(name, [partial(range, n)], make_example)
 
 
 def names(mixture, positions):
@@ -162,7 +158,7 @@ class Shard:
 @pytest.mark.parametrize("n_parts", [1, 2, 3])
 def test_the_parts_of_a_stream_show_every_row_once_and_read_only_their_shards(sizes, n_parts):
     shards = [Shard([f"{i}.{k}" for k in range(size)]) for i, size in enumerate(sizes)]
-    mixture = Mixture([Subset(Stream("a", shards, make_example, keep_all), ())], 0)
+    mixture = Mixture([Subset(Stream("a", shards, make_example), ())], 0)
     rows = [f"{i}.{k}" for i, size in enumerate(sizes) for k in range(size)]
     shown, readings = [], []
     for part in range(n_parts):
@@ -185,7 +181,7 @@ def test_the_parts_of_a_stream_show_every_row_once_and_read_only_their_shards(si
 
 def stream_batches(processor, n_parts):
     """Batches of a stream with a share and of a source; their answers are the records."""
-    streamed = Stream("s", [partial(range, 100 * i, 100 * i + 9) for i in range(4)], make_example, keep_all)
+    streamed = Stream("s", [partial(range, 100 * i, 100 * i + 9) for i in range(4)], make_example)
     subsets = [Subset(streamed, (), 0.5), Subset(source("a", 24), range(24))]
     return Batches(Mixture(subsets, 1), processor, 2, n_parts=n_parts, augment=0.2)
 
@@ -294,7 +290,7 @@ def test_bad_example_raises_or_the_next_one_replaces_it(kind, tiled, caplog):
     if kind == "source":
         subset = Subset(Source("a", records, make_example), range(12))
     else:
-        subset = Subset(Stream("a", [partial(iter, records)], make_example, keep_all), ())
+        subset = Subset(Stream("a", [partial(iter, records)], make_example), ())
     mixture = Mixture([subset], 0)
     with pytest.raises(ExampleError, match=r"^a\[\d+\] has an empty answer"):
         Batches(mixture, tiled[1], 12)(0)

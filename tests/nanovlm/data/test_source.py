@@ -3,12 +3,12 @@
 import pytest
 
 from nanovlm.data import open_source
-from support.data import OPTIONS, png, write, write_tar
+from support.data import OPTIONS, png, write
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
 
-@pytest.mark.parametrize("kind", ["json", "tar", pytest.param("parquet", marks=pytest.mark.full)])
+@pytest.mark.parametrize("kind", ["json", pytest.param("parquet", marks=pytest.mark.full)])
 def test_fingerprint_changes_with_text_and_image_but_not_when_files_are_rewritten(kind, request):
     if kind == "parquet":
         request.getfixturevalue("datasets_cache")
@@ -17,8 +17,6 @@ def test_fingerprint_changes_with_text_and_image_but_not_when_files_are_rewritte
         if kind == "json":
             write("a.png", image)
             write("data.json", [{"image": "a.png", "caption": text}])
-        elif kind == "tar":
-            write_tar("data.tar", {"a.png": image, "a.txt": text.encode()})
         else:
             import pyarrow
             from pyarrow import parquet

@@ -103,8 +103,7 @@ def test_each_held_out_example_of_a_stream_is_asked_once_and_counts_once_in_the_
     scenes(12)
     with tarfile.open("mine.tar", "w") as tar:
         tar.add("mine", "")
-    address = Path("mine.tar").resolve().as_uri()
-    model, task, cfg = prepared("--data", address, "--stream", "--validation", 0.5, "--out", "out")
+    model, task, cfg = prepared("--data", "mine.tar", "--stream", "--validation", 0.5, "--out", "out")
     names = [answer.question.name for answer in task.answer_questions(model, True).answers]
     assert 1 < len(names) == len(set(names)) == cfg.validation_questions < 12
     assert sum(len(task.validation(i)["input_ids"]) for i in range(cfg.validation_batches)) == len(names)
@@ -421,8 +420,7 @@ def test_a_broken_image_is_named_with_a_remedy(train, workers):
         ("--data mine", ["--out is required"]),
         ("--data mine --out out --validation 1.5", ["--validation 1.5"]),
         ("--data mine --out out --validation 4", ["4 of 4 examples", "none to learn from"]),
-        ("--data mine --out out --min-rating 3", ["--min-rating ['3']", "formatting=3"]),
-        ("--data mine --out out --min-rating formatting=3", ["--min-rating has no effect on mine"]),
+        ("--data mine --out out --stream", ["--stream has no effect on mine"]),
         ("--data mine@x --out out", ["mine@x", "'x' is no share"]),
         ("--data far/gone@v1/x --out out", ["far/gone@v1/x: no such file or folder; data is"]),
         ("--data mine@0 --out out", ["share must be above 0"]),
