@@ -79,7 +79,6 @@ def test_threads_are_those_of_this_process_and_of_later_ones(monkeypatch):
         ("latency --model-size 230M --model folder", "not allowed with"),
         ("latency --model no/where/near", "no/where/near"),
         ("latency --level amx-emulated", "this CPU has no level amx-emulated; use "),
-        ("real_size 7B", "7B"),
         pytest.param("serving --clients 1", "2 or more", marks=pytest.mark.full),
         pytest.param("serving --model no/where/at/all", "no/where/at/all", marks=pytest.mark.full),
         ("sort_task --steps 0", "0 must be 1 or more"),
