@@ -67,7 +67,6 @@ def test_threads_are_those_of_this_process_and_of_later_ones(monkeypatch):
         ("benchmark --out no/where.txt", "--out no/where.txt"),
         ("captions --turns 21", "--turns 21 is more than 20"),
         ("captions --model no/where/at/all", "no/where/at/all"),
-        ("finetune --profile --baseline trl", "--profile and --baseline exclude each other"),
         ("finetune sideways", "sideways"),
         ("latency --baselines vllm", "vllm"),
         ("latency --model-size 230M --model folder", "not allowed with"),
