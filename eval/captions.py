@@ -1,7 +1,6 @@
 """How often the embedded model is right on freshly drawn scenes that its training never saw.
 
     python -m eval.captions --scenes 1000
-    python -m eval.captions --renderer svg              # drawn by resvg, in other proportions and tones (extra eval)
     python -m eval.captions --compare --save            # every precision at every level of CPU instructions
     python -m eval.captions --turns 6 --scenes 200      # questions in a conversation, beside the same questions alone
 
@@ -35,14 +34,14 @@ from eval.lib.accuracy import relative_error
 from eval.lib.command import add_device_flags, add_save_flag, make_parser, positive, progress, report, table
 from eval.lib.cpu_levels import at_level, levels_here
 from eval.lib.hardware import environment
-from eval.lib.scene_splits import RENDERERS, SPLITS, Renderer, count_by_row, make_splits, png
+from eval.lib.scene_splits import SPLITS, count_by_row, make_splits, png
 from nanovlm import EMBEDDED, PROMPT
 from nanovlm.captioner import Captioner
 from nanovlm.chat_session import ChatSession
 from nanovlm.cli.main import Parser
 from nanovlm.errors import NanoVLMError
 from nanovlm.options import QUANTIZATIONS
-from nanovlm.synthetic import caption, draw, questions, random_scene
+from nanovlm.synthetic import caption, questions, random_scene
 
 BATCH_SIZE = 64
 MAX_TURNS = 20  # every scene has at least as many questions
@@ -52,10 +51,10 @@ REFERENCE = ("float32", None, "none")  # dtype, quantization and level
 COLUMNS = {"right": ".1%", "kept": ".1%", "logits": ".2%", "prefix": ".1%", "ratio": ".1%"}
 
 
-def measure(captioner: Captioner, n_scenes: int, n_questions: int, seed: str, *, renderer: Renderer = draw) -> dict:
+def measure(captioner: Captioner, n_scenes: int, n_questions: int, seed: str) -> dict:
     """Exact matches of each split and of its rows, and every miss as (split, prompt, truth, answer)."""
     results: dict = {"missed": []}
-    for split, examples in make_splits(n_scenes, n_questions, seed, renderer).items():
+    for split, examples in make_splits(n_scenes, n_questions, seed).items():
         started = time.perf_counter()
         images, prompts, truths, rows = zip(*examples) if examples else 4 * ((),)
         answers = list(captioner.captions(images, prompts, batch_size=BATCH_SIZE))
@@ -67,9 +66,7 @@ def measure(captioner: Captioner, n_scenes: int, n_questions: int, seed: str, *,
     return results
 
 
-def measure_turns(
-    captioner: Captioner, n_scenes: int, n_turns: int, seed: str, renderer: Renderer = draw
-) -> dict[str, list[int]]:
+def measure_turns(captioner: Captioner, n_scenes: int, n_turns: int, seed: str) -> dict[str, list[int]]:
     """Right answers by turn, in n_scenes conversations of n_turns questions, with the same questions asked alone.
 
     A conversation keeps the model's own earlier answers, right or wrong; one kind starts with a caption.
@@ -78,7 +75,7 @@ def measure_turns(
     right = {mode: [0] * n_turns for mode in ("alone", "one after another", "after a caption")}
     for _ in range(n_scenes):
         scene = random_scene(rng)
-        image = png(scene, rng, renderer)
+        image = png(scene, rng)
         prompts, truths = zip(*questions(scene, rng)[:n_turns])
         chat, captioned_chat = ChatSession(captioner, [image]), ChatSession(captioner, [image])
         "".join(captioned_chat.ask(PROMPT))
@@ -94,12 +91,12 @@ def measure_turns(
 
 
 def compare_precisions(
-    n_scenes: int, seed: str, model: str | os.PathLike[str] = EMBEDDED, renderer: Renderer = draw
+    n_scenes: int, seed: str, model: str | os.PathLike[str] = EMBEDDED
 ) -> dict[str, dict[str, float]]:
     """The figures of --compare by dtype, quantization and level, of which REFERENCE is the first."""
     rng = Random(f"quantised {seed}")
     scenes = [random_scene(rng) for _ in range(n_scenes)]
-    images, truths = [png(scene, rng, renderer) for scene in scenes], [caption(scene) for scene in scenes]
+    images, truths = [png(scene, rng) for scene in scenes], [caption(scene) for scene in scenes]
     results, reference = {}, None
     levels = levels_here() or ["none"]
     for dtype, quantize, level in [REFERENCE, *((*precision, level) for precision in PRECISIONS for level in levels)]:
@@ -172,7 +169,6 @@ def make_captions_parser() -> Parser:
     add("--scenes", type=positive, metavar="N", help="fresh scenes, and withheld ones (default: 1000, to compare 200)")
     add("--questions", type=positive, default=3, metavar="N", help="questions per scene (default: 3)")
     add("--turns", type=positive, metavar="N", help="ask N questions about each scene in a conversation")
-    add("--renderer", choices=tuple(RENDERERS), default="training", help="what draws the scenes (default: training)")
     add("--quantize", choices=QUANTIZATIONS, help="quantize the weights")
     add("--compare", action="store_true", help="compare all precisions at all levels of the CPU")
     add("--seed", default="1", help="which scenes (default: 1)")
@@ -185,23 +181,23 @@ def make_captions_parser() -> Parser:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = make_captions_parser()
     args = parser.parse_args(argv)
-    n, seed, renderer = args.scenes or (200 if args.compare else 1000), args.seed, RENDERERS[args.renderer]
+    n, seed = args.scenes or (200 if args.compare else 1000), args.seed
     if args.turns and args.turns > MAX_TURNS:
         parser.error(f"--turns {args.turns} is more than {MAX_TURNS}, for which every scene has questions")
     results: dict
     failures: list[str] = []
     try:
         if args.compare:
-            where, results = environment(levels=levels_here()), compare_precisions(n, seed, args.model, renderer)
+            where, results = environment(levels=levels_here()), compare_precisions(n, seed, args.model)
             text, failures = comparison_table(results), comparison_failures(results)
         else:
             captioner = Captioner.from_pretrained(args.model, args.device, args.dtype, quantize=args.quantize)
             where = environment(captioner.inference.device, captioner.inference.dtype)
             if args.turns:
-                results = {"of": n, "right": measure_turns(captioner, n, args.turns, seed, renderer)}
+                results = {"of": n, "right": measure_turns(captioner, n, args.turns, seed)}
                 text = turns_table(results["right"], n)
             else:
-                results = measure(captioner, n, args.questions, seed, renderer=renderer)
+                results = measure(captioner, n, args.questions, seed)
                 text = accuracy_table(results, args.misses)
     except NanoVLMError as error:
         parser.error(str(error))

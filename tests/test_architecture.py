@@ -1,14 +1,20 @@
-"""The rules of docs/architecture.md: imports run one way, without circles, and the core knows no add-on."""
+"""The rules of docs/architecture.md: imports run one way, without circles, the core knows no add-on, and nothing grows.
+
+`python tests/test_architecture.py` prints that page's table of budgets with the lines of now.
+"""
 
 import ast
+import re
 from collections.abc import Iterator
 
 import pytest
 
 from support import ROOT
-from support.import_graph import SCRIPTS, ImportGraph
+from support.import_graph import PACKAGES, SCRIPTS, ImportGraph
 
 GRAPH = ImportGraph(ROOT)
+MAINTAINED = {".py", ".c", ".h", ".html", ".css", ".js"}  # endings of the files whose lines count
+SUM, TESTS = "sum", "`tests/`"  # rows of the table of budgets
 
 FORBIDDEN = {  # packages that the modules of a package must not import
     "models": {"nanovlm", "eval", "tests", "PIL", "torchvision", "tokenizers", "jinja2", "transformers", "numpy"},
@@ -116,7 +122,33 @@ def identifiers(tree: ast.AST) -> Iterator[str]:
                 yield from value.split(".")
 
 
-def test_files_are_short_and_the_first_floor_has_few_doors():
-    lines = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in GRAPH.files.values()}
-    assert not [path for path, n in lines.items() if n > (120 if path.parent.name == "kv_study" else 350)]
-    assert len([path for path in (ROOT / "nanovlm").iterdir() if not path.name.startswith(("_", "py.typed"))]) <= 18
+def budget_rows() -> list[list[str]]:
+    """The table of budgets in docs/architecture.md: package, budget, now, what is in it."""
+    lines = (ROOT / "docs/architecture.md").read_text(encoding="utf-8").splitlines()
+    rows = [line.strip("|").split("|") for line in lines if re.match(r"\| .+ \| [\d,]+ \| [\d,]+ \|", line)]
+    return [[cell.strip() for cell in row] for row in rows]
+
+
+def count_lines(packages: list[str]) -> dict[str, int]:
+    """The lines of each package now; a file counts for the longest path in backticks that its own begins with."""
+    owners = {path.removesuffix("*.py"): package for package in packages for path in re.findall("`(.+?)`", package)}
+    lines = dict.fromkeys(packages, 0)
+    for file in (file for folder in (*PACKAGES, "tests") for file in (ROOT / folder).rglob("*")):
+        if file.suffix in MAINTAINED:
+            name = file.relative_to(ROOT).as_posix()
+            owner = max((path for path in owners if name.startswith(path)), key=len)
+            lines[owners[owner]] += len(file.read_text(encoding="utf-8").splitlines())
+    return lines | {SUM: sum(lines.values()) - lines[TESTS]}
+
+
+def test_no_package_has_more_lines_than_its_row_of_the_table_says():
+    limits = {package: int(now.replace(",", "")) for package, _, now, _ in budget_rows()}
+    lines = count_lines([*limits])
+    assert not {name: f"{lines[name]:,} of {limit:,}" for name, limit in limits.items() if lines[name] > limit}
+
+
+if __name__ == "__main__":  # print the table's rows with the lines of now
+    table = budget_rows()
+    lines = count_lines([package for package, *_ in table])
+    for package, budget, _, content in table:
+        print(f"| {package} | {budget} | {lines[package]:,} | {content} |")

@@ -6,7 +6,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -59,17 +59,6 @@ def positive(text: str) -> int:
     if (n := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"{n} must be 1 or more")
     return n
-
-
-def one_of(names: Collection[str]) -> Callable[[str], str]:
-    """argparse type: one of names. For nargs="*", where Python 3.11 applies `choices` to the missing value."""
-
-    def check(name: str) -> str:
-        if name not in names:
-            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(map(repr, names))}")
-        return name
-
-    return check
 
 
 def progress(line: str) -> None:

@@ -24,8 +24,7 @@ from models.inference.kernels.load import cpu_info
 from models.vision_language_model import PrefillState, VisionLanguageModel
 
 PACKAGES = {  # by the module whose presence says that the package was used
-    "transformers": "transformers", "llama_cpp": "llama-cpp-python", "onnxruntime": "onnxruntime",
-    "openvino": "openvino",
+    "transformers": "transformers", "llama_cpp": "llama-cpp-python", "openvino": "openvino",
 }  # fmt: skip
 
 

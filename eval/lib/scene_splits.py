@@ -3,20 +3,15 @@
 import io
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from random import Random
 from typing import NamedTuple
 
-from PIL import Image
-
-from eval.lib import svg_renderer
 from nanovlm import PROMPT
 from nanovlm.synthetic import Scene, caption, draw, questions, random_scene
 
-Renderer = Callable[[Scene, int, int], Image.Image]
 Counts = dict[str, int]  # "right" and "of"
 
-RENDERERS: dict[str, Renderer] = {"training": draw, "svg": svg_renderer.draw}
 IMAGE_SIZES = (96, 512)  # pixels
 N_COMPARED = 3  # relation questions of each kind about one scene
 OBJECT_ROWS = ("one object", "two objects", "three objects", "four objects")
@@ -45,16 +40,16 @@ class Example(NamedTuple):
     row: str
 
 
-def png(scene: Scene, rng: Random, renderer: Renderer = draw) -> bytes:
+def png(scene: Scene, rng: Random) -> bytes:
     """The scene as a PNG file of random size, from 4:3 to 3:4."""
     width = rng.randint(*IMAGE_SIZES)
     height = min(IMAGE_SIZES[1], max(IMAGE_SIZES[0], round(width * rng.uniform(0.75, 1.33))))
     file = io.BytesIO()
-    renderer(scene, width, height).save(file, "png")
+    draw(scene, width, height).save(file, "png")
     return file.getvalue()
 
 
-def make_splits(n_scenes: int, n_questions: int, seed: str, renderer: Renderer = draw) -> dict[str, list[Example]]:
+def make_splits(n_scenes: int, n_questions: int, seed: str) -> dict[str, list[Example]]:
     """Captions of n_scenes scenes, captions of as many withheld ones, and questions about the former.
 
     "questions" has n_questions of all kinds about each scene, "relations" and "neighbors" up to N_COMPARED of their
@@ -62,9 +57,9 @@ def make_splits(n_scenes: int, n_questions: int, seed: str, renderer: Renderer =
     """
     rng = Random(f"eval {seed}")
     scenes = [random_scene(rng) for _ in range(n_scenes)]
-    images = [png(scene, rng, renderer) for scene in scenes]
+    images = [png(scene, rng) for scene in scenes]
     withheld = [random_scene(rng, withheld=True) for _ in range(n_scenes)]
-    others = [png(scene, rng, renderer) for scene in withheld]
+    others = [png(scene, rng) for scene in withheld]
     splits: dict[str, list[Example]] = {name: [] for name in SPLITS}
     for split, drawn in (("captions", zip(images, scenes)), ("withheld", zip(others, withheld))):
         splits[split] = [Example(image, PROMPT, caption(scene), object_row(scene)) for image, scene in drawn]

@@ -1,4 +1,4 @@
-"""Other engines and trainers behind one interface, to measure beside ours."""
+"""Other engines behind one interface, to measure beside ours."""
 
 import importlib
 from typing import Any

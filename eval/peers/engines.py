@@ -1,4 +1,4 @@
-"""Engines that run the same model on the CPU: this project, transformers, llama.cpp, ONNX Runtime and OpenVINO."""
+"""Engines that run the same model on the CPU: this project, transformers, llama.cpp and OpenVINO."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,6 @@ from torch import Tensor
 from eval.lib.cpu_levels import at_level, current_level
 from eval.peers import import_peer
 from eval.peers.llama_cpp_engine import LlamaCppEngine
-from eval.peers.onnx_engine import OnnxRuntimeEngine
 from eval.peers.openvino_engine import OpenVINOEngine
 from models.decoding import TokenSampler
 from models.formats.smolvlm import SmolVLM
@@ -23,7 +22,7 @@ from nanovlm import PROMPT
 from nanovlm.captioner import Captioner, ImageInput
 from nanovlm.device import choose_dtype
 
-BASELINES = ("plain", "transformers", "llama.cpp", "onnxruntime", "openvino")
+BASELINES = ("plain", "transformers", "llama.cpp", "openvino")
 GGUF_TYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 QUANTIZED = {"int8": ("q8_0", 1), "int4": ("q4_0", 0.625)}  # llama.cpp's type, our bytes
 
@@ -175,9 +174,6 @@ def _baseline(
     if name == "llama.cpp":
         types = [GGUF_TYPES[dtype] for dtype in dtypes] + ([QUANTIZED[quantize][0]] if quantize else [])
         return [LlamaCppEngine(captioner, kind, temporary, options.batch_size) for kind in types]
-    if name == "onnxruntime":
-        precisions = ("float32", "int8") if quantize == "int8" else ("float32",)
-        return [OnnxRuntimeEngine(captioner, precision, temporary) for precision in precisions]
     if current_level() in WITHOUT_BF16_DOT:  # OpenVINO then computes bfloat16 in float32, but not if oneDNN is held
         dtypes = list(dict.fromkeys(torch.float32 if dtype == torch.bfloat16 else dtype for dtype in dtypes))
     quantized = [OpenVINOEngine(captioner, dtypes[-1], temporary, int8=True)] if quantize == "int8" else []

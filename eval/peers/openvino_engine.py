@@ -1,27 +1,33 @@
 """A model's ONNX graphs in OpenVINO on the CPU: float32, bfloat16, or int8 weights and activations by NNCF."""
 
+import hashlib
 from pathlib import Path
 from random import Random
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from eval.peers import import_peer, onnx_engine
-from eval.peers.onnx_engine import Feeds, OnnxEngine, empty_past, export_graphs, past_names
+from eval.peers import import_peer
 from models.checkpoint import atomic_dir
+from models.config import VLMConfig
+from models.vision_language_model import VisionLanguageModel
 from nanovlm.captioner import Captioner
-from nanovlm.export.onnx import DECODER, VISION_ENCODER
+from nanovlm.export.onnx import DECODER, VISION_ENCODER, check_onnx_extra, write_onnx
 from nanovlm.synthetic import draw, random_scene
+
+Feeds = dict[str, np.ndarray]
 
 PRECISIONS = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 CALIBRATION_INPUTS = 8
 CALIBRATION_TOKENS = 80
 
 
-class OpenVINOEngine(OnnxEngine):
+class OpenVINOEngine:
     """In int8, dtype is that of everything but the matrix products.
 
     The decoder is made stateful, as OpenVINO's own export of language models is: it keeps keys and values itself.
+    `logits` (B, vocabulary) are those of the last step.
     """
 
     def __init__(self, captioner: Captioner, dtype: torch.dtype, folder: Path, int8: bool = False):
@@ -29,7 +35,13 @@ class OpenVINOEngine(OnnxEngine):
         from openvino._offline_transformations import apply_make_stateful_transformation
 
         kind = torch.int8 if int8 else dtype
-        super().__init__(f"openvino {str(kind).removeprefix('torch.')}", captioner, kind.itemsize, kind)
+        self.name = f"openvino {str(kind).removeprefix('torch.')}"
+        self.dtype = kind
+        self.weight_bytes: float = kind.itemsize
+        self.cfg = captioner.model.cfg
+        self.embedding = captioner.model.decoder.token_embedding
+        self.length = 0  # of the cache, in tokens
+        self.logits = torch.empty(0)
         graphs = export_graphs(captioner.model, folder)
         if int8:
             graphs = quantize_graphs(captioner, graphs)
@@ -47,15 +59,72 @@ class OpenVINOEngine(OnnxEngine):
         self.vision = core.compile_model(vision, "CPU", settings)
         self.decoder = core.compile_model(decoder, "CPU", settings).create_infer_request()
 
-    def run_vision_encoder(self, feeds: Feeds) -> np.ndarray:
-        return self.vision(feeds, share_inputs=True)["image_features"]
+    def encode_image(self, image: Tensor) -> Tensor:
+        """Embeddings (1, T, C) of one preprocessed image (1, 3, S, S)."""
+        return torch.from_numpy(self.vision(image_feeds(self.cfg, image), share_inputs=True)["image_features"])
 
-    def run_decoder(self, feeds: Feeds) -> np.ndarray:
-        if feeds["position_ids"][0, 0] == 0:
-            empty = self.tensor(empty_past(self.cfg, len(feeds["position_ids"])))
-            for state in self.decoder.query_state():
-                state.state = empty
-        return self.decoder.infer(feeds, share_inputs=True)["logits"]
+    def prefill(self, ids: list[list[int]]) -> list[int]:
+        self.length = 0
+        empty = self.tensor(empty_past(self.cfg, len(ids)))
+        for state in self.decoder.query_state():
+            state.state = empty
+        return self._next(ids)
+
+    def decode(self, ids: list[int]) -> list[int]:
+        return self._next([[token] for token in ids])
+
+    def _next(self, ids: list[list[int]]) -> list[int]:
+        with torch.inference_mode():
+            feeds = text_feeds(self.embedding(torch.tensor(ids)).numpy(), self.length)
+        self.logits = torch.from_numpy(self.decoder.infer(feeds, share_inputs=True)["logits"]).squeeze(1)
+        self.length += len(ids[0])
+        return self.logits.argmax(-1).tolist()
+
+
+def image_feeds(cfg: VLMConfig, image: Tensor) -> Feeds:
+    """The vision encoder's inputs for one preprocessed image, scaled as the graph expects."""
+    pixels = image * 2 - 1 if cfg.format.unit_pixels else image
+    return {"pixel_values": pixels[None].numpy(), "pixel_attention_mask": np.ones((1, 1, *image.shape[2:]), bool)}
+
+
+def text_feeds(embeds: np.ndarray, past: int) -> Feeds:
+    """The decoder's inputs for embeddings (B, T, C) behind `past` cached tokens."""
+    B, T, _ = embeds.shape
+    positions = np.arange(past, past + T, dtype=np.int64)
+    return {
+        "inputs_embeds": embeds,
+        "attention_mask": np.ones((B, past + T), np.int64),
+        "position_ids": np.tile(positions, (B, 1)),
+    }
+
+
+def past_names(cfg: VLMConfig) -> dict[str, str]:
+    """The decoder's inputs that hold keys and values, each with the output that continues it."""
+    parts = [f"{i}.{part}" for i in range(cfg.lm_n_blocks) for part in ("key", "value")]
+    return {f"past_key_values.{part}": f"present.{part}" for part in parts}
+
+
+def empty_past(cfg: VLMConfig, batch_size: int) -> np.ndarray:
+    """Keys or values of a layer before the first token."""
+    return np.zeros((batch_size, cfg.lm_n_kv_heads, 0, cfg.lm_head_dim), np.float32)
+
+
+def export_graphs(model: VisionLanguageModel, folder: Path) -> Path:
+    """The model's graphs in float32, in a folder inside `folder` named by the weights; written if missing.
+
+    The decoder's head reads the last token alone, as every engine for language models does in a prefill; the exported
+    files compute logits of all tokens. Raises MissingExtraError without the extra onnx.
+    """
+    check_onnx_extra()
+    digest = hashlib.sha256(repr(model.cfg).encode())
+    for tensor in model.state_dict().values():
+        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy())
+    graphs = folder / f"onnx-{digest.hexdigest()[:12]}"
+    if not graphs.exists():
+        hook = model.decoder.norm.register_forward_pre_hook(lambda norm, inputs: (inputs[0][:, -1:],))
+        with hook, atomic_dir(graphs) as new:
+            write_onnx(model, new, ("float32",))
+    return graphs
 
 
 def quantize_graphs(captioner: Captioner, graphs: Path) -> Path:
@@ -70,7 +139,7 @@ def quantize_graphs(captioner: Captioner, graphs: Path) -> Path:
     images, prompts = calibration_feeds(captioner)
     with atomic_dir(folder) as new:
         for name, feeds in ((VISION_ENCODER, images), (DECODER, prompts)):
-            model = openvino.Core().read_model(onnx_engine.graph_path(graphs, name, "float32"))
+            model = openvino.Core().read_model(graphs / f"{name}.onnx")
             settings = {"model_type": nncf.ModelType.TRANSFORMER, "subset_size": len(feeds)}
             openvino.save_model(nncf.quantize(model, nncf.Dataset(feeds), **settings), new / f"{name}.xml", False)
     return folder
@@ -84,8 +153,8 @@ def calibration_feeds(captioner: Captioner) -> tuple[list[Feeds], list[Feeds]]:
     for i in range(CALIBRATION_INPUTS):
         scene = random_scene(Random(f"calibration {i}"))
         image = captioner.processor.preprocess(draw(scene, cfg.vit_img_size, cfg.vit_img_size))[0][:1]
-        images.append(onnx_engine.image_feeds(cfg, image))
+        images.append(image_feeds(cfg, image))
         ids = torch.randint(min(1000, cfg.lm_vocab_size), (1, CALIBRATION_TOKENS), generator=generator)
         past = dict.fromkeys(past_names(cfg), empty_past(cfg, 1))
-        prompts.append(onnx_engine.text_feeds(captioner.model.decoder.token_embedding(ids).numpy(), 0) | past)
+        prompts.append(text_feeds(captioner.model.decoder.token_embedding(ids).numpy(), 0) | past)
     return images, prompts

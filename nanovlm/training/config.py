@@ -252,7 +252,7 @@ ADAPTERS = replace(FINETUNING, lr=3e-3)  # LoRA wants a higher learning rate (Sc
 def choose(
     cfg: TrainConfig, automatic: Sequence[str], *, width: int, optimizer: str | None, steps_per_epoch: float
 ) -> tuple[TrainConfig, list[str]]:
-    """cfg with the automatic settings, and the reasons; the values are from `eval.finetune --study`.
+    """cfg with the automatic settings, and the reasons; docs/training.md shows what the values were chosen by.
 
     width is the model's lm_hidden_dim: the wider, the lower the learning rate, in proportion (Yang et al. 2022).
     optimizer is what the model was trained by, if that is known, and suits it best; but Muon needs whole matrices.

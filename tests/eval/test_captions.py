@@ -42,17 +42,6 @@ def test_the_table_shows_shares_intervals_and_misses():
     assert "100.00%  (100 of 100, 95% interval 96.3 to 100.0)" in out
 
 
-@pytest.mark.full
-def test_the_renderer_draws_every_scene(monkeypatch, capsys):
-    drawn = []
-    draw = captions.RENDERERS["svg"]
-    monkeypatch.setitem(captions.RENDERERS, "svg", lambda *args: drawn.append(args) or draw(*args))
-    assert main(["--renderer", "svg", "--scenes", "2"]) == 0
-    assert len(drawn) == 4 and "captions, withheld pairs" in capsys.readouterr().out
-    assert main(["--renderer", "svg", "--scenes", "2", "--turns", "1"]) == 0
-    assert len(drawn) == 6
-
-
 def test_questions_are_counted_by_turn():
     """Alone, in a conversation, and in one that began with a caption. A first question has no history either way."""
     turns, embedded = [], Captioner.from_pretrained(dtype="float32")

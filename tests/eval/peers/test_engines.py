@@ -13,7 +13,7 @@ from eval.lib.cpu_levels import current_level, levels_here
 from eval.lib.random_model import write_random_model
 from eval.peers.engines import BASELINES, EngineOptions, make_engines, plain_engine
 from eval.peers.llama_cpp_engine import LlamaCppEngine
-from eval.peers.onnx_engine import export_graphs
+from eval.peers.openvino_engine import export_graphs
 from models.inference.kernels.load import WITHOUT_BF16_DOT
 from nanovlm.captioner import Captioner
 from nanovlm.errors import InputError, MissingExtraError
@@ -22,9 +22,7 @@ from support.smolvlm import write_folder
 pytestmark = pytest.mark.full
 LEVEL = current_level()
 PROMPT = [5, 9, 11, 7, 60, 33]
-PRECISIONS = {"onnxruntime": ["float32", "int8"], "openvino": ["float32", "bfloat16", "int8"]}
-if LEVEL in WITHOUT_BF16_DOT:
-    PRECISIONS["openvino"] = ["float32", "int8"]
+OPENVINO_PRECISIONS = ["float32", "int8"] if LEVEL in WITHOUT_BF16_DOT else ["float32", "bfloat16", "int8"]
 needs_onnx = pytest.mark.skipif(not importlib.util.find_spec("onnxscript"), reason="needs onnxscript")
 needs_llama_cpp = pytest.mark.skipif(not importlib.util.find_spec("llama_cpp"), reason="needs llama_cpp")
 
@@ -107,15 +105,14 @@ def test_a_missing_package_names_its_extra(folder, cache, monkeypatch, module, e
 
 @needs_onnx
 @pytest.mark.parametrize("layout", ["folder", "smolvlm_folder"])
-@pytest.mark.parametrize("peer", PRECISIONS)
-def test_onnx_engines_compute_what_the_plain_model_computes(request, cache, layout, peer):
-    for package in ("onnxruntime",) if peer == "onnxruntime" else ("openvino", "nncf"):
-        pytest.importorskip(package)
-    options = {"dtypes": ["float32", "bfloat16"], "quantize": "int8", "baselines": ["plain", peer]}
+def test_openvino_computes_what_the_plain_model_computes(request, cache, layout):
+    pytest.importorskip("openvino")
+    pytest.importorskip("nncf")
+    options = {"dtypes": ["float32", "bfloat16"], "quantize": "int8", "baselines": ["plain", "openvino"]}
     engines = make(request.getfixturevalue(layout), cache, **options)
     plain = engines["plain float32"]
-    engines = {name: engine for name, engine in engines.items() if name.startswith(peer)}
-    assert list(engines) == [f"{peer} {precision}" for precision in PRECISIONS[peer]]
+    engines = {name: engine for name, engine in engines.items() if name.startswith("openvino")}
+    assert list(engines) == [f"openvino {precision}" for precision in OPENVINO_PRECISIONS]
     size = plain.model.cfg.vit_img_size
     image = torch.rand(1, 3, size, size, generator=torch.Generator().manual_seed(0))
     prompts = [PROMPT, [8, 2, 40, 41, 6, 5]]
