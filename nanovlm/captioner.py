@@ -253,13 +253,6 @@ class Captioner:
         text = start_with.rstrip()
         return self.tokenizer.encode(self.tokenizer.answer_prefix + text) if text else []
 
-    def generate(
-        self, prompts: Sequence[EncodedPrompt], *, options: GenerationOptions | None = None, **changes: Any
-    ) -> list[Any]:
-        """One answer per prompt of `prepare`, all in one batch."""
-        options = generation_options(options, changes)
-        return self._texts(lambda: self.processor.collate(prompts), options) if len(prompts) else []
-
     def prepare(self, image: ImageInputs, prompt: str = PROMPT) -> EncodedPrompt:
         """Token ids and tiles of one prompt; thread-safe, so threads may prepare while the model runs."""
         return self.processor.encode(self._load(image), prompt)

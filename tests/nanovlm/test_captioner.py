@@ -120,7 +120,7 @@ def test_batched_captions_match_single_captions(captioner, images):
     one_prompt = [captioner.caption(image, "?", max_new_tokens=16) for image in images]
     assert list(captioner.captions(images, "?", max_new_tokens=16)) == one_prompt
     assert len(set(alone)) == len(alone), "equal captions would prove nothing"
-    assert list(captioner.captions([])) == captioner.generate([]) == []
+    assert list(captioner.captions([])) == []
 
 
 QUESTIONS = ["Describe this picture.", "What?", "How many are there? " * 4, "?", "What?", "<|im_end|>"]
