@@ -14,7 +14,7 @@ from starlette.middleware.cors import CORSMiddleware
 from nanovlm.embedded import SAMPLE
 from nanovlm.serving.errors import APIError, internal_error
 from nanovlm.serving.options import ServerOptions
-from nanovlm.serving.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest, ResponsesRequest
+from nanovlm.serving.protocol import ChatCompletionRequest, GenerationRequest, ResponsesRequest
 from nanovlm.serving.security import BrowserSecurityMiddleware, require_api_key
 from nanovlm.serving.service import ChatService
 
@@ -27,7 +27,6 @@ PAGE_FILES = {
 }
 POST_ROUTES: dict[str, type[GenerationRequest]] = {
     "/chat/completions": ChatCompletionRequest,
-    "/completions": CompletionRequest,
     "/responses": ResponsesRequest,
 }
 GET = ["GET", "HEAD"]

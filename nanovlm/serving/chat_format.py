@@ -18,7 +18,6 @@ from nanovlm.errors import ImageError
 from nanovlm.processing.image_loading import load_image
 from nanovlm.processing.image_urls import decode_data_url
 from nanovlm.processing.processor import Processor
-from nanovlm.processing.tokenizer import Tokenizer
 from nanovlm.serving.errors import APIError, refusing
 from nanovlm.serving.protocol import ContentPart, ImagePart, MediaURL, Message, TextPart
 
@@ -118,19 +117,6 @@ def prepare_inputs(chat: Chat, images: list[TiledImage], processor: Processor) -
             ids = processor.encode_turns(grids, chat.turns)
         continued_ids = tokenizer.encode(tokenizer.answer_prefix + chat.answer) if chat.answer else []
     return ModelInputs(torch.tensor(ids + continued_ids), images, continued_ids)
-
-
-def prepare_completion(prompt: str | list[int], tokenizer: Tokenizer) -> ModelInputs:
-    """The input of a completion: a text as the client lays it out, special tokens included, or its ids."""
-    ids = tokenizer.encode_with_special_tokens(prompt) if isinstance(prompt, str) else prompt
-    if not ids:
-        raise APIError(400, "prompt is empty; send the text to continue", param="prompt")
-    if not all(0 <= token_id < len(tokenizer) for token_id in ids):
-        raise APIError(400, f"prompt holds ids outside the vocabulary of {len(tokenizer)} tokens", param="prompt")
-    if tokenizer.image_token_id in ids:
-        message = "prompt holds image tokens; send images as messages to /v1/chat/completions"
-        raise APIError(400, message, param="prompt")
-    return ModelInputs(torch.tensor(ids), [], list(ids))
 
 
 def decode_file(name: str, file: str | bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""What clients send: OpenAI's chat completions, completions and responses, each one a `GenerationRequest`."""
+"""What clients send: OpenAI's chat completions and responses, each one a `GenerationRequest`."""
 
 import json
 from abc import ABC, abstractmethod
@@ -20,17 +20,15 @@ from pydantic import (
 from nanovlm.errors import InputError
 from nanovlm.options import GenerationOptions
 from nanovlm.serving.errors import APIError
-from nanovlm.serving.response_formats import ChatFormat, CompletionFormat, ResponsesFormat
+from nanovlm.serving.response_formats import ChatFormat, ResponsesFormat
 
 MAX_MESSAGES = 1000
-MAX_PROMPTS = 64
 MAX_N = 16
 MAX_STOP_STRINGS = 4
 MAX_BIASES = 1024
 MAX_BAD_WORDS = 64
 MAX_BAD_WORD = 100  # characters
 MAX_TOP_LOGPROBS = 20
-MAX_COMPLETION_LOGPROBS = 5
 DEFAULT_MAX_TOKENS = 256  # mlx-vlm's
 NO_LIMIT = -1  # as max_tokens
 ANY_OBJECT = {"type": "object"}  # a JSON schema
@@ -211,12 +209,8 @@ class GenerationRequest(StrictModel, ABC):
 
     @property
     @abstractmethod
-    def texts(self) -> list[str | list[int]]:
-        """All that is to be read, as texts or ids."""
-
-    @property
-    def n_sequences(self) -> int:
-        return self.n
+    def text(self) -> str:
+        """All text that is to be read."""
 
     def sampling(self) -> list[GenerationOptions]:
         """One for each of n answers. With a seed each has its own, and the first is that of n=1."""
@@ -261,35 +255,8 @@ class ChatCompletionRequest(GenerationRequest):
         return self
 
     @property
-    def texts(self) -> list[str | list[int]]:
-        return ["".join(message.text for message in self.messages)]
-
-
-def _as_prompts(value: Any) -> Any:
-    """One prompt or several, each text or token ids."""
-    one = isinstance(value, str) or (isinstance(value, list) and value and isinstance(value[0], int))
-    return [value] if one else value
-
-
-class CompletionRequest(GenerationRequest):
-    """POST /v1/completions: the model continues texts, which the client lays out by itself."""
-
-    prompt_field, output_format = "prompt", CompletionFormat
-    unsupported = {"echo": [False], "best_of": [1], "suffix": [""]}
-
-    prompt: Annotated[list[str | Annotated[list[int], Field(fail_fast=True)]], BeforeValidator(_as_prompts)] = Field(
-        min_length=1, max_length=MAX_PROMPTS
-    )
-    max_tokens: MaxTokens = 16  # OpenAI's and vLLM's; such texts rarely end by themselves
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_COMPLETION_LOGPROBS, validation_alias="logprobs")
-
-    @property
-    def texts(self) -> list[str | list[int]]:
-        return self.prompt
-
-    @property
-    def n_sequences(self) -> int:
-        return self.n * len(self.prompt)
+    def text(self) -> str:
+        return "".join(message.text for message in self.messages)
 
 
 class ResponseText(ResponseFormat):

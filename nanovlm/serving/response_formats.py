@@ -1,4 +1,4 @@
-"""What clients get: OpenAI's chat completions, completions and responses, whole or as the events of a stream."""
+"""What clients get: OpenAI's chat completions and responses, whole or as the events of a stream."""
 
 import json
 import time
@@ -115,39 +115,6 @@ class ChatFormat:
 
     def _logprobs(self, new: TextDelta) -> dict[str, Any] | None:
         return {"content": token_logprobs(new, self.decode), "refusal": None} if new.logprobs else None
-
-
-class CompletionFormat(ChatFormat):
-    """Completions: the texts alone."""
-
-    id_prefix, whole_object, chunk_object = "cmpl-", "text_completion", "text_completion"
-
-    def __init__(self, request_id: str, model: str, decode: Decode):
-        super().__init__(request_id, model, decode)
-        self._lengths: dict[int, int] = {}  # characters of each text that were sent already
-
-    def start(self, n: int) -> Iterator[str]:
-        return iter(())
-
-    def delta(self, index: int, new: TextDelta, finish_reason: str | None) -> Iterator[str]:
-        if new.text or new.logprobs or finish_reason:
-            yield self._event(choices=[self._whole(index, new, finish_reason)])
-
-    def _whole(self, index: int, answer: TextDelta, finish_reason: str | None) -> dict[str, Any]:
-        start = self._lengths.get(index, 0)
-        self._lengths[index] = start + len(answer.text)
-        logprobs = self._completion_logprobs(answer, start) if answer.logprobs else None
-        return {"index": index, "text": answer.text, "logprobs": logprobs} | finish_fields(finish_reason)
-
-    def _completion_logprobs(self, new: TextDelta, start: int) -> dict[str, Any]:
-        entries = token_logprobs(new, self.decode)
-        tokens = [entry["token"] for entry in entries]
-        return {
-            "tokens": tokens,
-            "token_logprobs": [entry["logprob"] for entry in entries],
-            "top_logprobs": [{top["token"]: top["logprob"] for top in entry["top_logprobs"]} for entry in entries],
-            "text_offset": [start + sum(map(len, tokens[:i])) for i in range(len(tokens))],
-        }
 
 
 class ResponsesFormat(ChatFormat):

@@ -33,7 +33,6 @@ from nanovlm.serving.chat_format import (
     ModelInputs,
     check_image_tokens,
     parse_messages,
-    prepare_completion,
     prepare_inputs,
     preprocess,
     video_parts,
@@ -42,7 +41,7 @@ from nanovlm.serving.engine import Engine, SequenceRequest
 from nanovlm.serving.errors import APIError, as_api_error, refusing
 from nanovlm.serving.metrics import Metrics
 from nanovlm.serving.options import Limits
-from nanovlm.serving.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest, MediaURL, VideoPart
+from nanovlm.serving.protocol import ChatCompletionRequest, GenerationRequest, MediaURL, VideoPart
 from nanovlm.serving.response_formats import ChatFormat, TextDelta
 from nanovlm.serving.streaming import EventStreamResponse, ResponseStream, StopStringStreamer, stream_events
 
@@ -162,7 +161,7 @@ class ChatService:
             return EventStreamResponse(
                 stream_events(stream, output_format, first, texts, request.stream_options.include_usage, deadline)
             )
-        answers = [first.get(index, TextDelta()) for index in range(request.n_sequences)]
+        answers = [first.get(index, TextDelta()) for index in range(request.n)]
         async for new in texts:
             for index, delta in new.items():
                 answers[index] += delta
@@ -176,7 +175,7 @@ class ChatService:
         if is_structured := (schema := request.response_format.required_schema()) is not None:
             make = partial(self.captioner.structured_output.make_processors, untrusted=True)
             with refusing(request.schema_field):
-                wanted = schema, request.n_sequences, request.schema_field
+                wanted = schema, request.n, request.schema_field
                 processors = iter(await self.threads.run(request.client, make, *wanted))
         if (highest := max(request.logit_bias, default=0)) >= (size := self.captioner.processor.cfg.lm_vocab_size):
             raise APIError(
@@ -184,42 +183,35 @@ class ChatService:
             )
         run = partial(self.threads.run, request.client)
         samplings = [await run(each.sampling, self.captioner.tokenizer.encode) for each in request.sampling()]
-        prompts, on_prefilled = await self._prepare(request, request_scope)
+        inputs, on_prefilled = await self._prepare(request, request_scope)
+        max_tokens, images = self._max_tokens(request, len(inputs.input_ids)), inputs.images
         sequences, streamers = [], []
-        for inputs in prompts:
-            max_tokens, images = self._max_tokens(request, len(inputs.input_ids)), inputs.images
-            for sampling in samplings:
-                processor: LogitsProcessor | None = next(processors, None)
-                if request.logit_bias:
-                    processor = BiasProcessor(request.logit_bias, processor)
-                options = processor, request.top_logprobs, request.client, self.adapters.get(model)
-                sequences.append(SequenceRequest(inputs.input_ids, images, max_tokens, sampling, *options))
-                text_options = self.captioner.tokenizer, request.stop, inputs.continued_ids
-                streamers.append(StopStringStreamer(*text_options, is_structured=is_structured))
+        for sampling in samplings:
+            processor: LogitsProcessor | None = next(processors, None)
+            if request.logit_bias:
+                processor = BiasProcessor(request.logit_bias, processor)
+            options = processor, request.top_logprobs, request.client, self.adapters.get(model)
+            sequences.append(SequenceRequest(inputs.input_ids, images, max_tokens, sampling, *options))
+            text_options = self.captioner.tokenizer, request.stop, inputs.continued_ids
+            streamers.append(StopStringStreamer(*text_options, is_structured=is_structured))
         n_slots = await self.decoding_budget.acquire(request.client, len(sequences))
         request_scope.callback(self.decoding_budget.release, request.client, n_slots)
         handle = self.engine.submit(sequences)
         request_scope.callback(handle.cancel)
-        return ResponseStream(handle, streamers, sum(len(inputs.input_ids) for inputs in prompts), on_prefilled)
+        return ResponseStream(handle, streamers, len(inputs.input_ids), on_prefilled)
 
     def _admit_sequences(self, request: GenerationRequest, request_scope: AsyncExitStack) -> None:
         """Take the places of all sequences but the first, which has its place already."""
-        n, n_total = request.n, request.n_sequences
-        if n_total > self.admission.share:
-            asked = f"n={n}" + (f" for {n_total // n} prompts" if n_total > n else "")
-            message = f"{asked} is more than the {self.admission.share} answers that this server has places for"
-            raise APIError(400, message, param="n" if n > 1 else "prompt")
-        self.admission.admit(request.client, n_total - 1, request_scope)
+        if request.n > self.admission.share:
+            message = f"n={request.n} is more than the {self.admission.share} answers that this server has places for"
+            raise APIError(400, message, param="n")
+        self.admission.admit(request.client, request.n - 1, request_scope)
 
     async def _prepare(
         self, request: GenerationRequest, request_scope: AsyncExitStack
-    ) -> tuple[list[ModelInputs], Callable[[], None]]:
-        """The request's prompts, and what to call once they are prefilled; each step in a thread is short."""
+    ) -> tuple[ModelInputs, Callable[[], None]]:
+        """The request's prompt, and what to call once it is prefilled; each step in a thread is short."""
         self._check_length(request)
-        if isinstance(request, CompletionRequest):
-            tokenizer = self.captioner.tokenizer
-            run = partial(self.threads.run, request.client, prepare_completion)
-            return [await run(prompt, tokenizer) for prompt in request.prompt], lambda: None
         assert isinstance(request, ChatCompletionRequest)
         in_turns = self.captioner.processor.layout.images_in_turns
         of_videos = PixelReservation(self.video_budget, request.client)
@@ -243,7 +235,7 @@ class ChatService:
                 images.append(await reservation.run(self.threads, preprocess, *arguments))
             check_image_tokens(images, processor, chat.param)
         of_videos.release()
-        return [await self.threads.run(request.client, prepare_inputs, chat, images, processor)], reservation.release
+        return await self.threads.run(request.client, prepare_inputs, chat, images, processor), reservation.release
 
     async def _replace_videos(
         self, request: ChatCompletionRequest, with_times: bool, reservation: PixelReservation
@@ -265,10 +257,8 @@ class ChatService:
 
     def _check_length(self, request: GenerationRequest) -> None:
         """Refuse what cannot fit into the context whatever its tokens are, before it is tokenized."""
-        for prompt in request.texts:
-            unit, limit = ("characters", self.max_chars) if isinstance(prompt, str) else ("ids", self.context)
-            if len(prompt) > limit:
-                raise self._too_long(request, f"{len(prompt):,} {unit}")
+        if (n := len(request.text)) > self.max_chars:
+            raise self._too_long(request, f"{n:,} characters")
 
     def model_name(self, asked: str | None) -> str:
         """The name of the model that answers a request for one of this name."""

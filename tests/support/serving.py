@@ -109,7 +109,7 @@ class PlainClient:
     def __init__(self, url):
         self.url = url
         self.chat = Record(completions=Record(create=self._method("chat/completions")))
-        self.completions, self.responses = (Record(create=self._method(path)) for path in ("completions", "responses"))
+        self.responses = Record(create=self._method("responses"))
 
     def _method(self, path):
         url = f"{self.url}/v1/{path}"

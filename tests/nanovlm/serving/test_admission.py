@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import json
-import re
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -111,7 +110,6 @@ def test_body_that_does_not_come_is_refused():
     ("path", "body"),
     [
         ("/v1/chat/completions", {"messages": user_message("a" * 2_000_000)}),
-        ("/v1/completions", {"prompt": [5] * 90_000}),
         ("/v1/responses", {"input": "?", "instructions": "a" * 2_000_000}),
     ],
 )
@@ -125,7 +123,7 @@ def test_text_longer_than_the_context_is_not_tokenized(embedded, path, body):
     captioner = Captioner(embedded.model, Processor(embedded.processor.cfg, tokenizer))
     with RunningServer(captioner) as server:
         error = server.post(body, path).json()["error"]
-        assert error["code"] == "context_length_exceeded" and re.search("2,000,0|90,000", error["message"])
+        assert error["code"] == "context_length_exceeded" and "2,000,0" in error["message"]
         assert server.post({"messages": user_message("a " * 400), "max_tokens": 1}).status_code == 200
 
 

@@ -40,7 +40,7 @@ def test_each_request_gets_the_servers_answer_and_failed_ones_are_tried_again(em
     asked = [request(f"q{i}", messages=user_message(text, SAMPLE_URL)) for i, text in enumerate(QUESTIONS)]
     asked.append(request("two", messages=user_message(QUESTIONS[0], SAMPLE_URL), n=2, stream=True))
     broken = request("broken", messages=user_message("?", "data:image/png;base64,AAAA"))
-    write(*asked, broken, request("text", "/v1/completions", prompt="The", max_tokens=3))
+    write(*asked, broken, request("text", "/v1/responses", input="The", max_output_tokens=3))
     assert cli.main(["serve", *FLAGS]) == 1
     assert "1 request failed; out.jsonl says why" in capsys.readouterr().err
     found = results()
@@ -49,7 +49,7 @@ def test_each_request_gets_the_servers_answer_and_failed_ones_are_tried_again(em
         assert found[f"q{i}"]["body"]["model"] == "nanovlm", "whatever name was asked for"
         (choice,) = found[f"q{i}"]["body"]["choices"]
         assert choice["message"]["content"] == embedded.caption(SAMPLE, text, max_new_tokens=24)
-    assert len(found["two"]["body"]["choices"]) == 2 and found["text"]["body"]["object"] == "text_completion"
+    assert len(found["two"]["body"]["choices"]) == 2 and found["text"]["body"]["object"] == "response"
     done = Path("out.jsonl").read_text().splitlines()
     write(*asked, request("broken", messages=user_message(QUESTIONS[1], SAMPLE_URL)))
     Path("out.jsonl").write_text("".join(f"{line}\n" for line in done) + '{"id": "batch_req_')  # as a kill leaves it

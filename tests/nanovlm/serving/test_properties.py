@@ -55,8 +55,8 @@ ANYTHING = st.recursive(
 )
 FIELDS = ["model", "messages", "stream", "stream_options", "n", "max_tokens", "stop", "temperature", "top_p", "seed"]
 FIELDS += ["max_completion_tokens", "max_output_tokens", "logprobs", "top_logprobs", "presence_penalty", "top_k"]
-FIELDS += ["response_format", "text", "prompt", "input", "instructions", "include", "tools"]
-PATHS = ["/v1/chat/completions", "/v1/completions", "/v1/responses"]
+FIELDS += ["response_format", "text", "input", "instructions", "include", "tools"]
+PATHS = ["/v1/chat/completions", "/v1/responses"]
 MESSAGES = st.lists(
     st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant", "system"]) | ANYTHING, "content": ANYTHING}),
     max_size=3,
@@ -72,7 +72,7 @@ MESSAGES = st.lists(
 def test_any_json_is_answered_or_refused(served, changes, messages, path):
     messages = user_message("?", SAMPLE_URL) if messages is None else messages
     body = {"model": "nanovlm", "max_tokens": 2, "max_output_tokens": 2}
-    body |= {"messages": messages} if path == PATHS[0] else {"prompt": "?"} if path == PATHS[1] else {"input": messages}
+    body |= {"messages": messages} if path == PATHS[0] else {"input": messages}
     response = served.post(json.dumps(body | changes), path)
     assert response.status_code in (200, 400, 404)
     if response.status_code != 200:

@@ -105,5 +105,5 @@ def test_body_that_is_too_long_gets_413(embedded):
 
 
 def test_body_of_too_many_items_gets_413(served):
-    response = served.post({"prompt": [1] * 100_002}, "/v1/completions")
+    response = served.post({"messages": [1] * 100_002})
     assert response.status_code == 413 and "more than 100,000 commas" in response.json()["error"]["message"]

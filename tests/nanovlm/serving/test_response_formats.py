@@ -1,14 +1,13 @@
-"""Chat completions, completions and responses give the same text, and the same log-probabilities, whole or streamed."""
+"""Chat completions and responses give the same text, and the same log-probabilities, whole or streamed."""
 
 import json
-from functools import partial
 
 import pytest
 import torch
 
 from models.inference.requests import TokenLogprobs
 from nanovlm import SAMPLE
-from nanovlm.serving.response_formats import ChatFormat, CompletionFormat, TextDelta, Usage
+from nanovlm.serving.response_formats import ChatFormat, TextDelta, Usage
 from support.serving import QUESTIONS, SAMPLE_URL, chat, user_message
 
 
@@ -45,70 +44,8 @@ def test_logprobs_end_with_the_text(client):
 
 def test_impossible_token_has_a_number_in_json():
     impossible = TextDelta("a", ((5, TokenLogprobs(float("-inf"), [(6, float("-inf"))])),))
-    for output_format in (ChatFormat("1", "m", str), CompletionFormat("1", "m", str)):
-        response = output_format.response([impossible], ["stop"], Usage(1, 1))
-        assert "Infinity" not in json.dumps(response) and "-9999.0" in json.dumps(response)
-
-
-def laid_out(embedded, text):
-    """The prompt of a chat about no image, as its template lays it out."""
-    return embedded.tokenizer.backend.decode(embedded.processor.encode_prompt([], text), skip_special_tokens=False)
-
-
-def test_completion_continues_a_text_that_the_client_lays_out(client, embedded):
-    prompt, expected = laid_out(embedded, "Hello?"), embedded.caption(None, "Hello?", max_new_tokens=9)
-    answer = client.completions.create(model="nanovlm", prompt=prompt, max_tokens=9)
-    assert (answer.object, answer.choices[0].text) == ("text_completion", expected)
-    ids = embedded.processor.encode_prompt([], "Hello?")
-    by_ids = client.completions.create(model="nanovlm", prompt=ids, max_tokens=9)
-    assert by_ids.choices == answer.choices and by_ids.usage == answer.usage
-    assert answer.usage.prompt_tokens == len(ids)
-    chunks = list(client.completions.create(model="nanovlm", prompt=prompt, max_tokens=9, stream=True))
-    assert "".join(chunk.choices[0].text for chunk in chunks) == expected
-    assert chunks[-1].choices[0].finish_reason == answer.choices[0].finish_reason
-
-
-def test_completions_of_several_prompts(client, embedded):
-    prompts = [laid_out(embedded, text) for text in ("Hello?", "Who?")]
-    create = partial(client.completions.create, model="nanovlm", n=2, seed=3, temperature=5, max_tokens=7)
-    several, alone = create(prompt=prompts), [create(prompt=prompt) for prompt in prompts]
-    assert [choice.text for choice in several.choices] == [choice.text for one in alone for choice in one.choices]
-    assert [choice.index for choice in several.choices] == [0, 1, 2, 3]
-    assert several.usage.prompt_tokens == sum(one.usage.prompt_tokens for one in alone)
-
-
-def test_completion_has_logprobs(client, embedded):
-    prompt = laid_out(embedded, "Hello?")
-    choice = client.completions.create(model="nanovlm", prompt=prompt, max_tokens=5, logprobs=2).choices[0]
-    logprobs = choice.logprobs
-    assert "".join(logprobs.tokens) == choice.text
-    offsets = [sum(map(len, logprobs.tokens[:i])) for i in range(len(logprobs.tokens))]
-    assert logprobs.text_offset == offsets
-    for token, logprob, top in zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs):
-        assert top[token] == logprob == max(top.values()) and len(top) == 2
-    chunks = client.completions.create(model="nanovlm", prompt=prompt, max_tokens=5, logprobs=2, stream=True)
-    streamed = [chunk.choices[0].logprobs for chunk in chunks if chunk.choices[0].logprobs]
-    assert [offset for one in streamed for offset in one.text_offset] == offsets
-
-
-@pytest.mark.parametrize(
-    ("prompt", "message"),
-    [
-        ("", "prompt is empty"), ([], "prompt: List should have at least 1"), ([99999], "outside the vocabulary"),
-        ("<|image|>", "image tokens"), ({"a": 1}, "prompt: Input should be a valid array"),
-    ],
-)  # fmt: skip
-def test_completion_of_no_text_is_refused(served, prompt, message):
-    response = served.post({"prompt": prompt}, "/v1/completions")
-    assert response.status_code == 400 and message in response.json()["error"]["message"]
-    assert response.json()["error"]["param"] == "prompt"
-
-
-def test_completion_ends_after_16_tokens_unless_asked(client, embedded):
-    options = {"model": "nanovlm", "prompt": laid_out(embedded, "Hello?"), "temperature": 50, "seed": 1}
-    assert client.completions.create(**options).usage.completion_tokens <= 16
-    long = client.completions.create(**options, max_tokens=-1)
-    assert long.usage.completion_tokens > 16
+    response = ChatFormat("1", "m", str).response([impossible], ["stop"], Usage(1, 1))
+    assert "Infinity" not in json.dumps(response) and "-9999.0" in json.dumps(response)
 
 
 IMAGE_PART = {"type": "input_image", "image_url": SAMPLE_URL, "detail": "original"}
