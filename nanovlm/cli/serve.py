@@ -1,7 +1,6 @@
 """`nanovlm serve`: a web page and OpenAI's chat completions API."""
 
 import argparse
-import asyncio
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -11,7 +10,6 @@ from typing import TYPE_CHECKING
 from nanovlm import EMBEDDED, PROMPT
 from nanovlm.cli.options import EMBEDDED_LIMITS, add_model_flags, from_args, load_captioner, model_options
 from nanovlm.cli.options import add_flags as add_record_flags
-from nanovlm.console import count, print_error
 from nanovlm.errors import MissingExtraError, UsageError
 from nanovlm.options import ModelOptions
 from nanovlm.serving.options import Limits, ServerOptions
@@ -26,13 +24,6 @@ EXAMPLE = "nanovlm serve --port 8000"
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_record_flags(parser, ServerOptions)
-    add(
-        "--batch-file",
-        metavar="FILE",
-        help="answer the requests in FILE, one a line as for OpenAI's batch API, into --out, and stop; the same "
-        "command resumes",
-    )
-    add("--out", metavar="FILE", help="results of --batch-file, a .jsonl file")
     add_record_flags(parser, Limits)
     add_model_flags(parser, without=["adapter"])
     add(
@@ -57,34 +48,11 @@ def run(args: argparse.Namespace) -> int:
         if (error.name or "").partition(".")[0] in ("models", "nanovlm"):
             raise
         raise MissingExtraError(f"{error.name} is missing; pip install 'nanovlm[serve]'") from None
-    if args.batch_file is not None or args.out is not None:
-        return run_batch(args, model, adapters, options)
     with listen(options) as listening_socket:  # a port in use is reported before the model is loaded
         service = make_service(model, adapters, options)
         description = EMBEDDED_LIMITS if model.model == EMBEDDED and not adapters else ""
         serve(service, listening_socket, options, description)
     return 0
-
-
-def run_batch(
-    args: argparse.Namespace, model: ModelOptions, adapters: Mapping[str, str], options: ServerOptions
-) -> int:
-    """Answer a file of requests; 1 if one failed, after the others are done."""
-    from nanovlm.serving.app import make_app
-    from nanovlm.serving.batch_file import TIMEOUT_S, answer_batch, unanswered
-
-    if args.batch_file is None or args.out is None:
-        raise UsageError("--batch-file and --out go together: requests and results; name both")
-    requests, results = Path(args.batch_file), Path(args.out)
-    todo, n_failed = unanswered(requests, results), 0
-    if todo:
-        options = replace(options, limits=replace(options.limits, timeout=TIMEOUT_S))
-        service = make_service(model, adapters, options)
-        n_failed = asyncio.run(answer_batch(service, make_app(service, ServerOptions()), requests, todo, results))
-    print_error(f"{count(len(todo) - n_failed, 'request')} answered")
-    if n_failed:
-        print_error(f"{count(n_failed, 'request')} failed; {args.out} says why, and the same command tries them again")
-    return 1 if n_failed else 0
 
 
 def make_service(model: ModelOptions, adapters: Mapping[str, str], options: ServerOptions) -> "ChatService":
