@@ -1,6 +1,6 @@
 """The routes of the server: OpenAI's API at /v1, health, metrics and the page."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ from starlette.middleware.cors import CORSMiddleware
 from nanovlm.embedded import SAMPLE
 from nanovlm.serving.errors import APIError, internal_error
 from nanovlm.serving.options import ServerOptions
-from nanovlm.serving.protocol import ChatCompletionRequest, GenerationRequest, ResponsesRequest
 from nanovlm.serving.security import BrowserSecurityMiddleware, require_api_key
 from nanovlm.serving.service import ChatService
 
@@ -24,10 +23,6 @@ PAGE_FILES = {
     "/page.css": STATIC / "page.css",
     "/page.js": STATIC / "page.js",
     "/sample.png": SAMPLE,
-}
-POST_ROUTES: dict[str, type[GenerationRequest]] = {
-    "/chat/completions": ChatCompletionRequest,
-    "/responses": ResponsesRequest,
 }
 GET = ["GET", "HEAD"]
 
@@ -69,11 +64,8 @@ def api_routes(service: ChatService, description: str) -> APIRouter:
         for name in service.names
     }
 
-    def post_route(dialect: type[GenerationRequest]) -> Callable[[Request], Awaitable[Response]]:
-        async def create(request: Request) -> Response:
-            return await service.complete(request, dialect)
-
-        return create
+    async def create(request: Request) -> Response:
+        return await service.complete(request)
 
     def list_models() -> dict[str, Any]:
         return {"object": "list", "data": list(models.values())}
@@ -87,8 +79,7 @@ def api_routes(service: ChatService, description: str) -> APIRouter:
         return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     for prefix in ("/v1", ""):  # some clients leave it out, as llama.cpp's server allows
-        for path, dialect in POST_ROUTES.items():
-            router.add_api_route(prefix + path, post_route(dialect), methods=["POST"])
+        router.add_api_route(f"{prefix}/chat/completions", create, methods=["POST"])
         router.add_api_route(f"{prefix}/models", list_models, methods=GET)
         router.add_api_route(f"{prefix}/models/{{name:path}}", retrieve_model, methods=GET)
     router.add_api_route("/metrics", metrics, methods=GET)

@@ -31,7 +31,6 @@ class Chat:
     question: str
     answer: str = ""  # the beginning of the answer, which the model continues
     turns: list[tuple[str, list[str | None]]] | None = None  # roles, texts and images (None) in the client's order
-    param: str = "messages"  # the client's name of the field that holds the conversation
 
 
 @dataclass(frozen=True)
@@ -55,22 +54,22 @@ class _Turn:
         return cls(role, "\n".join(filter(None, (one.text for one in joined))), any(one.image_urls for one in joined))
 
 
-def parse_messages(messages: Sequence[Message], param: str = "messages", images_in_turns: bool = False) -> Chat:
+def parse_messages(messages: Sequence[Message], images_in_turns: bool = False) -> Chat:
     """Lay messages out as nanoVLM's chats, in which user and assistant take turns.
 
     There is no system role: system text is put before the first question. Consecutive messages of one role are joined,
     an image without text gets the default prompt, and a greeting by the assistant follows an empty question. If the
     assistant has the last word, the model continues its message, as llama.cpp's server does. With images_in_turns
-    messages stay as they are, as in transformers and vLLM. param is the client's name of the field.
+    messages stay as they are, as in transformers and vLLM.
     """
     for message in messages:
         if message.role != "user" and message.image_urls:
-            raise APIError(400, f"only user messages may contain images, not {message.role} ones", param=param)
+            raise APIError(400, f"only user messages may contain images, not {message.role} ones", param="messages")
     system = [message.text for message in messages if message.role in ("system", "developer")]
     dialogue = [message for message in messages if message.role in ("user", "assistant")]
     turns = [_Turn.join(role, group) for role, group in groupby(dialogue, lambda message: message.role)]
     if not turns:
-        raise APIError(400, f"{param} holds no message of a user; ask something", param=param)
+        raise APIError(400, "messages holds no message of a user; ask something", param="messages")
     if turns[0].role == "assistant":
         turns.insert(0, _Turn("user", ""))
     answer = turns.pop().text if turns[-1].role == "assistant" else ""
@@ -81,14 +80,14 @@ def parse_messages(messages: Sequence[Message], param: str = "messages", images_
     texts = [turn.text for turn in turns]
     if not is_asked:
         if not any(turn.has_images for turn in turns):
-            raise APIError(400, "the last user message is empty; ask something", param=param)
+            raise APIError(400, "the last user message is empty; ask something", param="messages")
         texts[-1] = PROMPT
     image_urls = [url for message in messages for url in message.image_urls]
     if images_in_turns:
         as_sent, answer = _unchanged_turns(messages, is_asked)
-        return Chat(image_urls, [], "", answer, as_sent, param)
+        return Chat(image_urls, [], "", answer, as_sent)
     texts[0] = "\n\n".join(filter(None, [*system, texts[0]]))
-    return Chat(image_urls, list(zip(texts[:-1:2], texts[1::2])), texts[-1], answer, None, param)
+    return Chat(image_urls, list(zip(texts[:-1:2], texts[1::2])), texts[-1], answer)
 
 
 def _unchanged_turns(messages: Sequence[Message], is_asked: bool) -> tuple[list[tuple[str, list[str | None]]], str]:
@@ -110,7 +109,7 @@ def prepare_inputs(chat: Chat, images: list[TiledImage], processor: Processor) -
     """The tokens of a chat about preprocessed images. Threads may do it."""
     grids = [image.grid for image in images if image.grid is not None]
     tokenizer = processor.tokenizer
-    with refusing(chat.param):  # the model has no chat template, or the template refuses this chat
+    with refusing("messages"):  # the model has no chat template, or the template refuses this chat
         if chat.turns is None:
             ids = processor.encode_prompt(grids, chat.question, chat.history)
         else:
@@ -175,11 +174,11 @@ def video_parts(name: str, file: str | bytes, with_times: bool, max_pixels: int)
     return [*parts, TextPart(type="text", text=end)] if with_times else parts
 
 
-def check_image_tokens(images: Sequence[TiledImage], processor: Processor, param: str) -> None:
+def check_image_tokens(images: Sequence[TiledImage], processor: Processor) -> None:
     """Refuse more images than the context holds, before they fill the memory."""
     cfg = processor.cfg
     n_tokens = sum(image.n_tiles for image in images) * cfg.mp_image_token_length
     if n_tokens > cfg.lm_max_position_embeddings:
         limit = f"lm_max_position_embeddings={cfg.lm_max_position_embeddings}"
         message = f"{len(images)} images alone take {n_tokens} tokens, more than {limit}; show fewer"
-        raise APIError(400, message, "context_length_exceeded", param)
+        raise APIError(400, message, "context_length_exceeded", "messages")

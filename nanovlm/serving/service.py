@@ -41,7 +41,7 @@ from nanovlm.serving.engine import Engine, SequenceRequest
 from nanovlm.serving.errors import APIError, as_api_error, refusing
 from nanovlm.serving.metrics import Metrics
 from nanovlm.serving.options import Limits
-from nanovlm.serving.protocol import ChatCompletionRequest, GenerationRequest, MediaURL, VideoPart
+from nanovlm.serving.protocol import ChatCompletionRequest, MediaURL, VideoPart
 from nanovlm.serving.response_formats import ChatFormat, TextDelta
 from nanovlm.serving.streaming import EventStreamResponse, ResponseStream, StopStringStreamer, stream_events
 
@@ -111,10 +111,10 @@ class ChatService:
             self.engine.close()
         self.threads.shutdown()
 
-    async def complete(self, http_request: Request, dialect: type[GenerationRequest]) -> Response:
+    async def complete(self, http_request: Request) -> Response:
         """The response to one request. Whatever goes wrong is an APIError, and counted in the metrics."""
         try:
-            response = await self._complete(http_request, dialect)
+            response = await self._complete(http_request)
         except (Exception, asyncio.CancelledError) as error:
             api_error = as_api_error(error)
             self.metrics.requests.labels(api_error.status).inc()
@@ -122,7 +122,7 @@ class ChatService:
         self.metrics.requests.labels(response.status_code).inc()
         return response
 
-    async def _complete(self, http_request: Request, dialect: type[GenerationRequest]) -> Response:
+    async def _complete(self, http_request: Request) -> Response:
         loop = asyncio.get_running_loop()
         arrival, client = loop.time(), http_request.client.host if http_request.client else ""
         deadline = partial(request_deadline, arrival + self.limits.timeout, self.limits.timeout)
@@ -132,10 +132,10 @@ class ChatService:
                     self.admission.admit(client, 1, place)
                 body = await read_body(http_request, self.limits.max_body, self.body_budget, client)
                 self.admission.admit(client, 1, request_scope)
-                request = await self.threads.run(client, dialect.parse, body, client)
+                request = await self.threads.run(client, ChatCompletionRequest.parse, body, client)
                 del body  # it may hold megabytes of images, as the request does
                 name, decode = self.model_name(request.model), self.captioner.tokenizer.decode_raw
-                output_format = dialect.output_format(uuid.uuid4().hex, name, decode)
+                output_format = ChatFormat(uuid.uuid4().hex, name, decode)
                 work = self._respond(request, output_format, request_scope, arrival, deadline)
                 response = await cancel_on_disconnect(http_request, work)
             if isinstance(response, EventStreamResponse):
@@ -144,7 +144,7 @@ class ChatService:
 
     async def _respond(
         self,
-        request: GenerationRequest,
+        request: ChatCompletionRequest,
         output_format: ChatFormat,
         request_scope: AsyncExitStack,
         arrival: float,
@@ -167,15 +167,15 @@ class ChatService:
                 answers[index] += delta
         return JSONResponse(output_format.response(answers, stream.finish_reasons, stream.usage))
 
-    async def _submit(self, request: GenerationRequest, request_scope: AsyncExitStack) -> ResponseStream:
+    async def _submit(self, request: ChatCompletionRequest, request_scope: AsyncExitStack) -> ResponseStream:
         """Check and preprocess a request, and submit it to the engine."""
         model = self.model_name(request.model)
         self._admit_sequences(request, request_scope)
         processors: Iterator[GrammarProcessor] = iter(())
         if is_structured := (schema := request.response_format.required_schema()) is not None:
             make = partial(self.captioner.structured_output.make_processors, untrusted=True)
-            with refusing(request.schema_field):
-                wanted = schema, request.n, request.schema_field
+            with refusing("response_format"):
+                wanted = schema, request.n, "response_format"
                 processors = iter(await self.threads.run(request.client, make, *wanted))
         if (highest := max(request.logit_bias, default=0)) >= (size := self.captioner.processor.cfg.lm_vocab_size):
             raise APIError(
@@ -200,7 +200,7 @@ class ChatService:
         request_scope.callback(handle.cancel)
         return ResponseStream(handle, streamers, len(inputs.input_ids), on_prefilled)
 
-    def _admit_sequences(self, request: GenerationRequest, request_scope: AsyncExitStack) -> None:
+    def _admit_sequences(self, request: ChatCompletionRequest, request_scope: AsyncExitStack) -> None:
         """Take the places of all sequences but the first, which has its place already."""
         if request.n > self.admission.share:
             message = f"n={request.n} is more than the {self.admission.share} answers that this server has places for"
@@ -208,21 +208,20 @@ class ChatService:
         self.admission.admit(request.client, request.n - 1, request_scope)
 
     async def _prepare(
-        self, request: GenerationRequest, request_scope: AsyncExitStack
+        self, request: ChatCompletionRequest, request_scope: AsyncExitStack
     ) -> tuple[ModelInputs, Callable[[], None]]:
         """The request's prompt, and what to call once it is prefilled; each step in a thread is short."""
         self._check_length(request)
-        assert isinstance(request, ChatCompletionRequest)
         in_turns = self.captioner.processor.layout.images_in_turns
         of_videos = PixelReservation(self.video_budget, request.client)
         request_scope.callback(of_videos.release)
         await self._replace_videos(request, in_turns, of_videos)
-        chat = parse_messages(request.messages, request.prompt_field, in_turns)
+        chat = parse_messages(request.messages, in_turns)
         if not chat.image_urls and not self._warned_of_no_image:
             self._warned_of_no_image = True
             logger.warning(NO_IMAGE)
         request.messages.clear()  # from here on only chat holds the encoded images
-        files = await self._fetch(chat.image_urls, "image", chat.param)
+        files = await self._fetch(chat.image_urls, "image")
         reservation = PixelReservation(self.pixel_budget, request.client)
         request_scope.callback(reservation.release)
         await reservation.acquire(len(files))
@@ -231,9 +230,9 @@ class ChatService:
         images: list[TiledImage] = []
         for number, file in enumerate(files, 1):
             arguments = f"image {number}", file, processor, *options, chat.image_urls[number - 1].detail
-            with refusing(chat.param, "invalid_image"):
+            with refusing("messages", "invalid_image"):
                 images.append(await reservation.run(self.threads, preprocess, *arguments))
-            check_image_tokens(images, processor, chat.param)
+            check_image_tokens(images, processor)
         of_videos.release()
         return await self.threads.run(request.client, prepare_inputs, chat, images, processor), reservation.release
 
@@ -244,21 +243,21 @@ class ChatService:
         videos = [part for message in request.messages for part in message.content if isinstance(part, VideoPart)]
         if not videos:
             return
-        files = await self._fetch([video.video_url for video in videos], "video", request.prompt_field)
+        files = await self._fetch([video.video_url for video in videos], "video")
         await reservation.acquire(1)
         options, frames = (with_times, VIDEO_PIXELS // len(videos)), []
         for number, file in enumerate(files, 1):
-            with refusing(request.prompt_field, "invalid_video"):
+            with refusing("messages", "invalid_video"):
                 frames.append(await reservation.run(self.threads, video_parts, f"video {number}", file, *options))
         of_videos = iter(frames)
         for message in request.messages:
             parts = [next(of_videos) if isinstance(part, VideoPart) else [part] for part in message.content]
             message.content = list(chain.from_iterable(parts))
 
-    def _check_length(self, request: GenerationRequest) -> None:
+    def _check_length(self, request: ChatCompletionRequest) -> None:
         """Refuse what cannot fit into the context whatever its tokens are, before it is tokenized."""
         if (n := len(request.text)) > self.max_chars:
-            raise self._too_long(request, f"{n:,} characters")
+            raise self._too_long(f"{n:,} characters")
 
     def model_name(self, asked: str | None) -> str:
         """The name of the model that answers a request for one of this name."""
@@ -270,12 +269,12 @@ class ChatService:
         names = ", ".join(map(repr, self.names))
         return APIError(404, f"no model {name!r} here, only {names}", "model_not_found", "model")
 
-    async def _fetch(self, urls: Sequence[MediaURL], kind: str, param: str) -> list[str | bytes]:
+    async def _fetch(self, urls: Sequence[MediaURL], kind: str) -> list[str | bytes]:
         """The remote files of images or videos; data URLs remain as they are, since a thread decodes them faster."""
         files: list[str | bytes] = []
         free_bytes = self.limits.max_body
         for number, media in enumerate(urls, 1):
-            with refusing(param, f"invalid_{kind}"):
+            with refusing("messages", f"invalid_{kind}"):
                 files.append(await self._file(media.url, f"{kind} {number}", free_bytes))
             free_bytes -= len(files[-1]) if isinstance(files[-1], bytes) else 0
         return files
@@ -287,20 +286,20 @@ class ChatService:
         except ImageError as error:
             raise ImageError(f"{name}: {error}") from None
 
-    def _max_tokens(self, request: GenerationRequest, prompt_tokens: int) -> int:
+    def _max_tokens(self, request: ChatCompletionRequest, prompt_tokens: int) -> int:
         """How many tokens to generate at most: what the request allows and the context has room for.
 
         APIError if the prompt alone does not fit.
         """
         room = self.context - prompt_tokens + 1  # the last token is never read
         if room < 1:
-            raise self._too_long(request, f"a prompt of {prompt_tokens} tokens")
+            raise self._too_long(f"a prompt of {prompt_tokens} tokens")
         return room if request.max_tokens is None else min(request.max_tokens, room)
 
-    def _too_long(self, request: GenerationRequest, what: str) -> APIError:
-        limit, field = f"the model's context (lm_max_position_embeddings={self.context})", request.prompt_field
-        message = f"{field} holds {what}, more than {limit} has room for; shorten it"
-        return APIError(400, message, "context_length_exceeded", field)
+    def _too_long(self, what: str) -> APIError:
+        limit = f"the model's context (lm_max_position_embeddings={self.context})"
+        message = f"messages holds {what}, more than {limit} has room for; shorten it"
+        return APIError(400, message, "context_length_exceeded", "messages")
 
     def _count_tokens(self, stream: ResponseStream) -> None:
         self.metrics.prompt_tokens.inc(stream.num_prompt_tokens)

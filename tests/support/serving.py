@@ -97,10 +97,6 @@ class Record(dict):
     """A JSON object whose fields are attributes, None if it has no such field."""
 
     __getattr__ = dict.get
-    output_text = property(lambda self: self.output[0].content[0].text)
-
-    def model_dump(self):
-        return self
 
 
 class PlainClient:
@@ -108,21 +104,16 @@ class PlainClient:
 
     def __init__(self, url):
         self.url = url
-        self.chat = Record(completions=Record(create=self._method("chat/completions")))
-        self.responses = Record(create=self._method("responses"))
+        self.chat = Record(completions=Record(create=self._create))
 
-    def _method(self, path):
-        url = f"{self.url}/v1/{path}"
-
-        def create(extra_body=(), **body):
-            body |= dict(extra_body)
-            if body.get("stream"):
-                return stream_events(url, body)
-            response = http.post(url, json=body)
-            assert response.status_code == 200, response.text
-            return json.loads(response.text, object_hook=Record)
-
-        return create
+    def _create(self, extra_body=(), **body):
+        url = f"{self.url}/v1/chat/completions"
+        body |= dict(extra_body)
+        if body.get("stream"):
+            return stream_events(url, body)
+        response = http.post(url, json=body)
+        assert response.status_code == 200, response.text
+        return json.loads(response.text, object_hook=Record)
 
 
 def stream_events(url, body):

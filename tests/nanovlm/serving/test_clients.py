@@ -38,9 +38,6 @@ def test_langchain(served, embedded):
     talk = [SystemMessage("Be brief."), AIMessage("Hello!"), question, AIMessage("A ring."), HumanMessage("Where?")]
     assert chat.invoke(talk).response_metadata["finish_reason"] == "stop"
     assert [answer.content for answer in chat.batch([[question]] * 3)] == [embedded.caption(SAMPLE)] * 3
-    server = {"base_url": f"{served.url}/v1", "api_key": "none"}
-    responses = langchain.ChatOpenAI(model="gpt-4o-mini", use_responses_api=True, **server)
-    assert responses.invoke([question]).text == embedded.caption(SAMPLE)
 
 
 def test_llm(served, embedded, tmp_path, monkeypatch):

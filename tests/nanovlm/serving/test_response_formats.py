@@ -1,4 +1,4 @@
-"""Chat completions and responses give the same text, and the same log-probabilities, whole or streamed."""
+"""Chat completions give the same text, and the same log-probabilities, whole or streamed."""
 
 import json
 
@@ -8,7 +8,7 @@ import torch
 from models.inference.requests import TokenLogprobs
 from nanovlm import SAMPLE
 from nanovlm.serving.response_formats import ChatFormat, TextDelta, Usage
-from support.serving import QUESTIONS, SAMPLE_URL, chat, user_message
+from support.serving import QUESTIONS, chat
 
 
 def expected_logprobs(embedded, token_ids, n_top):
@@ -46,54 +46,6 @@ def test_impossible_token_has_a_number_in_json():
     impossible = TextDelta("a", ((5, TokenLogprobs(float("-inf"), [(6, float("-inf"))])),))
     response = ChatFormat("1", "m", str).response([impossible], ["stop"], Usage(1, 1))
     assert "Infinity" not in json.dumps(response) and "-9999.0" in json.dumps(response)
-
-
-IMAGE_PART = {"type": "input_image", "image_url": SAMPLE_URL, "detail": "original"}
-RESPONSES_INPUT = [{"role": "user", "content": [IMAGE_PART, {"type": "input_text", "text": QUESTIONS[0]}]}]
-
-
-def test_response_is_the_same_answer(client, embedded):
-    response = client.responses.create(model="nanovlm", input=RESPONSES_INPUT)
-    assert response.output_text == embedded.caption(SAMPLE) and response.status == "completed"
-    usage = chat(client).usage
-    assert (response.usage.input_tokens, response.usage.output_tokens) == (usage.prompt_tokens, usage.completion_tokens)
-    text = client.responses.create(model="nanovlm", input="Hello?", max_output_tokens=1)
-    assert text.output_text == embedded.caption(None, "Hello?", max_new_tokens=1)
-    assert text.status == "incomplete" and text.incomplete_details.reason == "max_output_tokens"
-
-
-def test_response_continues_a_conversation(client):
-    first = client.responses.create(model="nanovlm", input=RESPONSES_INPUT)
-    more = [*RESPONSES_INPUT, *(item.model_dump() for item in first.output), {"role": "user", "content": QUESTIONS[1]}]
-    second = client.responses.create(model="nanovlm", input=more, instructions="Be brief.")
-    messages = [
-        {"role": "system", "content": "Be brief."},
-        *user_message(QUESTIONS[0], SAMPLE_URL),
-        {"role": "assistant", "content": first.output_text},
-        *user_message(QUESTIONS[1]),
-    ]
-    assert second.output_text == chat(client, messages).choices[0].message.content
-
-
-def test_response_is_streamed_as_events(served, embedded):
-    stream = served.client().responses.create(input=RESPONSES_INPUT, top_logprobs=1, stream=True)
-    assert_events_are(embedded.caption(SAMPLE), list(stream))
-
-
-@pytest.mark.full
-def test_response_is_streamed_to_the_openai_client(served, embedded):
-    with served.openai_client().responses.stream(model="nanovlm", input=RESPONSES_INPUT, top_logprobs=1) as stream:
-        assert_events_are(embedded.caption(SAMPLE), list(stream))
-        assert stream.get_final_response().output_text == embedded.caption(SAMPLE)
-
-
-def assert_events_are(text, events):
-    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == text
-    assert [events[0].type, events[-1].type] == ["response.created", "response.completed"]
-    assert [event.sequence_number for event in events] == list(range(len(events)))
-    final = events[-1].response
-    assert final.output_text == text and final.status == "completed"
-    assert "".join(one.token for one in final.output[0].content[0].logprobs) == text
 
 
 def test_bad_words_and_biases_exclude_and_favor_tokens(client, embedded):

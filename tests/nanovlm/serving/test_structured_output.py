@@ -51,8 +51,6 @@ def test_openai_client_parses_an_answer(served):
 
     chat = client.chat.completions.parse(**ASKED, response_format=Image)
     assert isinstance(chat.choices[0].message.parsed, Image)
-    response = client.responses.parse(model="nanovlm", input="?", text_format=Image)
-    assert isinstance(response.output_parsed, Image)
 
 
 @pytest.mark.parametrize(
@@ -74,9 +72,6 @@ def test_schema_that_is_not_possible_is_refused(served, schema, caplog):
     reasons = "response_format: .*(cannot be followed: .|shorten|simpler patterns)"
     assert response.status_code == 400 and re.match(reasons, error["message"])
     assert len(error["message"]) < 300 and "NoExtension" not in error["message"]
-    flat = {"type": "json_schema", "name": "x", "schema": schema}
-    error = served.post({"input": "?", "text": {"format": flat}}, "/v1/responses").json()["error"]
-    assert error["message"].startswith("text.format: ")
     assert not [record for record in caplog.records if record.levelname == "ERROR"], "no failure of the server"
 
 
