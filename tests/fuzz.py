@@ -115,13 +115,10 @@ def requests(folder: Path) -> Target:
     structured = StructuredOutput(processor.tokenizer)
     parts = [{"type": "text", "text": "Hi"}, {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}]
     schema = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"enum": ["x"]}}, "required": ["a"]}
-    body = {"model": "m", "temperature": 0.5, "n": 2, "stop": ["x"], "seed": 1, "logit_bias": {"5": 1.0}}
+    body = {"model": "m", "temperature": 0.5, "stop": ["x"], "seed": 1}
     body |= {"bad_words": ["x"], "repetition_detection": {"max_pattern_size": 4, "min_count": 2}, "stream": True}
     chat = {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": parts}]}
-    chat |= {
-        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
-        "logprobs": True,
-    }
+    chat["response_format"] = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
 
     def check(data: bytes) -> None:
         request = ChatCompletionRequest.parse(data)

@@ -17,7 +17,7 @@ from models.decoding import GREEDY, SamplingParams, TokenSampler, finish_reason
 from models.errors import InputError, is_out_of_memory
 from models.inference.fair_share import FairShare
 from models.inference.inference_model import InferenceModel
-from models.inference.requests import BatchRequest, LogitsProcessor, PrefillError, TokenLogprobs, TokenOutput
+from models.inference.requests import BatchRequest, LogitsProcessor, PrefillError, TokenOutput
 from models.inference.serving_caches import (
     CachedPrefix,
     ImageCache,
@@ -90,7 +90,6 @@ class ContinuousBatch:
         max_new_tokens: int = MAX_NEW_TOKENS,
         sampling: SamplingParams = GREEDY,
         logits_processor: LogitsProcessor | None = None,
-        top_logprobs: int | None = None,
         client: Hashable = None,
         model: InferenceModel | None = None,
     ) -> None:
@@ -100,10 +99,9 @@ class ContinuousBatch:
         like an earlier sequence in the prefix cache is prefilled from there on.
 
         logits_processor changes the logits before each token is chosen, for example to exclude tokens: it is called
-        with the request's generated ids and logits (1, vocabulary). top_logprobs asks for the log-probability of each
-        token and of that many most likely ones, 0 for the token's own; they are those of the model's unchanged logits.
-        Steps are shared fairly among clients, see `FairShare`. model is one that `with_adapter` made of the batch's
-        own, which is the default; the keys of images must be others if it encodes them in another way.
+        with the request's generated ids and logits (1, vocabulary). Steps are shared fairly among clients, see
+        `FairShare`. model is one that `with_adapter` made of the batch's own, which is the default; the keys of images
+        must be others if it encodes them in another way.
         """
         if key in self._waiting or any(request is not None and request.key == key for request in self._slots):
             raise InputError(f"{key!r} is the key of a request that waits or runs; use another")
@@ -118,14 +116,12 @@ class ContinuousBatch:
         dtype = next((image.tiles.dtype for image in inputs if image.tiles is not None), None)
         self.model.validate_images(input_ids, torch.empty(sum(image.n_tiles for image in inputs), 0, dtype=dtype))
         starts = image_starts(ids, inputs, self.model.image_token_id, self.model.cfg.mp_image_token_length)
-        request = BatchRequest(
-            key, model or self.model, ids, inputs, starts, max_new_tokens, sampling, client, top_logprobs
-        )
+        request = BatchRequest(key, model or self.model, ids, inputs, starts, max_new_tokens, sampling, client)
         if logits_processor is not None or not sampling.is_greedy:
             process = None if logits_processor is None else partial(logits_processor, request.output)
             prompt = ids.masked_fill(ids == self.model.image_token_id, -1)[None]
             request.sampler = TokenSampler(sampling, self._ends, prompt, process)
-            if sampling.is_greedy and top_logprobs is None:  # a forced token takes no random number and has no logits
+            if sampling.is_greedy:  # a forced token takes no random number
                 request.forced_tokens = getattr(logits_processor, "forced_tokens", None)
         self._waiting[key] = request
 
@@ -314,16 +310,14 @@ class ContinuousBatch:
                     self._slots[self._slots.index(request)] = None
                     outputs.append(TokenOutput(request.key, -1, "error", error))
                     continue
-            n_top = request.top_logprobs
-            logprobs = None if n_top is None else TokenLogprobs.of(logits[row], token_id, n_top)
-            outputs.append(self._accept(request, token_id, logprobs))
+            outputs.append(self._accept(request, token_id))
             if request.forced_tokens is not None and outputs[-1].finished is None:
                 for forced in request.forced_tokens(request.output):
                     if outputs[-1].finished is None:
                         outputs.append(self._accept(request, forced))
         return outputs
 
-    def _accept(self, request: BatchRequest, token_id: int, logprobs: TokenLogprobs | None = None) -> TokenOutput:
+    def _accept(self, request: BatchRequest, token_id: int) -> TokenOutput:
         """Add a token to the request's output, which may end it."""
         request.output.append(token_id)
         request.remaining -= 1
@@ -331,4 +325,4 @@ class ContinuousBatch:
         finished = None if reason == "length" and request.remaining else reason
         if finished:
             self._end(self._slots.index(request), request)
-        return TokenOutput(request.key, token_id, finished, None, logprobs, request.prefix_length)
+        return TokenOutput(request.key, token_id, finished, None, request.prefix_length)

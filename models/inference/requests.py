@@ -16,21 +16,6 @@ LogitsProcessor = Callable[[list[int], Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class TokenLogprobs:
-    """The log-probability of a generated token, and the most likely tokens in its place, before any sampling."""
-
-    logprob: float
-    top: list[tuple[int, float]]  # ids and log-probabilities, the most likely first
-
-    @classmethod
-    def of(cls, logits: Tensor, token_id: int, n_top: int) -> "TokenLogprobs":
-        """Those of a token and of the n_top most likely ones by logits (vocabulary,)."""
-        logprobs = logits.float().log_softmax(-1)
-        values, ids = logprobs.topk(min(n_top, len(logprobs)))
-        return cls(float(logprobs[token_id]), list(zip(ids.tolist(), values.tolist())))
-
-
-@dataclass(frozen=True)
 class TokenOutput:
     """The next token of a request, with its `finish_reason` if it is the last, or "error"."""
 
@@ -38,7 +23,6 @@ class TokenOutput:
     token_id: int
     finished: str | None = None
     error: Exception | None = None  # why the request failed; token_id is then -1
-    logprobs: TokenLogprobs | None = None  # if the request asked for them
     n_cached: int = 0  # tokens of the prompt that the prefix cache held
 
 
@@ -62,7 +46,6 @@ class BatchRequest:
     remaining: int  # tokens that may still be generated
     sampling: SamplingParams
     client: Hashable = None  # whose it is
-    top_logprobs: int | None = None  # how many; None for no log-probabilities at all
     forced_tokens: Callable[[list[int]], list[int]] | None = None
     sampler: TokenSampler | None = None  # None for the most likely token, which is found for all such requests together
     prefix: CachedPrefix | None = None  # that begins like the prompt

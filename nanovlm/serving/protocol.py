@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -21,12 +20,9 @@ from nanovlm.options import GenerationOptions
 from nanovlm.serving.errors import APIError
 
 MAX_MESSAGES = 1000
-MAX_N = 16
 MAX_STOP_STRINGS = 4
-MAX_BIASES = 1024
 MAX_BAD_WORDS = 64
 MAX_BAD_WORD = 100  # characters
-MAX_TOP_LOGPROBS = 20
 DEFAULT_MAX_TOKENS = 256  # mlx-vlm's
 NO_LIMIT = -1  # as max_tokens
 ANY_OBJECT = {"type": "object"}  # a JSON schema
@@ -38,6 +34,10 @@ UNSUPPORTED: dict[str, list[Any]] = {  # fields that the server refuses, unless 
     "function_call": ["none", "auto"],
     "audio": [],
     "modalities": [["text"]],
+    "n": [1],
+    "logprobs": [False],
+    "top_logprobs": [0],
+    "logit_bias": [{}],
 }
 
 
@@ -154,7 +154,6 @@ class ChatCompletionRequest(StrictModel):
     model: str | None = None
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     stream: bool = False
-    n: int = Field(1, ge=1, le=MAX_N)
     stop: Annotated[list[str], text_as(lambda text: [text])] = Field([], max_length=MAX_STOP_STRINGS)
     temperature: float = 0.0
     top_p: float = 1.0
@@ -164,18 +163,12 @@ class ChatCompletionRequest(StrictModel):
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     seed: Annotated[int | None, AfterValidator(lambda seed: None if seed == -1 else seed)] = None  # as vLLM
-    logit_bias: dict[Annotated[int, Field(ge=0, strict=False)], Annotated[float, Field(ge=-100, le=100)]] = Field(
-        {}, max_length=MAX_BIASES
-    )
     no_repeat_ngram_size: int = 0
     bad_words: list[Annotated[str, Field(pattern=r"\S", max_length=MAX_BAD_WORD)]] = Field([], max_length=MAX_BAD_WORDS)
     repetition_detection: RepetitionDetection | None = None
     max_tokens: MaxTokens = Field(DEFAULT_MAX_TOKENS, validation_alias=AliasChoices(*MAX_TOKENS_FIELDS))
     stream_options: StreamOptions = StreamOptions()
     response_format: ResponseFormat = ResponseFormat()
-    logprobs: bool = False
-    # How many likely tokens to report beside each token; None for no logprobs at all
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
 
     @model_validator(mode="before")
     @classmethod
@@ -190,13 +183,6 @@ class ChatCompletionRequest(StrictModel):
                 raise APIError(400, f"{name} is not supported by this server; leave it out", param=name)
         limits = {name: data[name] for name in MAX_TOKENS_FIELDS if name in data}
         return data if any(limit is not None for limit in limits.values()) else data | dict.fromkeys(limits, NO_LIMIT)
-
-    @model_validator(mode="after")
-    def _finish(self) -> Self:
-        if self.top_logprobs and not self.logprobs:
-            raise APIError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
-        self.top_logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        return self
 
     @classmethod
     def parse(cls, body: bytes, client: str = "") -> Self:
@@ -219,19 +205,16 @@ class ChatCompletionRequest(StrictModel):
         """All text that is to be read."""
         return "".join(message.text for message in self.messages)
 
-    def sampling(self) -> list[GenerationOptions]:
-        """One for each of n answers. With a seed each has its own, and the first is that of n=1."""
+    def sampling(self) -> GenerationOptions:
         names = GenerationOptions.__dataclass_fields__.keys() & type(self).model_fields.keys()
         options = {name: getattr(self, name) for name in names}
         options["ban"] = tuple(self.bad_words)
         if isinstance(detection := options.pop("repetition_detection"), RepetitionDetection):
             options["repetition_detection"] = detection.bounds()
         try:
-            first = GenerationOptions(**options)
+            return GenerationOptions(**options)
         except InputError as error:  # it begins with name=value
             raise APIError(400, str(error), param=str(error).partition("=")[0]) from None
-        seeds = [None if self.seed is None else (self.seed + i) % 2**63 for i in range(1, self.n)]
-        return [first, *(replace(first, seed=seed) for seed in seeds)]
 
 
 # -------------------------------------------------------------------------------------------------------------- errors

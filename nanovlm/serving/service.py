@@ -4,7 +4,7 @@ import asyncio
 import logging
 import os
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack
 from functools import partial
 from itertools import chain
@@ -14,12 +14,10 @@ from starlette.responses import JSONResponse, Response
 
 from models.inference.continuous_batching import ContinuousBatch
 from models.inference.inference_model import InferenceModel
-from models.inference.requests import LogitsProcessor
 from models.inference.serving_caches import ImageCache, PrefixCache, TiledImage
 from nanovlm.captioner import NO_IMAGE, Captioner
 from nanovlm.errors import ImageError
 from nanovlm.processing.image_urls import ImageFetcher, is_data_url
-from nanovlm.processing.structured_output import BiasProcessor, GrammarProcessor
 from nanovlm.serving.admission import (
     Admission,
     Budget,
@@ -42,7 +40,7 @@ from nanovlm.serving.errors import APIError, as_api_error, refusing
 from nanovlm.serving.metrics import Metrics
 from nanovlm.serving.options import Limits
 from nanovlm.serving.protocol import ChatCompletionRequest, MediaURL, VideoPart
-from nanovlm.serving.response_formats import ChatFormat, TextDelta
+from nanovlm.serving.response_formats import ChatFormat
 from nanovlm.serving.streaming import EventStreamResponse, ResponseStream, StopStringStreamer, stream_events
 
 logger = logging.getLogger(__name__)
@@ -134,8 +132,7 @@ class ChatService:
                 self.admission.admit(client, 1, request_scope)
                 request = await self.threads.run(client, ChatCompletionRequest.parse, body, client)
                 del body  # it may hold megabytes of images, as the request does
-                name, decode = self.model_name(request.model), self.captioner.tokenizer.decode_raw
-                output_format = ChatFormat(uuid.uuid4().hex, name, decode)
+                output_format = ChatFormat(uuid.uuid4().hex, self.model_name(request.model))
                 work = self._respond(request, output_format, request_scope, arrival, deadline)
                 response = await cancel_on_disconnect(http_request, work)
             if isinstance(response, EventStreamResponse):
@@ -161,51 +158,32 @@ class ChatService:
             return EventStreamResponse(
                 stream_events(stream, output_format, first, texts, request.stream_options.include_usage, deadline)
             )
-        answers = [first.get(index, TextDelta()) for index in range(request.n)]
-        async for new in texts:
-            for index, delta in new.items():
-                answers[index] += delta
-        return JSONResponse(output_format.response(answers, stream.finish_reasons, stream.usage))
+        text = first + "".join([new async for new in texts])
+        return JSONResponse(output_format.response(text, stream.finish_reason, stream.usage))
 
     async def _submit(self, request: ChatCompletionRequest, request_scope: AsyncExitStack) -> ResponseStream:
         """Check and preprocess a request, and submit it to the engine."""
         model = self.model_name(request.model)
-        self._admit_sequences(request, request_scope)
-        processors: Iterator[GrammarProcessor] = iter(())
+        processor = None
         if is_structured := (schema := request.response_format.required_schema()) is not None:
             make = partial(self.captioner.structured_output.make_processors, untrusted=True)
             with refusing("response_format"):
-                wanted = schema, request.n, "response_format"
-                processors = iter(await self.threads.run(request.client, make, *wanted))
-        if (highest := max(request.logit_bias, default=0)) >= (size := self.captioner.processor.cfg.lm_vocab_size):
-            raise APIError(
-                400, f"logit_bias: {highest} is not an id below {size}, the vocabulary's", param="logit_bias"
-            )
-        run = partial(self.threads.run, request.client)
-        samplings = [await run(each.sampling, self.captioner.tokenizer.encode) for each in request.sampling()]
+                (processor,) = await self.threads.run(request.client, make, schema, 1, "response_format")
+        options = request.sampling()
+        sampling = await self.threads.run(request.client, options.sampling, self.captioner.tokenizer.encode)
         inputs, on_prefilled = await self._prepare(request, request_scope)
-        max_tokens, images = self._max_tokens(request, len(inputs.input_ids)), inputs.images
-        sequences, streamers = [], []
-        for sampling in samplings:
-            processor: LogitsProcessor | None = next(processors, None)
-            if request.logit_bias:
-                processor = BiasProcessor(request.logit_bias, processor)
-            options = processor, request.top_logprobs, request.client, self.adapters.get(model)
-            sequences.append(SequenceRequest(inputs.input_ids, images, max_tokens, sampling, *options))
-            text_options = self.captioner.tokenizer, request.stop, inputs.continued_ids
-            streamers.append(StopStringStreamer(*text_options, is_structured=is_structured))
-        n_slots = await self.decoding_budget.acquire(request.client, len(sequences))
-        request_scope.callback(self.decoding_budget.release, request.client, n_slots)
-        handle = self.engine.submit(sequences)
+        max_tokens, client = self._max_tokens(request, len(inputs.input_ids)), request.client
+        await self.decoding_budget.acquire(client)
+        request_scope.callback(self.decoding_budget.release, client)
+        handle = self.engine.submit(
+            SequenceRequest(
+                inputs.input_ids, inputs.images, max_tokens, sampling, processor, client, self.adapters.get(model)
+            )
+        )
         request_scope.callback(handle.cancel)
-        return ResponseStream(handle, streamers, len(inputs.input_ids), on_prefilled)
-
-    def _admit_sequences(self, request: ChatCompletionRequest, request_scope: AsyncExitStack) -> None:
-        """Take the places of all sequences but the first, which has its place already."""
-        if request.n > self.admission.share:
-            message = f"n={request.n} is more than the {self.admission.share} answers that this server has places for"
-            raise APIError(400, message, param="n")
-        self.admission.admit(request.client, request.n - 1, request_scope)
+        text_options = self.captioner.tokenizer, request.stop, inputs.continued_ids
+        streamer = StopStringStreamer(*text_options, is_structured=is_structured)
+        return ResponseStream(handle, streamer, len(inputs.input_ids), on_prefilled)
 
     async def _prepare(
         self, request: ChatCompletionRequest, request_scope: AsyncExitStack

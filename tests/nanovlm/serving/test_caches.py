@@ -31,7 +31,7 @@ def test_second_request_about_an_image_does_not_encode_it(counted, embedded):
     tiles.clear()
     with RunningServer(captioner, caches=(LARGE, 0)) as server:
         for question, answer in zip(QUESTIONS, expected):
-            asked = server.post({"messages": user_message(question, SAMPLE_URL), "n": 2})
+            asked = server.post({"messages": user_message(question, SAMPLE_URL)})
             assert answer_of(asked) == answer
         assert tiles == [1] and captioner.processor.n_images == 1
         sums = server.metrics()

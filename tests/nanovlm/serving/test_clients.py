@@ -22,8 +22,8 @@ def test_litellm(served, embedded, monkeypatch):
     assert answer.choices[0].message.content == embedded.caption(SAMPLE)
     chunks = litellm.completion(messages=messages, stream=True, **options)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == embedded.caption(SAMPLE)
-    many = asyncio.run(litellm.acompletion(messages=messages, presence_penalty=0.1, n=2, **options))
-    assert len(many.choices) == 2
+    answer = asyncio.run(litellm.acompletion(messages=messages, presence_penalty=0.1, **options))
+    assert answer.choices[0].message.content
 
 
 def test_langchain(served, embedded):

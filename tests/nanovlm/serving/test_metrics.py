@@ -5,7 +5,7 @@ from support.serving import SAMPLE_URL, RunningServer, http, user_message
 
 def test_metrics_count_requests_and_tokens(embedded):
     with RunningServer(embedded, strict_model=True) as server:
-        usage = server.post({"messages": user_message("?", SAMPLE_URL), "n": 2}).json()["usage"]
+        usage = server.post({"messages": user_message("?", SAMPLE_URL)}).json()["usage"]
         assert server.post({"model": "other", "messages": user_message("?")}).status_code == 404
         sums = server.metrics()
         assert 'nanovlm_requests_total{status="404"} 1.0' in http.get(f"{server.url}/metrics").text
@@ -17,4 +17,4 @@ def test_metrics_count_requests_and_tokens(embedded):
     cfg, tokens = embedded.model.cfg, usage["prompt_tokens"]
     per_token = 2 * cfg.lm_n_blocks * cfg.lm_n_kv_heads * cfg.lm_head_dim * embedded.model.dtype.itemsize
     assert sums["nanovlm_kv_cache_used_bytes"] == 0, "no answer runs"
-    assert sums["nanovlm_kv_cache_allocated_bytes"] >= tokens // 2 * per_token
+    assert sums["nanovlm_kv_cache_allocated_bytes"] >= tokens * per_token
