@@ -70,7 +70,6 @@ def make_service(model: ModelOptions, adapters: Mapping[str, str], options: Serv
         name,
         options.limits,
         fetcher=ImageFetcher(allow_remote=options.allow_remote),
-        strict_model=options.strict_model,
         adapters=adapted,
     )
 

@@ -75,12 +75,7 @@ class ImagePart(StrictModel):
     image_url: Annotated[MediaURL, text_as(lambda url: {"url": url})]
 
 
-class VideoPart(StrictModel):
-    type: Literal["video_url"]  # vLLM's
-    video_url: Annotated[MediaURL, text_as(lambda url: {"url": url})]
-
-
-ContentPart = Annotated[TextPart | ImagePart | VideoPart, Field(discriminator="type")]
+ContentPart = Annotated[TextPart | ImagePart, Field(discriminator="type")]
 
 
 class Message(StrictModel):

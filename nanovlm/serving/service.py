@@ -7,7 +7,6 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack
 from functools import partial
-from itertools import chain
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -33,26 +32,24 @@ from nanovlm.serving.chat_format import (
     parse_messages,
     prepare_inputs,
     preprocess,
-    video_parts,
 )
 from nanovlm.serving.engine import Engine, SequenceRequest
 from nanovlm.serving.errors import APIError, as_api_error, refusing
 from nanovlm.serving.metrics import Metrics
 from nanovlm.serving.options import Limits
-from nanovlm.serving.protocol import ChatCompletionRequest, MediaURL, VideoPart
+from nanovlm.serving.protocol import ChatCompletionRequest, MediaURL
 from nanovlm.serving.response_formats import ChatFormat
 from nanovlm.serving.streaming import EventStreamResponse, ResponseStream, StopStringStreamer, stream_events
 
 logger = logging.getLogger(__name__)
 
 PIXEL_BUDGET_BYTES = 2**28  # of images that are decoded and not prefilled yet, as float32
-VIDEO_PIXELS = 80_000_000  # of all frames shown of a request's videos: 8 in 4K are 66 million
 
 
 class ChatService:
     """Answers requests with a model and, by their names, with its adapters, which `with_adapter` made of it.
 
-    A request that names none of them, which strict_model refuses, is answered by the first adapter or else the model.
+    A request that names none of them is answered by the first adapter or else the model.
     fetcher, batch_type and pixel_budget_bytes replace the defaults; without a fetcher remote images are refused.
     """
 
@@ -65,10 +62,9 @@ class ChatService:
         fetcher: ImageFetcher | None = None,
         batch_type: Callable[..., ContinuousBatch] = ContinuousBatch,
         pixel_budget_bytes: int = PIXEL_BUDGET_BYTES,
-        strict_model: bool = False,
         adapters: Mapping[str, InferenceModel] | None = None,
     ):
-        self.strict_model, self._warned_of_no_image = strict_model, False
+        self._warned_of_no_image = False
         self.captioner, self.base_name, self.limits = captioner, name, limits or Limits()
         self.adapters = adapters or {}
         self.names = [*self.adapters, name]
@@ -87,7 +83,6 @@ class ChatService:
         self.metrics = Metrics(self.engine, lambda: self.num_waiting)
         image_bytes = captioner.processor.max_tiles_per_image * 3 * captioner.processor.cfg.vit_img_size**2 * 4
         self.pixel_budget = Budget(max(1, pixel_budget_bytes // image_bytes), reserved=1)
-        self.video_budget = Budget(1)  # requests whose frames are decoded and not preprocessed yet
         self.body_budget = Budget(self.limits.max_body * capacity, self.limits.max_body * (capacity // 16))
         self.decoding_budget = Budget(self.limits.max_num_seqs, reserved=self.limits.max_num_seqs // 16)
         self.threads = FairThreads(max(2, min(4, os.cpu_count() or 1)))
@@ -181,8 +176,7 @@ class ChatService:
             )
         )
         request_scope.callback(handle.cancel)
-        text_options = self.captioner.tokenizer, request.stop, inputs.continued_ids
-        streamer = StopStringStreamer(*text_options, is_structured=is_structured)
+        streamer = StopStringStreamer(self.captioner.tokenizer, request.stop, is_structured=is_structured)
         return ResponseStream(handle, streamer, len(inputs.input_ids), on_prefilled)
 
     async def _prepare(
@@ -190,16 +184,12 @@ class ChatService:
     ) -> tuple[ModelInputs, Callable[[], None]]:
         """The request's prompt, and what to call once it is prefilled; each step in a thread is short."""
         self._check_length(request)
-        in_turns = self.captioner.processor.layout.images_in_turns
-        of_videos = PixelReservation(self.video_budget, request.client)
-        request_scope.callback(of_videos.release)
-        await self._replace_videos(request, in_turns, of_videos)
-        chat = parse_messages(request.messages, in_turns)
+        chat = parse_messages(request.messages, self.captioner.processor.layout.images_in_turns)
         if not chat.image_urls and not self._warned_of_no_image:
             self._warned_of_no_image = True
             logger.warning(NO_IMAGE)
         request.messages.clear()  # from here on only chat holds the encoded images
-        files = await self._fetch(chat.image_urls, "image")
+        files = await self._fetch(chat.image_urls)
         reservation = PixelReservation(self.pixel_budget, request.client)
         request_scope.callback(reservation.release)
         await reservation.acquire(len(files))
@@ -211,26 +201,7 @@ class ChatService:
             with refusing("messages", "invalid_image"):
                 images.append(await reservation.run(self.threads, preprocess, *arguments))
             check_image_tokens(images, processor)
-        of_videos.release()
         return await self.threads.run(request.client, prepare_inputs, chat, images, processor), reservation.release
-
-    async def _replace_videos(
-        self, request: ChatCompletionRequest, with_times: bool, reservation: PixelReservation
-    ) -> None:
-        """Put the frames of videos in their places, once no other request holds any."""
-        videos = [part for message in request.messages for part in message.content if isinstance(part, VideoPart)]
-        if not videos:
-            return
-        files = await self._fetch([video.video_url for video in videos], "video")
-        await reservation.acquire(1)
-        options, frames = (with_times, VIDEO_PIXELS // len(videos)), []
-        for number, file in enumerate(files, 1):
-            with refusing("messages", "invalid_video"):
-                frames.append(await reservation.run(self.threads, video_parts, f"video {number}", file, *options))
-        of_videos = iter(frames)
-        for message in request.messages:
-            parts = [next(of_videos) if isinstance(part, VideoPart) else [part] for part in message.content]
-            message.content = list(chain.from_iterable(parts))
 
     def _check_length(self, request: ChatCompletionRequest) -> None:
         """Refuse what cannot fit into the context whatever its tokens are, before it is tokenized."""
@@ -239,21 +210,19 @@ class ChatService:
 
     def model_name(self, asked: str | None) -> str:
         """The name of the model that answers a request for one of this name."""
-        if asked not in self.names and asked is not None and self.strict_model:
-            raise self.model_not_found(asked)
         return asked if asked in self.names else self.names[0]
 
     def model_not_found(self, name: str) -> APIError:
         names = ", ".join(map(repr, self.names))
         return APIError(404, f"no model {name!r} here, only {names}", "model_not_found", "model")
 
-    async def _fetch(self, urls: Sequence[MediaURL], kind: str) -> list[str | bytes]:
-        """The remote files of images or videos; data URLs remain as they are, since a thread decodes them faster."""
+    async def _fetch(self, urls: Sequence[MediaURL]) -> list[str | bytes]:
+        """The remote files of images; data URLs remain as they are, since a thread decodes them faster."""
         files: list[str | bytes] = []
         free_bytes = self.limits.max_body
         for number, media in enumerate(urls, 1):
-            with refusing("messages", f"invalid_{kind}"):
-                files.append(await self._file(media.url, f"{kind} {number}", free_bytes))
+            with refusing("messages", "invalid_image"):
+                files.append(await self._file(media.url, f"image {number}", free_bytes))
             free_bytes -= len(files[-1]) if isinstance(files[-1], bytes) else 0
         return files
 

@@ -19,26 +19,14 @@ class StopStringStreamer:
     Text that may be the beginning of a stop string is held back until the next tokens decide.
     """
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        stop_strings: Sequence[str] = (),
-        continued_ids: Sequence[int] = (),
-        *,
-        is_structured: bool = False,
-    ):
-        """continued_ids are tokens that the sequence continues: with some tokenizers they decide about a space.
-
-        An answer that is_structured is incomplete, with the reason "length", if it ends because it repeats itself.
-        """
+    def __init__(self, tokenizer: Tokenizer, stop_strings: Sequence[str] = (), *, is_structured: bool = False):
+        """An answer that is_structured is incomplete, with the reason "length", if it ends by repeating itself."""
         self.decoder, self.stop_strings = StreamingDecoder(tokenizer), [stop for stop in stop_strings if stop]
         self.eos_token_id = tokenizer.eos_token_id
         self.num_tokens = 0
         self.finish_reason: str | None = None
         self._renamed = {"repetition": "length"} if is_structured else {}
         self._pending = ""  # decoded, but not returned yet
-        for token_id in continued_ids:
-            self.decoder.add(token_id)
 
     def feed(self, token_id: int, finish_reason: str | None = None) -> str:
         """Add a token and return the text that is certain now; sets `finish_reason` when the sequence ends."""

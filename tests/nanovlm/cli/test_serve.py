@@ -59,8 +59,8 @@ def test_flags_become_options(monkeypatch):
     assert options.limits == Limits(max_num_seqs=3, max_pending=0)
     assert (options.allow_host, options.api_key) == (["a", "b"], "secret")
     assert parse("--api-key", "other").api_key == "other"
-    options = parse("--allow-origin", "http://a:3000", "--allow-origin", "*", "--strict-model", "--image-cache", "0")
-    assert (options.allow_origin, options.strict_model) == (["http://a:3000", "*"], True)
+    options = parse("--allow-origin", "http://a:3000", "--allow-origin", "*", "--image-cache", "0")
+    assert options.allow_origin == ["http://a:3000", "*"]
     assert options.limits == Limits(image_cache=0)
 
 

@@ -33,7 +33,7 @@ def captioners(embedded, tmp_path_factory):
 @pytest.fixture(scope="module")
 def server(embedded, captioners):
     adapted = {name: embedded.with_adapter(folder).inference for name, folder in captioners[1].items()}
-    with RunningServer(embedded, adapters=adapted, strict_model=True, caches=(2**24, 2**24)) as server:
+    with RunningServer(embedded, adapters=adapted, caches=(2**24, 2**24)) as server:
         yield server
 
 
@@ -51,7 +51,7 @@ def test_requests_of_one_batch_get_the_answers_of_the_models_that_they_name(serv
     assert answers == wanted and len(set(wanted[:3])) == 3
 
 
-def test_models_are_listed_the_first_adapter_answers_others_and_a_strict_server_refuses_them(server, captioners):
+def test_models_are_listed_and_the_first_adapter_answers_others(server, captioners):
     listed = http.get(f"{server.url}/v1/models").json()["data"]
     assert [(model["id"], model["parent"]) for model in listed] == [
         ("first", "nanovlm"), ("second", "nanovlm"), ("nanovlm", None),
@@ -62,7 +62,3 @@ def test_models_are_listed_the_first_adapter_answers_others_and_a_strict_server_
     answer = server.post(body)
     assert answer.json()["model"] == "first"
     assert answer_of(answer) == captioners[0]["first"].caption(SAMPLE, QUESTIONS[0], max_new_tokens=24)
-    refused = server.post(body | {"model": "third"})
-    error = refused.json()["error"]
-    assert (refused.status_code, error["code"], error["param"]) == (404, "model_not_found", "model")
-    assert "no model 'third' here, only 'first', 'second', 'nanovlm'" in error["message"]

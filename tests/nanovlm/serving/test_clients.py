@@ -73,7 +73,7 @@ def test_open_webui(embedded):
 
 
 def test_sillytavern(served):
-    """A card's greeting, a system message at the end, many samplers, and a reply to be continued."""
+    """A card's greeting, a system message at the end, and many samplers."""
     image = {"type": "image_url", "image_url": {"url": SAMPLE_URL, "detail": "low"}}
     messages = [
         {"role": "system", "content": "Write the Guide's next reply in a chat between the Guide and You."},
@@ -88,5 +88,3 @@ def test_sillytavern(served):
     body |= {"n": 1, "type": "quiet", "chat_completion_source": "custom"}
     reply = served.post(body, "/v1/chat/completions")
     assert reply.status_code == 200 and answer_of(reply)
-    body["messages"] += [{"role": "assistant", "content": answer_of(reply)[:9]}]
-    assert served.post(body).status_code == 200, "the Guide goes on"

@@ -1,12 +1,9 @@
 """Properties that hold for any request and any text."""
 
 import json
-from dataclasses import replace
 
 import pytest
-from tokenizers import decoders, models
 
-from nanovlm.processing.tokenizer import Tokenizer
 from nanovlm.serving.streaming import StopStringStreamer
 from support.serving import SAMPLE_URL, user_message
 
@@ -29,23 +26,6 @@ def test_text_ends_before_the_first_stop_string(text, stops, embedded):
     ends = [(text.find(stop) + len(stop), -len(stop)) for stop in stops if stop in text]
     end, negative_length = min(ends, default=(len(text), 0))
     assert streamed == text[: end + negative_length] and streamer.finish_reason == "stop"
-
-
-@settings(max_examples=100, deadline=None)
-@given(data=st.data())
-def test_continued_text_keeps_its_spaces(data, embedded):
-    """The decoder of Llama's tokenizers drops the space before the first word of a text, not of its continuation."""
-    words = ["▁", "▁ring", "ring", "s", "▁é", "▁▁"]
-    backend = type(embedded.tokenizer.backend)(models.BPE({word: i for i, word in enumerate(words)}, []))
-    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
-    cfg = replace(embedded.tokenizer.cfg, vlm_extra_tokens={"image_token": "<image>"}, lm_vocab_size=300)
-    backend.add_special_tokens(["<image>", "<|im_end|>"])
-    llama = Tokenizer(backend, cfg)
-    ids = data.draw(st.lists(st.integers(0, len(words) - 1), min_size=2, max_size=12))
-    n = data.draw(st.integers(1, len(ids) - 1))
-    streamer = StopStringStreamer(llama, continued_ids=ids[:n])
-    streamed = "".join(streamer.feed(token_id) for token_id in ids[n:]) + streamer.feed(llama.eos_token_id, "stop")
-    assert streamed == llama.decode(ids).removeprefix(llama.decode(ids[:n]))
 
 
 ANYTHING = st.recursive(

@@ -11,6 +11,14 @@ INVALID = {
     "a tool message": ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
     "an empty question": ({"messages": user_message("  ")}, "the last user message is empty"),
     "only a system message": ({"messages": [{"role": "system", "content": "x"}]}, "no message of a user"),
+    "an answer to be continued": (
+        {"messages": [*user_message("?"), {"role": "assistant", "content": "A"}]},
+        "the last message is the assistant's",
+    ),
+    "a video": (
+        {"messages": [{"role": "user", "content": [{"type": "video_url", "video_url": {"url": "data:,"}}]}]},
+        "messages.0.content.0: Input tag 'video_url' found using 'type' does not match any of the expected tags",
+    ),
     "an image from the assistant": (
         {"messages": [*user_message("?"), user_message("?", SAMPLE_URL)[0] | {"role": "assistant"}]},
         "only user messages may contain images, not assistant ones",
