@@ -11,7 +11,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from models.cache import storage_bytes
 from models.config import MAX_NEW_TOKENS
 from models.decoding import GREEDY, SamplingParams, TokenSampler, finish_reason
 from models.errors import InputError, is_out_of_memory
@@ -69,17 +68,6 @@ class ContinuousBatch:
     @property
     def running(self) -> int:
         return sum(request is not None for request in self._slots)
-
-    @property
-    def cache_bytes_used(self) -> int:
-        """Bytes of the keys and values of the running requests' tokens."""
-        n_tokens = sum(request.length for request in tuple(self._slots) if request is not None)
-        return n_tokens * self._cache.bytes_per_token
-
-    @property
-    def cache_bytes_allocated(self) -> int:
-        """Bytes of the cache of all slots, which keeps its size when requests end."""
-        return storage_bytes([self._cache.data])
 
     def add(
         self,
@@ -195,8 +183,6 @@ class ContinuousBatch:
             return self._prefill(requests[:1])
         for request in requests:
             del self._waiting[request.key]
-            if self.prefix_cache is not None:
-                self.prefix_cache.count(len(request.input_ids), request.prefix_length)
             request.prefix = None
         return self._choose(requests, logits)
 

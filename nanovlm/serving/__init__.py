@@ -9,5 +9,4 @@ protocol     OpenAI's requests; response_formats: OpenAI's responses; errors: Op
 image_urls   data URLs and remote images; chat_format: messages to model inputs
 engine       the thread that owns the model and its continuous batch
 streaming    tokens to text, stop strings and server-sent events
-metrics      what Prometheus reads, the caches between requests included
 """

@@ -1,4 +1,4 @@
-"""The routes of the server: OpenAI's API at /v1, health, metrics and the page."""
+"""The routes of the server: OpenAI's API at /v1, health and the page."""
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -7,7 +7,6 @@ from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import FileResponse, JSONResponse, Response
-from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
@@ -75,14 +74,10 @@ def api_routes(service: ChatService, description: str) -> APIRouter:
             raise service.model_not_found(name)
         return models[name]
 
-    def metrics() -> Response:
-        return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
-
     for prefix in ("/v1", ""):  # some clients leave it out, as llama.cpp's server allows
         router.add_api_route(f"{prefix}/chat/completions", create, methods=["POST"])
         router.add_api_route(f"{prefix}/models", list_models, methods=GET)
         router.add_api_route(f"{prefix}/models/{{name:path}}", retrieve_model, methods=GET)
-    router.add_api_route("/metrics", metrics, methods=GET)
     return router
 
 

@@ -126,7 +126,7 @@ def preprocess(
     except ImageError as error:
         raise ImageError(f"{name}: {error}") from None
     key = encoder, detail == "low", hashlib.blake2b(data, digest_size=16).digest()
-    if image_cache is not None and (cached := image_cache.find(key)):
+    if image_cache is not None and (cached := image_cache.get(key)):
         return cached
     tiles, grid = processor.preprocess(load_image(data, name, max_pixels), 1 if detail == "low" else None)
     return TiledImage(tiles, key, grid)

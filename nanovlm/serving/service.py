@@ -35,7 +35,6 @@ from nanovlm.serving.chat_format import (
 )
 from nanovlm.serving.engine import Engine, SequenceRequest
 from nanovlm.serving.errors import APIError, as_api_error, refusing
-from nanovlm.serving.metrics import Metrics
 from nanovlm.serving.options import Limits
 from nanovlm.serving.protocol import ChatCompletionRequest, MediaURL
 from nanovlm.serving.response_formats import ChatFormat
@@ -80,7 +79,6 @@ class ChatService:
         self.fetcher = fetcher or ImageFetcher()
         capacity = self.limits.max_num_seqs + self.limits.max_pending
         self.admission = Admission(capacity, reserved=capacity // 16)
-        self.metrics = Metrics(self.engine, lambda: self.num_waiting)
         image_bytes = captioner.processor.max_tiles_per_image * 3 * captioner.processor.cfg.vit_img_size**2 * 4
         self.pixel_budget = Budget(max(1, pixel_budget_bytes // image_bytes), reserved=1)
         self.body_budget = Budget(self.limits.max_body * capacity, self.limits.max_body * (capacity // 16))
@@ -105,20 +103,16 @@ class ChatService:
         self.threads.shutdown()
 
     async def complete(self, http_request: Request) -> Response:
-        """The response to one request. Whatever goes wrong is an APIError, and counted in the metrics."""
+        """The response to one request. Whatever goes wrong is an APIError."""
         try:
-            response = await self._complete(http_request)
+            return await self._complete(http_request)
         except (Exception, asyncio.CancelledError) as error:
-            api_error = as_api_error(error)
-            self.metrics.requests.labels(api_error.status).inc()
-            raise api_error from None
-        self.metrics.requests.labels(response.status_code).inc()
-        return response
+            raise as_api_error(error) from None
 
     async def _complete(self, http_request: Request) -> Response:
-        loop = asyncio.get_running_loop()
-        arrival, client = loop.time(), http_request.client.host if http_request.client else ""
-        deadline = partial(request_deadline, arrival + self.limits.timeout, self.limits.timeout)
+        client = http_request.client.host if http_request.client else ""
+        end = asyncio.get_running_loop().time() + self.limits.timeout
+        deadline = partial(request_deadline, end, self.limits.timeout)
         async with AsyncExitStack() as request_scope:  # what it holds is released when the response ends
             async with deadline():
                 with ExitStack() as place:  # only a complete body holds a place: slow senders keep nobody out
@@ -128,7 +122,7 @@ class ChatService:
                 request = await self.threads.run(client, ChatCompletionRequest.parse, body, client)
                 del body  # it may hold megabytes of images, as the request does
                 output_format = ChatFormat(uuid.uuid4().hex, self.model_name(request.model))
-                work = self._respond(request, output_format, request_scope, arrival, deadline)
+                work = self._respond(request, output_format, request_scope, deadline)
                 response = await cancel_on_disconnect(http_request, work)
             if isinstance(response, EventStreamResponse):
                 response.request_scope = request_scope.pop_all()
@@ -139,16 +133,11 @@ class ChatService:
         request: ChatCompletionRequest,
         output_format: ChatFormat,
         request_scope: AsyncExitStack,
-        arrival: float,
         deadline: Callable[[], AbstractAsyncContextManager[None]],
     ) -> Response:
-        now = asyncio.get_running_loop().time
         stream = await self._submit(request, request_scope)
-        request_scope.callback(self._count_tokens, stream)
         texts = stream.texts()
         first = await anext(texts)
-        self.metrics.first_token.observe(now() - arrival)
-        request_scope.callback(lambda: self.metrics.answer.observe(now() - arrival))
         if request.stream:
             return EventStreamResponse(
                 stream_events(stream, output_format, first, texts, request.stream_options.include_usage, deadline)
@@ -247,7 +236,3 @@ class ChatService:
         limit = f"the model's context (lm_max_position_embeddings={self.context})"
         message = f"messages holds {what}, more than {limit} has room for; shorten it"
         return APIError(400, message, "context_length_exceeded", "messages")
-
-    def _count_tokens(self, stream: ResponseStream) -> None:
-        self.metrics.prompt_tokens.inc(stream.num_prompt_tokens)
-        self.metrics.answer_tokens.inc(stream.num_tokens)

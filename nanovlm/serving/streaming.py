@@ -75,12 +75,8 @@ class ResponseStream:
         self.num_cached_tokens = 0  # of the prompt
 
     @property
-    def num_tokens(self) -> int:
-        return self.streamer.num_tokens
-
-    @property
     def usage(self) -> Usage:
-        return Usage(self.num_prompt_tokens, self.num_tokens, self.num_cached_tokens)
+        return Usage(self.num_prompt_tokens, self.streamer.num_tokens, self.num_cached_tokens)
 
     @property
     def finish_reason(self) -> str | None:

@@ -248,21 +248,6 @@ def test_a_step_without_memory_loses_no_token(tiny_model, error):
     }  # fmt: skip
 
 
-def test_cache_bytes_follow_the_running_requests(tiny_model):
-    model = tiny_model()
-    batch = ContinuousBatch(model, max_num_seqs=2)
-    assert batch.cache_bytes_used == batch.cache_bytes_allocated == 0
-    cfg = model.cfg
-    per_token = 2 * cfg.lm_n_blocks * cfg.lm_n_kv_heads * cfg.lm_head_dim * model.dtype.itemsize
-    for key in "ab":
-        batch.add(key, torch.arange(4, 11), max_new_tokens=4)
-    for tokens in (8, 9):  # a prompt of 7 and every new token but the last
-        batch.step()
-        assert batch.cache_bytes_used == 2 * tokens * per_token <= batch.cache_bytes_allocated
-    batch.step()
-    assert batch.running == batch.cache_bytes_used == 0 < batch.cache_bytes_allocated
-
-
 def test_logits_processor_sees_its_own_output_and_decides(tiny_model):
     model, seen = tiny_model(), []
 
