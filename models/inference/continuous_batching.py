@@ -5,7 +5,7 @@ mask says how many are valid. A finished request therefore costs nothing, and a 
 free slot.
 """
 
-from collections.abc import Container, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from functools import partial
 
 import torch
@@ -14,7 +14,6 @@ from torch import Tensor
 from models.config import MAX_NEW_TOKENS
 from models.decoding import GREEDY, SamplingParams, TokenSampler, finish_reason
 from models.errors import InputError, is_out_of_memory
-from models.inference.fair_share import FairShare
 from models.inference.inference_model import InferenceModel
 from models.inference.requests import BatchRequest, LogitsProcessor, PrefillError, TokenOutput
 from models.inference.serving_caches import (
@@ -58,7 +57,6 @@ class ContinuousBatch:
         self._waiting: dict[Hashable, BatchRequest] = {}
         self._slots: list[BatchRequest | None] = []  # None where a request has ended
         self._cache = SlotCache(max_num_seqs, self.model.cfg.lm_max_position_embeddings)
-        self._fair_share = FairShare(max_num_seqs)
         self._outputs: list[TokenOutput] = []  # of the current step; an exception leaves them to the next one
 
     @property
@@ -78,7 +76,6 @@ class ContinuousBatch:
         max_new_tokens: int = MAX_NEW_TOKENS,
         sampling: SamplingParams = GREEDY,
         logits_processor: LogitsProcessor | None = None,
-        client: Hashable = None,
         model: InferenceModel | None = None,
     ) -> None:
         """Queue a prompt, ids (T,) and images (N, 3, S, S). InputError if it can never be prefilled.
@@ -87,9 +84,8 @@ class ContinuousBatch:
         like an earlier sequence in the prefix cache is prefilled from there on.
 
         logits_processor changes the logits before each token is chosen, for example to exclude tokens: it is called
-        with the request's generated ids and logits (1, vocabulary). Steps are shared fairly among clients, see
-        `FairShare`. model is one that `with_adapter` made of the batch's own, which is the default; the keys of images
-        must be others if it encodes them in another way.
+        with the request's generated ids and logits (1, vocabulary). model is one that `with_adapter` made of the
+        batch's own, which is the default; the keys of images must be others if it encodes them in another way.
         """
         if key in self._waiting or any(request is not None and request.key == key for request in self._slots):
             raise InputError(f"{key!r} is the key of a request that waits or runs; use another")
@@ -104,7 +100,7 @@ class ContinuousBatch:
         dtype = next((image.tiles.dtype for image in inputs if image.tiles is not None), None)
         self.model.validate_images(input_ids, torch.empty(sum(image.n_tiles for image in inputs), 0, dtype=dtype))
         starts = image_starts(ids, inputs, self.model.image_token_id, self.model.cfg.mp_image_token_length)
-        request = BatchRequest(key, model or self.model, ids, inputs, starts, max_new_tokens, sampling, client)
+        request = BatchRequest(key, model or self.model, ids, inputs, starts, max_new_tokens, sampling)
         if logits_processor is not None or not sampling.is_greedy:
             process = None if logits_processor is None else partial(logits_processor, request.output)
             prompt = ids.masked_fill(ids == self.model.image_token_id, -1)[None]
@@ -125,35 +121,28 @@ class ContinuousBatch:
     def step(self) -> list[TokenOutput]:
         """Prefill some of the waiting prompts into free slots, then decode one token of every running request.
 
-        A prefilled prompt gets two tokens in its first step. Requests of heavy clients (see `FairShare`) take part in
-        some of the steps. PrefillError names a prompt that was dropped. A request that cannot be decoded ends with
-        `finished="error"`; the others continue. Running out of memory raises the allocator's error (see
-        `is_out_of_memory`): cancel some requests and step again. After any of these exceptions the batch is intact, and
-        no token is lost.
+        A prefilled prompt gets two tokens in its first step. PrefillError names a prompt that was dropped. A request
+        that cannot be decoded ends with `finished="error"`; the others continue. Running out of memory raises the
+        allocator's error (see `is_out_of_memory`): cancel some requests and step again. After any of these exceptions
+        the batch is intact, and no token is lost.
         """
         self._compact()
-        running = [request for request in self._slots if request is not None]
-        clients = self._fair_share.next(request.client for request in (*running, *self._waiting.values()))
-        with self._fair_share.measure():
-            self._outputs += self._prefill(self._next_prompts(clients))
-            self._compact()
-            self._decode_all(clients)
+        self._outputs += self._prefill(self._next_prompts())
+        self._compact()
+        self._decode_all()
         outputs, self._outputs = self._outputs, []
         return outputs
 
-    def _next_prompts(self, clients: Container[Hashable]) -> list[BatchRequest]:
-        """The clients' first waiting prompt and later ones of about its length, as many as there are free slots.
+    def _next_prompts(self) -> list[BatchRequest]:
+        """The first waiting prompt and later ones of about its length, as many as there are free slots.
 
-        A prompt whose beginning is in the prefix cache is prefilled by itself; so is every prompt while light and heavy
-        clients share the batch, that no step takes long.
+        A prompt whose beginning is in the prefix cache is prefilled by itself.
         """
-        free = min(self.max_num_seqs - self.running, 1 if self._fair_share.is_shared else self.max_num_seqs)
+        free = self.max_num_seqs - self.running
         chosen: list[BatchRequest] = []
         for request in self._waiting.values():
             if len(chosen) == free:
                 break
-            if request.client not in clients:
-                continue
             lengths = [len(other.input_ids) for other in (*chosen, request)]
             fits = min(lengths) >= MIN_LENGTH_RATIO * max(lengths) and len(lengths) * max(lengths) <= MAX_PREFILL_TOKENS
             fits = fits and all(other.model is request.model for other in chosen)
@@ -241,14 +230,14 @@ class ContinuousBatch:
                 self._slots[hole] = last
                 self._cache.data[:, :, hole] = self._cache.data[:, :, len(self._slots)]
 
-    def _decode_all(self, clients: Container[Hashable]) -> None:
-        """Decode one token for each running request of the clients, those of one network together.
+    def _decode_all(self) -> None:
+        """Decode one token for each running request, those of one network together.
 
         A request that has forced tokens to read is decoded by itself.
         """
         groups: dict[Hashable, list[int]] = {}
         for slot, request in enumerate(self._slots):
-            if request is not None and request.client in clients:
+            if request is not None:
                 groups.setdefault(request.network if len(request.unread) == 1 else slot, []).append(slot)
         for slots in groups.values():
             self._decode(slots)

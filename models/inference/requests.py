@@ -45,7 +45,6 @@ class BatchRequest:
     image_starts: ImageStarts
     remaining: int  # tokens that may still be generated
     sampling: SamplingParams
-    client: Hashable = None  # whose it is
     forced_tokens: Callable[[list[int]], list[int]] | None = None
     sampler: TokenSampler | None = None  # None for the most likely token, which is found for all such requests together
     prefix: CachedPrefix | None = None  # that begins like the prompt

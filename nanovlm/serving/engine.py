@@ -37,7 +37,6 @@ class SequenceRequest:
     max_new_tokens: int
     sampling: SamplingParams = GREEDY
     logits_processor: LogitsProcessor | None = None
-    client: str = ""
     model: InferenceModel | None = None  # the batch's own, or one with an adapter
 
 

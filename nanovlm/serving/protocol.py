@@ -145,7 +145,6 @@ class ChatCompletionRequest(StrictModel):
     the thread.
     """
 
-    _client: str = ""
     model: str | None = None
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     stream: bool = False
@@ -180,20 +179,13 @@ class ChatCompletionRequest(StrictModel):
         return data if any(limit is not None for limit in limits.values()) else data | dict.fromkeys(limits, NO_LIMIT)
 
     @classmethod
-    def parse(cls, body: bytes, client: str = "") -> Self:
+    def parse(cls, body: bytes) -> Self:
         """The request in a client's JSON body; APIError 400 names the first field that is wrong."""
         try:
-            request = cls.model_validate_json(body)
-            request._client = client
-            return request
+            return cls.model_validate_json(body)
         except ValidationError as error:
             first = error.errors(include_url=False, include_context=False)[0]
             raise _as_api_error(first, body) from None
-
-    @property
-    def client(self) -> str:
-        """Its address; clients get fair shares."""
-        return self._client
 
     @property
     def text(self) -> str:

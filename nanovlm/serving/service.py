@@ -5,8 +5,10 @@ import logging
 import os
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from functools import partial
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -17,15 +19,7 @@ from models.inference.serving_caches import ImageCache, PrefixCache, TiledImage
 from nanovlm.captioner import NO_IMAGE, Captioner
 from nanovlm.errors import ImageError
 from nanovlm.processing.image_urls import ImageFetcher, is_data_url
-from nanovlm.serving.admission import (
-    Admission,
-    Budget,
-    FairThreads,
-    PixelReservation,
-    cancel_on_disconnect,
-    read_body,
-    request_deadline,
-)
+from nanovlm.serving.admission import Admission, cancel_on_disconnect, read_body, request_deadline
 from nanovlm.serving.chat_format import (
     ModelInputs,
     check_image_tokens,
@@ -42,14 +36,16 @@ from nanovlm.serving.streaming import EventStreamResponse, ResponseStream, StopS
 
 logger = logging.getLogger(__name__)
 
-PIXEL_BUDGET_BYTES = 2**28  # of images that are decoded and not prefilled yet, as float32
+T = TypeVar("T")
+
+MAX_PREPARED = 8  # requests that are preprocessed and not prefilled yet: memory holds their pixels
 
 
 class ChatService:
     """Answers requests with a model and, by their names, with its adapters, which `with_adapter` made of it.
 
     A request that names none of them is answered by the first adapter or else the model.
-    fetcher, batch_type and pixel_budget_bytes replace the defaults; without a fetcher remote images are refused.
+    fetcher and batch_type replace the defaults; without a fetcher remote images are refused.
     """
 
     def __init__(
@@ -60,7 +56,6 @@ class ChatService:
         *,
         fetcher: ImageFetcher | None = None,
         batch_type: Callable[..., ContinuousBatch] = ContinuousBatch,
-        pixel_budget_bytes: int = PIXEL_BUDGET_BYTES,
         adapters: Mapping[str, InferenceModel] | None = None,
     ):
         self._warned_of_no_image = False
@@ -77,13 +72,9 @@ class ChatService:
         )
         self.engine = Engine(new_batch)
         self.fetcher = fetcher or ImageFetcher()
-        capacity = self.limits.max_num_seqs + self.limits.max_pending
-        self.admission = Admission(capacity, reserved=capacity // 16)
-        image_bytes = captioner.processor.max_tiles_per_image * 3 * captioner.processor.cfg.vit_img_size**2 * 4
-        self.pixel_budget = Budget(max(1, pixel_budget_bytes // image_bytes), reserved=1)
-        self.body_budget = Budget(self.limits.max_body * capacity, self.limits.max_body * (capacity // 16))
-        self.decoding_budget = Budget(self.limits.max_num_seqs, reserved=self.limits.max_num_seqs // 16)
-        self.threads = FairThreads(max(2, min(4, os.cpu_count() or 1)))
+        self.admission = Admission(self.limits.max_num_seqs + self.limits.max_pending)
+        self.prepared = asyncio.Semaphore(MAX_PREPARED)  # which requests pass in the order of their arrival
+        self.threads = ThreadPoolExecutor(max(2, min(4, os.cpu_count() or 1)), "nanovlm-requests")
         self.context = captioner.processor.cfg.lm_max_position_embeddings
         self.max_chars = self.context * max(map(len, captioner.tokenizer.backend.get_vocab()))
 
@@ -100,7 +91,7 @@ class ChatService:
         """Stop the engine after its current step."""
         if self.engine.alive:
             self.engine.close()
-        self.threads.shutdown()
+        self.threads.shutdown(wait=False, cancel_futures=True)
 
     async def complete(self, http_request: Request) -> Response:
         """The response to one request. Whatever goes wrong is an APIError."""
@@ -110,16 +101,13 @@ class ChatService:
             raise as_api_error(error) from None
 
     async def _complete(self, http_request: Request) -> Response:
-        client = http_request.client.host if http_request.client else ""
         end = asyncio.get_running_loop().time() + self.limits.timeout
         deadline = partial(request_deadline, end, self.limits.timeout)
         async with AsyncExitStack() as request_scope:  # what it holds is released when the response ends
             async with deadline():
-                with ExitStack() as place:  # only a complete body holds a place: slow senders keep nobody out
-                    self.admission.admit(client, 1, place)
-                body = await read_body(http_request, self.limits.max_body, self.body_budget, client)
-                self.admission.admit(client, 1, request_scope)
-                request = await self.threads.run(client, ChatCompletionRequest.parse, body, client)
+                self.admission.admit(request_scope)
+                body = await read_body(http_request, self.limits.max_body)
+                request = await self._run(ChatCompletionRequest.parse, body)
                 del body  # it may hold megabytes of images, as the request does
                 output_format = ChatFormat(uuid.uuid4().hex, self.model_name(request.model))
                 work = self._respond(request, output_format, request_scope, deadline)
@@ -135,9 +123,10 @@ class ChatService:
         request_scope: AsyncExitStack,
         deadline: Callable[[], AbstractAsyncContextManager[None]],
     ) -> Response:
-        stream = await self._submit(request, request_scope)
-        texts = stream.texts()
-        first = await anext(texts)
+        async with AsyncExitStack() as until_prefilled:
+            stream = await self._submit(request, request_scope, until_prefilled)
+            texts = stream.texts()
+            first = await anext(texts)
         if request.stream:
             return EventStreamResponse(
                 stream_events(stream, output_format, first, texts, request.stream_options.include_usage, deadline)
@@ -145,33 +134,32 @@ class ChatService:
         text = first + "".join([new async for new in texts])
         return JSONResponse(output_format.response(text, stream.finish_reason, stream.usage))
 
-    async def _submit(self, request: ChatCompletionRequest, request_scope: AsyncExitStack) -> ResponseStream:
+    async def _run(self, function: Callable[..., T], *args: Any) -> T:
+        """Call function(*args) in a thread."""
+        return await asyncio.get_running_loop().run_in_executor(self.threads, function, *args)
+
+    async def _submit(
+        self, request: ChatCompletionRequest, request_scope: AsyncExitStack, until_prefilled: AsyncExitStack
+    ) -> ResponseStream:
         """Check and preprocess a request, and submit it to the engine."""
         model = self.model_name(request.model)
         processor = None
         if is_structured := (schema := request.response_format.required_schema()) is not None:
             make = partial(self.captioner.structured_output.make_processors, untrusted=True)
             with refusing("response_format"):
-                (processor,) = await self.threads.run(request.client, make, schema, 1, "response_format")
-        options = request.sampling()
-        sampling = await self.threads.run(request.client, options.sampling, self.captioner.tokenizer.encode)
-        inputs, on_prefilled = await self._prepare(request, request_scope)
-        max_tokens, client = self._max_tokens(request, len(inputs.input_ids)), request.client
-        await self.decoding_budget.acquire(client)
-        request_scope.callback(self.decoding_budget.release, client)
+                (processor,) = await self._run(make, schema, 1, "response_format")
+        sampling = await self._run(request.sampling().sampling, self.captioner.tokenizer.encode)
+        inputs = await self._prepare(request, until_prefilled)
+        max_tokens = self._max_tokens(request, len(inputs.input_ids))
         handle = self.engine.submit(
-            SequenceRequest(
-                inputs.input_ids, inputs.images, max_tokens, sampling, processor, client, self.adapters.get(model)
-            )
+            SequenceRequest(inputs.input_ids, inputs.images, max_tokens, sampling, processor, self.adapters.get(model))
         )
         request_scope.callback(handle.cancel)
         streamer = StopStringStreamer(self.captioner.tokenizer, request.stop, is_structured=is_structured)
-        return ResponseStream(handle, streamer, len(inputs.input_ids), on_prefilled)
+        return ResponseStream(handle, streamer, len(inputs.input_ids))
 
-    async def _prepare(
-        self, request: ChatCompletionRequest, request_scope: AsyncExitStack
-    ) -> tuple[ModelInputs, Callable[[], None]]:
-        """The request's prompt, and what to call once it is prefilled; each step in a thread is short."""
+    async def _prepare(self, request: ChatCompletionRequest, until_prefilled: AsyncExitStack) -> ModelInputs:
+        """The request's prompt; each step in a thread is short."""
         self._check_length(request)
         chat = parse_messages(request.messages, self.captioner.processor.layout.images_in_turns)
         if not chat.image_urls and not self._warned_of_no_image:
@@ -179,18 +167,16 @@ class ChatService:
             logger.warning(NO_IMAGE)
         request.messages.clear()  # from here on only chat holds the encoded images
         files = await self._fetch(chat.image_urls)
-        reservation = PixelReservation(self.pixel_budget, request.client)
-        request_scope.callback(reservation.release)
-        await reservation.acquire(len(files))
+        await until_prefilled.enter_async_context(self.prepared)
         processor, encoder = self.captioner.processor, self.model_name(request.model)
         options = self.limits.max_pixels, self.engine.batch.image_cache, encoder
         images: list[TiledImage] = []
         for number, file in enumerate(files, 1):
             arguments = f"image {number}", file, processor, *options, chat.image_urls[number - 1].detail
             with refusing("messages", "invalid_image"):
-                images.append(await reservation.run(self.threads, preprocess, *arguments))
+                images.append(await self._run(preprocess, *arguments))
             check_image_tokens(images, processor)
-        return await self.threads.run(request.client, prepare_inputs, chat, images, processor), reservation.release
+        return await self._run(prepare_inputs, chat, images, processor)
 
     def _check_length(self, request: ChatCompletionRequest) -> None:
         """Refuse what cannot fit into the context whatever its tokens are, before it is tokenized."""

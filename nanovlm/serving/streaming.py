@@ -58,20 +58,10 @@ class StopStringStreamer:
 
 
 class ResponseStream:
-    """The text of a request's answer, as the engine generates it.
+    """The text of a request's answer, as the engine generates it."""
 
-    on_prefilled is called once the first token is there: the engine has then released the images.
-    """
-
-    def __init__(
-        self,
-        handle: RequestHandle,
-        streamer: StopStringStreamer,
-        num_prompt_tokens: int,
-        on_prefilled: Callable[[], None],
-    ):
-        self.handle, self.streamer = handle, streamer
-        self.num_prompt_tokens, self.on_prefilled = num_prompt_tokens, on_prefilled
+    def __init__(self, handle: RequestHandle, streamer: StopStringStreamer, num_prompt_tokens: int):
+        self.handle, self.streamer, self.num_prompt_tokens = handle, streamer, num_prompt_tokens
         self.num_cached_tokens = 0  # of the prompt
 
     @property
@@ -85,10 +75,7 @@ class ResponseStream:
     async def texts(self) -> AsyncIterator[str]:
         """New text, which may be empty. An answer that reaches a stop string is cancelled."""
         while not self.finish_reason:
-            outputs = await self.handle.outputs()
-            text = "".join(map(self._feed, outputs))
-            self.on_prefilled()
-            yield text
+            yield "".join(map(self._feed, await self.handle.outputs()))
 
     def _feed(self, output: TokenOutput) -> str:
         if self.finish_reason:

@@ -2,6 +2,8 @@
 
 import pytest
 
+from nanovlm import Captioner
+from nanovlm.processing.processor import Processor
 from nanovlm.serving.options import Limits
 from support import png
 from support.serving import SAMPLE_URL, RunningServer, data_url, http, user_message
@@ -109,6 +111,21 @@ def test_body_that_is_too_long_gets_413(embedded):
         assert http.post(f"{server.url}/v1/chat/completions", content=chunks).status_code == 413
 
 
-def test_body_of_too_many_items_gets_413(served):
-    response = served.post({"messages": [1] * 100_002})
-    assert response.status_code == 413 and "more than 100,000 commas" in response.json()["error"]["message"]
+def test_first_of_many_errors_is_enough(served):
+    """Each error takes a kilobyte."""
+    error = served.post({"messages": [{"role": "user", "content": [1] * 90_000}]}).json()["error"]
+    assert error["param"].endswith(".0")
+
+
+def test_text_longer_than_the_context_is_not_tokenized(embedded):
+    class Untouched(type(embedded.tokenizer)):
+        def encode(self, text):
+            assert len(text) <= 16 * self.cfg.lm_max_position_embeddings, "its longest token has 16 characters"
+            return super().encode(text)
+
+    tokenizer = Untouched(embedded.tokenizer.backend, embedded.tokenizer.cfg)
+    captioner = Captioner(embedded.model, Processor(embedded.processor.cfg, tokenizer))
+    with RunningServer(captioner) as server:
+        error = server.post({"messages": user_message("a" * 2_000_000)}).json()["error"]
+        assert error["code"] == "context_length_exceeded" and "2,000,0" in error["message"]
+        assert server.post({"messages": user_message("a " * 400), "max_tokens": 1}).status_code == 200

@@ -1,7 +1,6 @@
 """Chat completions from request to response."""
 
 import re
-import threading
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +12,7 @@ import pytest
 from models.decoding import SamplingParams
 from nanovlm import SAMPLE, Captioner
 from nanovlm.captioner import NO_IMAGE
+from nanovlm.serving import service
 from nanovlm.serving.options import Limits
 from nanovlm.synthetic import draw, random_scene
 from support import ROOT
@@ -154,14 +154,16 @@ def test_stream_that_takes_too_long_ends_with_an_error(embedded):
         until(lambda: server.idle)
 
 
-def test_waiting_requests_hold_encoded_images_only(embedded, gate):
-    """At most two images are in memory as pixels, or those of one request that shows more."""
+def test_waiting_requests_hold_encoded_images_only(embedded, gate, monkeypatch):
+    """Only those of two requests are in memory as pixels; and requests run in the order of their arrival."""
+    monkeypatch.setattr(service, "MAX_PREPARED", 2)
     processor = WatchedProcessor(embedded.processor)
     captioner = Captioner(embedded.model, processor)
     scenes = [draw(random_scene(Random(seed)), 96, 96) for seed in range(4)]
     shown = [scenes[:1], scenes[1:2], scenes[1:4], scenes[2:4], scenes[3:]]
-    options = {"batch": gate.batch, "pixel_budget_bytes": 3 * 3 * 96 * 96 * 4}  # the third is for other clients
-    with RunningServer(captioner, Limits(max_num_seqs=2), **options) as server, ThreadPoolExecutor(5) as clients:
+    arrived = []
+    batch = gate.batch | {"on_add": lambda key, images: arrived.append(len(images))}
+    with RunningServer(captioner, Limits(max_num_seqs=1), batch=batch) as server, ThreadPoolExecutor(5) as clients:
         responses = []
         for number, images in enumerate(shown, 1):
             body = {"messages": user_message("?", *map(data_url, images)), "max_tokens": 3}
@@ -172,26 +174,8 @@ def test_waiting_requests_hold_encoded_images_only(embedded, gate):
         gate.set()
         answers = [answer_of(response.result()) for response in responses]
         assert answers == [embedded.caption(images, "?", max_new_tokens=3) for images in shown]
-        assert processor.n_images == sum(map(len, shown))
+        assert processor.n_images == sum(arrived) and arrived == list(map(len, shown))
         until(lambda: server.idle)
-        assert server.service.pixel_budget.n_free == 3
-
-
-def test_pixel_budget_is_held_until_decoding_threads_return(embedded):
-    decoding, go_on = threading.Event(), threading.Event()
-    processor = WatchedProcessor(embedded.processor, lambda: decoding.set() or go_on.wait(30))
-    captioner = Captioner(embedded.model, processor)
-    body = {"messages": user_message("?", SAMPLE_URL), "max_tokens": 3}
-    with RunningServer(captioner, Limits(timeout=1), pixel_budget_bytes=1) as server:
-        assert server.post(body).status_code == 504
-        assert decoding.is_set() and server.idle
-        assert server.service.pixel_budget.n_free == 0, "a thread still decodes the image"
-        assert server.post(body).status_code == 504
-        assert processor.n_images == 0, "the second request waits for the budget"
-        go_on.set()
-        until(lambda: server.service.pixel_budget.n_free == 1)
-        assert processor.n_images == 1
-        assert answer_of(server.post(body)) == embedded.caption(SAMPLE, "?", max_new_tokens=3)
 
 
 @pytest.mark.parametrize("stream", [False, True])
