@@ -82,7 +82,7 @@ class Captioner:
 
     @property
     def model(self) -> VisionLanguageModel:
-        """The plain model, to train or save. InputError if adapters lie beside it, or `quantize=` released it."""
+        """The plain model, to train or save. InputError if `quantize=` released it."""
         return self.inference.model if isinstance(self.inference, InferenceModel) else self.inference
 
     @classmethod
@@ -120,12 +120,6 @@ class Captioner:
         tokenizer.skip_special_tokens &= options.skip_special_tokens
         processor = Processor(cfg, tokenizer, options.max_tiles, options.upscale)
         return cls(inference, processor, allow_urls=options.allow_urls)
-
-    def with_adapter(self, folder: str | os.PathLike[str]) -> "Captioner":
-        """The same with LoRA adapters beside the weights, which both share; see `models.inference.adapters`."""
-        from models.inference.adapters import with_adapter
-
-        return Captioner(with_adapter(self.inference, folder), self.processor, allow_urls=self.allow_urls)
 
     @classmethod
     def from_backbones(

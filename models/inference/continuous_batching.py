@@ -76,7 +76,6 @@ class ContinuousBatch:
         max_new_tokens: int = MAX_NEW_TOKENS,
         sampling: SamplingParams = GREEDY,
         logits_processor: LogitsProcessor | None = None,
-        model: InferenceModel | None = None,
     ) -> None:
         """Queue a prompt, ids (T,) and images (N, 3, S, S). InputError if it can never be prefilled.
 
@@ -84,8 +83,7 @@ class ContinuousBatch:
         like an earlier sequence in the prefix cache is prefilled from there on.
 
         logits_processor changes the logits before each token is chosen, for example to exclude tokens: it is called
-        with the request's generated ids and logits (1, vocabulary). model is one that `with_adapter` made of the
-        batch's own, which is the default; the keys of images must be others if it encodes them in another way.
+        with the request's generated ids and logits (1, vocabulary).
         """
         if key in self._waiting or any(request is not None and request.key == key for request in self._slots):
             raise InputError(f"{key!r} is the key of a request that waits or runs; use another")
@@ -100,7 +98,7 @@ class ContinuousBatch:
         dtype = next((image.tiles.dtype for image in inputs if image.tiles is not None), None)
         self.model.validate_images(input_ids, torch.empty(sum(image.n_tiles for image in inputs), 0, dtype=dtype))
         starts = image_starts(ids, inputs, self.model.image_token_id, self.model.cfg.mp_image_token_length)
-        request = BatchRequest(key, model or self.model, ids, inputs, starts, max_new_tokens, sampling)
+        request = BatchRequest(key, ids, inputs, starts, max_new_tokens, sampling)
         if logits_processor is not None or not sampling.is_greedy:
             process = None if logits_processor is None else partial(logits_processor, request.output)
             prompt = ids.masked_fill(ids == self.model.image_token_id, -1)[None]
@@ -145,11 +143,8 @@ class ContinuousBatch:
                 break
             lengths = [len(other.input_ids) for other in (*chosen, request)]
             fits = min(lengths) >= MIN_LENGTH_RATIO * max(lengths) and len(lengths) * max(lengths) <= MAX_PREFILL_TOKENS
-            fits = fits and all(other.model is request.model for other in chosen)
             if self.prefix_cache is not None and (not chosen or fits):
-                request.prefix, request.prefix_length = self.prefix_cache.find(
-                    request.input_ids, request.image_starts, id(request.model)
-                )
+                request.prefix, request.prefix_length = self.prefix_cache.find(request.input_ids, request.image_starts)
                 if request.prefix and not chosen:
                     return [request]
                 fits = fits and request.prefix is None
@@ -180,16 +175,15 @@ class ContinuousBatch:
 
         Several prompts begin at their first token, a single one where its prefix ends.
         """
-        model = requests[0].model
-        network = model.network  # a change of the weights is noticed here, not at every token
+        network = self.model.network  # a change of the weights is noticed here, not at every token
         start, lengths = requests[0].prefix_length, [len(request.input_ids) for request in requests]
         first = len(self._slots)  # there are no holes
         slots = range(first, first + len(requests))
         self._cache.reserve(network, slots.stop, max(lengths), keep=bool(self._slots))
-        pad = int(model.image_token_id == 0)  # any id but the image token's
+        pad = int(self.model.image_token_id == 0)  # any id but the image token's
         rows = [request.input_ids[start:] for request in requests]
         ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad)
-        x = model.embed_encoded(ids.to(model.device), self._encode_images(requests))
+        x = self.model.embed_encoded(ids.to(self.model.device), self._encode_images(requests))
         if (prefix := requests[0].prefix) is not None:
             self._cache.data[:, :, first, :, :start] = prefix.kv[:, :, :, :start]
         last = [length - start - 1 for length in lengths]
@@ -205,7 +199,7 @@ class ContinuousBatch:
         images = [image for request in requests for image in request.images]
         if sum(image.n_tiles for image in images) * self.model.cfg.mp_image_token_length == n_done:
             return None
-        return torch.cat(encode_images(requests[0].model, images, self.image_cache)).flatten(0, 1)[n_done:]
+        return torch.cat(encode_images(self.model, images, self.image_cache)).flatten(0, 1)[n_done:]
 
     def _end(self, slot: int, request: BatchRequest) -> None:
         """Free the slot of a request; the prefix cache may keep its keys and values."""
@@ -219,7 +213,7 @@ class ContinuousBatch:
                 return
             raise
         ids = torch.cat([request.input_ids, torch.tensor(request.output, dtype=torch.long)])[: request.length]
-        self.prefix_cache.add(CachedPrefix(ids, request.image_starts, kv, id(request.model)))
+        self.prefix_cache.add(CachedPrefix(ids, request.image_starts, kv))
 
     def _compact(self) -> None:
         """Move the last requests into freed slots, so that a step computes running requests only."""

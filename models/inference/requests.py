@@ -7,7 +7,7 @@ from torch import Tensor
 
 from models.decoding import SamplingParams, TokenSampler
 from models.errors import NanoVLMError
-from models.inference.inference_model import InferenceModel, Network
+from models.inference.inference_model import Network
 from models.inference.serving_caches import CachedPrefix, ImageStarts, TiledImage
 
 # The ids generated so far, logits (1, vocabulary) -> logits. A method forced_tokens, if there is one, gives the ids
@@ -39,7 +39,6 @@ class BatchRequest:
     """A prompt and the state of its generation."""
 
     key: Hashable
-    model: InferenceModel
     input_ids: Tensor  # (T,), on the CPU
     images: list[TiledImage]  # empty once they are prefilled
     image_starts: ImageStarts

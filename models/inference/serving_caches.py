@@ -124,11 +124,10 @@ class CachedPrefix:
     ids: Tensor  # (T,), on the CPU
     images: ImageStarts
     kv: Tensor  # (n_blocks, 2, n_kv_heads, T, head_dim)
-    model: Hashable = None  # whose they are
 
     @cached_property
     def head(self) -> Hashable:
-        return sequence_head(self.ids, self.images, self.model)
+        return sequence_head(self.ids, self.images)
 
     def common_length(self, ids: Tensor, images: ImageStarts) -> int:
         """How many leading tokens another sequence has in common, images included."""
@@ -141,10 +140,10 @@ class PrefixCache(LRUCache[CachedPrefix]):
     The model's weights must not change.
     """
 
-    def find(self, ids: Tensor, images: ImageStarts, model: Hashable = None) -> tuple[CachedPrefix | None, int]:
-        """A model's entry that begins like a prompt, and how many tokens; at least one token of the prompt is left."""
+    def find(self, ids: Tensor, images: ImageStarts) -> tuple[CachedPrefix | None, int]:
+        """The entry that begins like a prompt, and how many tokens; at least one token of the prompt is left."""
         best, length, best_key = None, MIN_PREFIX_TOKENS - 1, None
-        head = sequence_head(ids, images, model)
+        head = sequence_head(ids, images)
         for key, entry in self.items():
             if entry.head == head:
                 n = min(entry.common_length(ids, images), len(ids) - 1)
@@ -196,10 +195,10 @@ def common_prefix_length(ids: Tensor, others: Tensor, images: ImageStarts = (), 
     return n
 
 
-def sequence_head(ids: Tensor, images: ImageStarts, model: Hashable = None) -> Hashable:
-    """What two sequences of a model with a common prefix of MIN_PREFIX_TOKENS have in common; cheap to compare."""
+def sequence_head(ids: Tensor, images: ImageStarts) -> Hashable:
+    """What two sequences with a common prefix of MIN_PREFIX_TOKENS have in common; cheap to compare."""
     keys = tuple(key for key, start in images if start < MIN_PREFIX_TOKENS)
-    return tuple(ids[:MIN_PREFIX_TOKENS].tolist()), keys, model
+    return tuple(ids[:MIN_PREFIX_TOKENS].tolist()), keys
 
 
 def image_starts(ids: Tensor, images: Sequence[TiledImage], image_token_id: int, tokens_per_tile: int) -> ImageStarts:

@@ -56,23 +56,26 @@ def make_app(service: ChatService, options: ServerOptions, description: str = ""
 def api_routes(service: ChatService, description: str) -> APIRouter:
     """The routes that need the key."""
     router = APIRouter()
-    common = {"object": "model", "created": 0, "owned_by": "nanovlm", "description": description}
-    common["max_model_len"] = service.captioner.processor.cfg.lm_max_position_embeddings  # vLLM's, as parent
-    models: dict[str, dict[str, Any]] = {
-        name: {"id": name, **common, "parent": service.base_name if name in service.adapters else None}
-        for name in service.names
+    model = {
+        "id": service.name,
+        "object": "model",
+        "created": 0,
+        "owned_by": "nanovlm",
+        "description": description,
+        "max_model_len": service.captioner.processor.cfg.lm_max_position_embeddings,  # vLLM's
     }
 
     async def create(request: Request) -> Response:
         return await service.complete(request)
 
     def list_models() -> dict[str, Any]:
-        return {"object": "list", "data": list(models.values())}
+        return {"object": "list", "data": [model]}
 
     def retrieve_model(name: str) -> dict[str, Any]:
-        if name not in models:
-            raise service.model_not_found(name)
-        return models[name]
+        if name != service.name:
+            message = f"no model {name!r} here, only {service.name!r}"
+            raise APIError(404, message, "model_not_found", "model")
+        return model
 
     for prefix in ("/v1", ""):  # some clients leave it out, as llama.cpp's server allows
         router.add_api_route(f"{prefix}/chat/completions", create, methods=["POST"])
@@ -85,7 +88,7 @@ def health_route(service: ChatService) -> Callable[[], JSONResponse]:
     def health() -> JSONResponse:
         status = "stopped" if not service.engine.alive else "draining" if service.admission.draining else "ok"
         counts = {"running": service.engine.batch.running, "waiting": service.num_waiting}
-        return JSONResponse({"status": status, "model": service.names[0], **counts}, 200 if status == "ok" else 503)
+        return JSONResponse({"status": status, "model": service.name, **counts}, 200 if status == "ok" else 503)
 
     return health
 

@@ -114,18 +114,17 @@ def preprocess(
     processor: Processor,
     max_pixels: int,
     image_cache: ImageCache | None = None,
-    encoder: str = "",
     detail: str = "auto",
 ) -> TiledImage:
     """An image of a request, a file or a data URL; ImageError begins with its name. Threads may do it.
 
-    An image that the cache holds of this encoder is neither decoded nor encoded again.
+    An image that the cache holds is neither decoded nor encoded again.
     """
     try:
         data = decode_data_url(file) if isinstance(file, str) else file
     except ImageError as error:
         raise ImageError(f"{name}: {error}") from None
-    key = encoder, detail == "low", hashlib.blake2b(data, digest_size=16).digest()
+    key = detail == "low", hashlib.blake2b(data, digest_size=16).digest()
     if image_cache is not None and (cached := image_cache.get(key)):
         return cached
     tiles, grid = processor.preprocess(load_image(data, name, max_pixels), 1 if detail == "low" else None)

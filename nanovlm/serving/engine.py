@@ -17,7 +17,6 @@ from torch import Tensor
 
 from models.decoding import GREEDY, SamplingParams
 from models.inference.continuous_batching import ContinuousBatch
-from models.inference.inference_model import InferenceModel
 from models.inference.requests import LogitsProcessor, PrefillError, TokenOutput
 from models.inference.serving_caches import TiledImage
 from nanovlm.errors import NanoVLMError, is_out_of_memory
@@ -37,7 +36,6 @@ class SequenceRequest:
     max_new_tokens: int
     sampling: SamplingParams = GREEDY
     logits_processor: LogitsProcessor | None = None
-    model: InferenceModel | None = None  # the batch's own, or one with an adapter
 
 
 @dataclass(eq=False, repr=False)

@@ -145,7 +145,6 @@ class ChatCompletionRequest(StrictModel):
     the thread.
     """
 
-    model: str | None = None
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     stream: bool = False
     stop: Annotated[list[str], text_as(lambda text: [text])] = Field([], max_length=MAX_STOP_STRINGS)

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import os
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from functools import partial
@@ -14,7 +14,6 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from models.inference.continuous_batching import ContinuousBatch
-from models.inference.inference_model import InferenceModel
 from models.inference.serving_caches import ImageCache, PrefixCache, TiledImage
 from nanovlm.captioner import NO_IMAGE, Captioner
 from nanovlm.errors import ImageError
@@ -42,9 +41,8 @@ MAX_PREPARED = 8  # requests that are preprocessed and not prefilled yet: memory
 
 
 class ChatService:
-    """Answers requests with a model and, by their names, with its adapters, which `with_adapter` made of it.
+    """Answers requests with a model, whatever name of a model they have.
 
-    A request that names none of them is answered by the first adapter or else the model.
     fetcher and batch_type replace the defaults; without a fetcher remote images are refused.
     """
 
@@ -56,12 +54,9 @@ class ChatService:
         *,
         fetcher: ImageFetcher | None = None,
         batch_type: Callable[..., ContinuousBatch] = ContinuousBatch,
-        adapters: Mapping[str, InferenceModel] | None = None,
     ):
         self._warned_of_no_image = False
-        self.captioner, self.base_name, self.limits = captioner, name, limits or Limits()
-        self.adapters = adapters or {}
-        self.names = [*self.adapters, name]
+        self.captioner, self.name, self.limits = captioner, name, limits or Limits()
         new_batch = partial(
             batch_type,
             captioner.inference,
@@ -109,7 +104,7 @@ class ChatService:
                 body = await read_body(http_request, self.limits.max_body)
                 request = await self._run(ChatCompletionRequest.parse, body)
                 del body  # it may hold megabytes of images, as the request does
-                output_format = ChatFormat(uuid.uuid4().hex, self.model_name(request.model))
+                output_format = ChatFormat(uuid.uuid4().hex, self.name)
                 work = self._respond(request, output_format, request_scope, deadline)
                 response = await cancel_on_disconnect(http_request, work)
             if isinstance(response, EventStreamResponse):
@@ -142,7 +137,6 @@ class ChatService:
         self, request: ChatCompletionRequest, request_scope: AsyncExitStack, until_prefilled: AsyncExitStack
     ) -> ResponseStream:
         """Check and preprocess a request, and submit it to the engine."""
-        model = self.model_name(request.model)
         processor = None
         if is_structured := (schema := request.response_format.required_schema()) is not None:
             make = partial(self.captioner.structured_output.make_processors, untrusted=True)
@@ -151,9 +145,8 @@ class ChatService:
         sampling = await self._run(request.sampling().sampling, self.captioner.tokenizer.encode)
         inputs = await self._prepare(request, until_prefilled)
         max_tokens = self._max_tokens(request, len(inputs.input_ids))
-        handle = self.engine.submit(
-            SequenceRequest(inputs.input_ids, inputs.images, max_tokens, sampling, processor, self.adapters.get(model))
-        )
+        sequence = SequenceRequest(inputs.input_ids, inputs.images, max_tokens, sampling, processor)
+        handle = self.engine.submit(sequence)
         request_scope.callback(handle.cancel)
         streamer = StopStringStreamer(self.captioner.tokenizer, request.stop, is_structured=is_structured)
         return ResponseStream(handle, streamer, len(inputs.input_ids))
@@ -168,8 +161,7 @@ class ChatService:
         request.messages.clear()  # from here on only chat holds the encoded images
         files = await self._fetch(chat.image_urls)
         await until_prefilled.enter_async_context(self.prepared)
-        processor, encoder = self.captioner.processor, self.model_name(request.model)
-        options = self.limits.max_pixels, self.engine.batch.image_cache, encoder
+        processor, options = self.captioner.processor, (self.limits.max_pixels, self.engine.batch.image_cache)
         images: list[TiledImage] = []
         for number, file in enumerate(files, 1):
             arguments = f"image {number}", file, processor, *options, chat.image_urls[number - 1].detail
@@ -182,14 +174,6 @@ class ChatService:
         """Refuse what cannot fit into the context whatever its tokens are, before it is tokenized."""
         if (n := len(request.text)) > self.max_chars:
             raise self._too_long(f"{n:,} characters")
-
-    def model_name(self, asked: str | None) -> str:
-        """The name of the model that answers a request for one of this name."""
-        return asked if asked in self.names else self.names[0]
-
-    def model_not_found(self, name: str) -> APIError:
-        names = ", ".join(map(repr, self.names))
-        return APIError(404, f"no model {name!r} here, only {names}", "model_not_found", "model")
 
     async def _fetch(self, urls: Sequence[MediaURL]) -> list[str | bytes]:
         """The remote files of images; data URLs remain as they are, since a thread decodes them faster."""

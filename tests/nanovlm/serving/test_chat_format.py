@@ -81,5 +81,5 @@ def test_an_image_of_low_detail_is_one_tile(embedded):
     image, processor = noise_image(40, 20, seed=2), embedded.processor
     image.save(file := io.BytesIO(), "png")
     cache = ImageCache(2**20)
-    low, high = (preprocess("image 1", file.getvalue(), processor, 10**6, cache, "", d) for d in ("low", "high"))
+    low, high = (preprocess("image 1", file.getvalue(), processor, 10**6, cache, d) for d in ("low", "high"))
     assert (low.grid, low.n_tiles) == (processor.preprocess(image, 1)[1], 1) and low.key != high.key
