@@ -82,7 +82,7 @@ class Captioner:
 
     @property
     def model(self) -> VisionLanguageModel:
-        """The plain model, to train or save. InputError if adapters lie beside it, or `quantize=` released it."""
+        """The plain model, to train or save. InputError if `quantize=` released it."""
         return self.inference.model if isinstance(self.inference, InferenceModel) else self.inference
 
     @classmethod
@@ -119,12 +119,6 @@ class Captioner:
             inference.release_source()
         processor = Processor(cfg, tokenizer, options.max_tiles)
         return cls(inference, processor, allow_urls=options.allow_urls)
-
-    def with_adapter(self, folder: str | os.PathLike[str]) -> "Captioner":
-        """The same with LoRA adapters beside the weights, which both share; see `models.inference.adapters`."""
-        from models.inference.adapters import with_adapter
-
-        return Captioner(with_adapter(self.inference, folder), self.processor, allow_urls=self.allow_urls)
 
     @classmethod
     def from_backbones(
@@ -249,13 +243,6 @@ class Captioner:
         """Ids of the beginning of an answer; without the spaces at its end, which belong to the word that follows."""
         text = start_with.rstrip()
         return self.tokenizer.encode(self.tokenizer.answer_prefix + text) if text else []
-
-    def generate(
-        self, prompts: Sequence[EncodedPrompt], *, options: GenerationOptions | None = None, **changes: Any
-    ) -> list[Any]:
-        """One answer per prompt of `prepare`, all in one batch."""
-        options = generation_options(options, changes)
-        return self._texts(lambda: self.processor.collate(prompts), options) if len(prompts) else []
 
     def prepare(self, image: ImageInputs, prompt: str = PROMPT) -> EncodedPrompt:
         """Token ids and tiles of one prompt; thread-safe, so threads may prepare while the model runs."""

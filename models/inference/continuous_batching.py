@@ -5,19 +5,17 @@ mask says how many are valid. A finished request therefore costs nothing, and a 
 free slot.
 """
 
-from collections.abc import Container, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from models.cache import storage_bytes
 from models.config import MAX_NEW_TOKENS
 from models.decoding import GREEDY, SamplingParams, TokenSampler, finish_reason
 from models.errors import InputError, is_out_of_memory
-from models.inference.fair_share import FairShare
 from models.inference.inference_model import InferenceModel
-from models.inference.requests import BatchRequest, LogitsProcessor, PrefillError, TokenLogprobs, TokenOutput
+from models.inference.requests import BatchRequest, LogitsProcessor, PrefillError, TokenOutput
 from models.inference.serving_caches import (
     CachedPrefix,
     ImageCache,
@@ -59,7 +57,6 @@ class ContinuousBatch:
         self._waiting: dict[Hashable, BatchRequest] = {}
         self._slots: list[BatchRequest | None] = []  # None where a request has ended
         self._cache = SlotCache(max_num_seqs, self.model.cfg.lm_max_position_embeddings)
-        self._fair_share = FairShare(max_num_seqs)
         self._outputs: list[TokenOutput] = []  # of the current step; an exception leaves them to the next one
 
     @property
@@ -70,17 +67,6 @@ class ContinuousBatch:
     def running(self) -> int:
         return sum(request is not None for request in self._slots)
 
-    @property
-    def cache_bytes_used(self) -> int:
-        """Bytes of the keys and values of the running requests' tokens."""
-        n_tokens = sum(request.length for request in tuple(self._slots) if request is not None)
-        return n_tokens * self._cache.bytes_per_token
-
-    @property
-    def cache_bytes_allocated(self) -> int:
-        """Bytes of the cache of all slots, which keeps its size when requests end."""
-        return storage_bytes([self._cache.data])
-
     def add(
         self,
         key: Hashable,
@@ -90,9 +76,6 @@ class ContinuousBatch:
         max_new_tokens: int = MAX_NEW_TOKENS,
         sampling: SamplingParams = GREEDY,
         logits_processor: LogitsProcessor | None = None,
-        top_logprobs: int | None = None,
-        client: Hashable = None,
-        model: InferenceModel | None = None,
     ) -> None:
         """Queue a prompt, ids (T,) and images (N, 3, S, S). InputError if it can never be prefilled.
 
@@ -100,10 +83,7 @@ class ContinuousBatch:
         like an earlier sequence in the prefix cache is prefilled from there on.
 
         logits_processor changes the logits before each token is chosen, for example to exclude tokens: it is called
-        with the request's generated ids and logits (1, vocabulary). top_logprobs asks for the log-probability of each
-        token and of that many most likely ones, 0 for the token's own; they are those of the model's unchanged logits.
-        Steps are shared fairly among clients, see `FairShare`. model is one that `with_adapter` made of the batch's
-        own, which is the default; the keys of images must be others if it encodes them in another way.
+        with the request's generated ids and logits (1, vocabulary).
         """
         if key in self._waiting or any(request is not None and request.key == key for request in self._slots):
             raise InputError(f"{key!r} is the key of a request that waits or runs; use another")
@@ -118,14 +98,12 @@ class ContinuousBatch:
         dtype = next((image.tiles.dtype for image in inputs if image.tiles is not None), None)
         self.model.validate_images(input_ids, torch.empty(sum(image.n_tiles for image in inputs), 0, dtype=dtype))
         starts = image_starts(ids, inputs, self.model.image_token_id, self.model.cfg.mp_image_token_length)
-        request = BatchRequest(
-            key, model or self.model, ids, inputs, starts, max_new_tokens, sampling, client, top_logprobs
-        )
+        request = BatchRequest(key, ids, inputs, starts, max_new_tokens, sampling)
         if logits_processor is not None or not sampling.is_greedy:
             process = None if logits_processor is None else partial(logits_processor, request.output)
             prompt = ids.masked_fill(ids == self.model.image_token_id, -1)[None]
             request.sampler = TokenSampler(sampling, self._ends, prompt, process)
-            if sampling.is_greedy and top_logprobs is None:  # a forced token takes no random number and has no logits
+            if sampling.is_greedy:  # a forced token takes no random number
                 request.forced_tokens = getattr(logits_processor, "forced_tokens", None)
         self._waiting[key] = request
 
@@ -141,42 +119,32 @@ class ContinuousBatch:
     def step(self) -> list[TokenOutput]:
         """Prefill some of the waiting prompts into free slots, then decode one token of every running request.
 
-        A prefilled prompt gets two tokens in its first step. Requests of heavy clients (see `FairShare`) take part in
-        some of the steps. PrefillError names a prompt that was dropped. A request that cannot be decoded ends with
-        `finished="error"`; the others continue. Running out of memory raises the allocator's error (see
-        `is_out_of_memory`): cancel some requests and step again. After any of these exceptions the batch is intact, and
-        no token is lost.
+        A prefilled prompt gets two tokens in its first step. PrefillError names a prompt that was dropped. A request
+        that cannot be decoded ends with `finished="error"`; the others continue. Running out of memory raises the
+        allocator's error (see `is_out_of_memory`): cancel some requests and step again. After any of these exceptions
+        the batch is intact, and no token is lost.
         """
         self._compact()
-        running = [request for request in self._slots if request is not None]
-        clients = self._fair_share.next(request.client for request in (*running, *self._waiting.values()))
-        with self._fair_share.measure():
-            self._outputs += self._prefill(self._next_prompts(clients))
-            self._compact()
-            self._decode_all(clients)
+        self._outputs += self._prefill(self._next_prompts())
+        self._compact()
+        self._decode_all()
         outputs, self._outputs = self._outputs, []
         return outputs
 
-    def _next_prompts(self, clients: Container[Hashable]) -> list[BatchRequest]:
-        """The clients' first waiting prompt and later ones of about its length, as many as there are free slots.
+    def _next_prompts(self) -> list[BatchRequest]:
+        """The first waiting prompt and later ones of about its length, as many as there are free slots.
 
-        A prompt whose beginning is in the prefix cache is prefilled by itself; so is every prompt while light and heavy
-        clients share the batch, that no step takes long.
+        A prompt whose beginning is in the prefix cache is prefilled by itself.
         """
-        free = min(self.max_num_seqs - self.running, 1 if self._fair_share.is_shared else self.max_num_seqs)
+        free = self.max_num_seqs - self.running
         chosen: list[BatchRequest] = []
         for request in self._waiting.values():
             if len(chosen) == free:
                 break
-            if request.client not in clients:
-                continue
             lengths = [len(other.input_ids) for other in (*chosen, request)]
             fits = min(lengths) >= MIN_LENGTH_RATIO * max(lengths) and len(lengths) * max(lengths) <= MAX_PREFILL_TOKENS
-            fits = fits and all(other.model is request.model for other in chosen)
             if self.prefix_cache is not None and (not chosen or fits):
-                request.prefix, request.prefix_length = self.prefix_cache.find(
-                    request.input_ids, request.image_starts, id(request.model)
-                )
+                request.prefix, request.prefix_length = self.prefix_cache.find(request.input_ids, request.image_starts)
                 if request.prefix and not chosen:
                     return [request]
                 fits = fits and request.prefix is None
@@ -199,8 +167,6 @@ class ContinuousBatch:
             return self._prefill(requests[:1])
         for request in requests:
             del self._waiting[request.key]
-            if self.prefix_cache is not None:
-                self.prefix_cache.count(len(request.input_ids), request.prefix_length)
             request.prefix = None
         return self._choose(requests, logits)
 
@@ -209,16 +175,15 @@ class ContinuousBatch:
 
         Several prompts begin at their first token, a single one where its prefix ends.
         """
-        model = requests[0].model
-        network = model.network  # a change of the weights is noticed here, not at every token
+        network = self.model.network  # a change of the weights is noticed here, not at every token
         start, lengths = requests[0].prefix_length, [len(request.input_ids) for request in requests]
         first = len(self._slots)  # there are no holes
         slots = range(first, first + len(requests))
         self._cache.reserve(network, slots.stop, max(lengths), keep=bool(self._slots))
-        pad = int(model.image_token_id == 0)  # any id but the image token's
+        pad = int(self.model.image_token_id == 0)  # any id but the image token's
         rows = [request.input_ids[start:] for request in requests]
         ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad)
-        x = model.embed_encoded(ids.to(model.device), self._encode_images(requests))
+        x = self.model.embed_encoded(ids.to(self.model.device), self._encode_images(requests))
         if (prefix := requests[0].prefix) is not None:
             self._cache.data[:, :, first, :, :start] = prefix.kv[:, :, :, :start]
         last = [length - start - 1 for length in lengths]
@@ -234,7 +199,7 @@ class ContinuousBatch:
         images = [image for request in requests for image in request.images]
         if sum(image.n_tiles for image in images) * self.model.cfg.mp_image_token_length == n_done:
             return None
-        return torch.cat(encode_images(requests[0].model, images, self.image_cache)).flatten(0, 1)[n_done:]
+        return torch.cat(encode_images(self.model, images, self.image_cache)).flatten(0, 1)[n_done:]
 
     def _end(self, slot: int, request: BatchRequest) -> None:
         """Free the slot of a request; the prefix cache may keep its keys and values."""
@@ -248,7 +213,7 @@ class ContinuousBatch:
                 return
             raise
         ids = torch.cat([request.input_ids, torch.tensor(request.output, dtype=torch.long)])[: request.length]
-        self.prefix_cache.add(CachedPrefix(ids, request.image_starts, kv, id(request.model)))
+        self.prefix_cache.add(CachedPrefix(ids, request.image_starts, kv))
 
     def _compact(self) -> None:
         """Move the last requests into freed slots, so that a step computes running requests only."""
@@ -259,14 +224,14 @@ class ContinuousBatch:
                 self._slots[hole] = last
                 self._cache.data[:, :, hole] = self._cache.data[:, :, len(self._slots)]
 
-    def _decode_all(self, clients: Container[Hashable]) -> None:
-        """Decode one token for each running request of the clients, those of one network together.
+    def _decode_all(self) -> None:
+        """Decode one token for each running request, those of one network together.
 
         A request that has forced tokens to read is decoded by itself.
         """
         groups: dict[Hashable, list[int]] = {}
         for slot, request in enumerate(self._slots):
-            if request is not None and request.client in clients:
+            if request is not None:
                 groups.setdefault(request.network if len(request.unread) == 1 else slot, []).append(slot)
         for slots in groups.values():
             self._decode(slots)
@@ -314,16 +279,14 @@ class ContinuousBatch:
                     self._slots[self._slots.index(request)] = None
                     outputs.append(TokenOutput(request.key, -1, "error", error))
                     continue
-            n_top = request.top_logprobs
-            logprobs = None if n_top is None else TokenLogprobs.of(logits[row], token_id, n_top)
-            outputs.append(self._accept(request, token_id, logprobs))
+            outputs.append(self._accept(request, token_id))
             if request.forced_tokens is not None and outputs[-1].finished is None:
                 for forced in request.forced_tokens(request.output):
                     if outputs[-1].finished is None:
                         outputs.append(self._accept(request, forced))
         return outputs
 
-    def _accept(self, request: BatchRequest, token_id: int, logprobs: TokenLogprobs | None = None) -> TokenOutput:
+    def _accept(self, request: BatchRequest, token_id: int) -> TokenOutput:
         """Add a token to the request's output, which may end it."""
         request.output.append(token_id)
         request.remaining -= 1
@@ -331,4 +294,4 @@ class ContinuousBatch:
         finished = None if reason == "length" and request.remaining else reason
         if finished:
             self._end(self._slots.index(request), request)
-        return TokenOutput(request.key, token_id, finished, None, logprobs, request.prefix_length)
+        return TokenOutput(request.key, token_id, finished, None, request.prefix_length)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from models.cache import KVCache, PrefillState
 from models.decoding import GenerationMixin
 from models.errors import InputError
-from models.inference.kernel_network import ADAPTED, QUANTIZED, KernelNetwork
+from models.inference.kernel_network import KernelNetwork
 from models.vision_language_model import VisionLanguageModel
 
 logger = logging.getLogger(__name__)
@@ -96,16 +96,11 @@ class InferenceModel(GenerationMixin):
 
     @property
     def model(self) -> VisionLanguageModel:
-        """The model whose weights this one follows. InputError if they were released, or have adapters beside them."""
+        """The model whose weights this one follows. InputError if they were released."""
         if self._source is None:
             raise InputError(
                 "the floating-point weights were released after quantization; "
                 "load the model without quantize= to train, convert or save it"
-            )
-        if any(getattr(module, "format", None) in (ADAPTED, *QUANTIZED) for module in self._source.modules()):
-            raise InputError(
-                "no file's format has adapters beside weights, or quantized weights; merge the adapters to train, "
-                "convert or save the model: Captioner.from_pretrained(MODEL, adapter=FOLDER)"
             )
         return self._source
 

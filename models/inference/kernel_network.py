@@ -32,7 +32,6 @@ from models.vision_language_model import VisionLanguageModel, empty_model
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}  # the numbers in common.h
 QUANTIZED = {"int8": 2, "int4": 3}
-ADAPTED = "adapted"  # the format of a linear layer with an adapter
 MAX_PATCHES = 1024  # of images that are encoded together; activations of more leave the CPU's cache
 
 
@@ -56,13 +55,7 @@ class Packer:
         return Matrix(weight.data_ptr(), None, None, self.vector(bias), *size)
 
     def matrix(self, layer: Any) -> Matrix:
-        """The struct of an nn.Linear, QuantizedLinear or AdaptedLinear."""
-        if getattr(layer, "format", None) == ADAPTED:
-            matrix = self.matrix(layer.base)
-            for name in ("lora_a", "lora_b"):
-                self.kept.append(self.dense(getattr(layer, name)))
-                setattr(matrix, name, ctypes.addressof(self.kept[-1]))
-            return matrix
+        """The struct of an nn.Linear or QuantizedLinear."""
         if isinstance(layer, nn.Linear):
             return self.dense(layer.weight, layer.bias)
         self.kept.append(layer)
@@ -137,8 +130,8 @@ def _describe(model: VisionLanguageModel) -> set[tuple]:
     Of a linear layer, in whatever format, it is the weight's size; a bias may be there or not, but of no other size.
     """
     modules: set[tuple] = set()
-    for name, module in model.named_modules():
-        layer: Any = getattr(module, "base", module)  # of an AdaptedLinear
+    layer: Any
+    for name, layer in model.named_modules():
         details: tuple = nn.Linear, *getattr(getattr(layer, "weight", None), "shape", ())
         if getattr(layer, "format", None) in QUANTIZED:
             details = nn.Linear, layer.out_features, layer.in_features
@@ -149,7 +142,7 @@ def _describe(model: VisionLanguageModel) -> set[tuple]:
         if details[0] is nn.Linear and layer.bias is not None and layer.bias.shape != details[1:2]:
             details += (layer.bias.shape,)
         if name.startswith(("vision_encoder", "MP", "decoder")):
-            modules.add((re.sub(r"blocks\.\d+|\.base", "", name), details))
+            modules.add((re.sub(r"blocks\.\d+", "", name), details))
     return modules
 
 

@@ -7,27 +7,12 @@ from torch import Tensor
 
 from models.decoding import SamplingParams, TokenSampler
 from models.errors import NanoVLMError
-from models.inference.inference_model import InferenceModel, Network
+from models.inference.inference_model import Network
 from models.inference.serving_caches import CachedPrefix, ImageStarts, TiledImage
 
 # The ids generated so far, logits (1, vocabulary) -> logits. A method forced_tokens, if there is one, gives the ids
 # that alone can follow those generated so far.
 LogitsProcessor = Callable[[list[int], Tensor], Tensor]
-
-
-@dataclass(frozen=True)
-class TokenLogprobs:
-    """The log-probability of a generated token, and the most likely tokens in its place, before any sampling."""
-
-    logprob: float
-    top: list[tuple[int, float]]  # ids and log-probabilities, the most likely first
-
-    @classmethod
-    def of(cls, logits: Tensor, token_id: int, n_top: int) -> "TokenLogprobs":
-        """Those of a token and of the n_top most likely ones by logits (vocabulary,)."""
-        logprobs = logits.float().log_softmax(-1)
-        values, ids = logprobs.topk(min(n_top, len(logprobs)))
-        return cls(float(logprobs[token_id]), list(zip(ids.tolist(), values.tolist())))
 
 
 @dataclass(frozen=True)
@@ -38,7 +23,6 @@ class TokenOutput:
     token_id: int
     finished: str | None = None
     error: Exception | None = None  # why the request failed; token_id is then -1
-    logprobs: TokenLogprobs | None = None  # if the request asked for them
     n_cached: int = 0  # tokens of the prompt that the prefix cache held
 
 
@@ -55,14 +39,11 @@ class BatchRequest:
     """A prompt and the state of its generation."""
 
     key: Hashable
-    model: InferenceModel
     input_ids: Tensor  # (T,), on the CPU
     images: list[TiledImage]  # empty once they are prefilled
     image_starts: ImageStarts
     remaining: int  # tokens that may still be generated
     sampling: SamplingParams
-    client: Hashable = None  # whose it is
-    top_logprobs: int | None = None  # how many; None for no log-probabilities at all
     forced_tokens: Callable[[list[int]], list[int]] | None = None
     sampler: TokenSampler | None = None  # None for the most likely token, which is found for all such requests together
     prefix: CachedPrefix | None = None  # that begins like the prompt

@@ -29,12 +29,6 @@ class SlotCache:
         self.max_slots, self.max_tokens = max_slots, max_tokens
         self.data = torch.empty(0, 0, 0, 0, 0, 0)
 
-    @property
-    def bytes_per_token(self) -> int:
-        """Of one sequence, in all blocks."""
-        n_blocks, pair, _, n_kv_heads, _, head_dim = self.data.shape
-        return n_blocks * pair * n_kv_heads * head_dim * self.data.element_size()
-
     def reserve(self, network: Network, n_slots: int, n_tokens: int, *, keep: bool) -> None:
         """Make it large enough, with room to grow into; without keep it forgets its contents, and may shrink."""
         old = self.data
@@ -117,15 +111,6 @@ class TiledImage:
 class ImageCache(LRUCache[TiledImage]):
     """Encoded images by key, up to max_bytes of embeddings. The model's weights must not change."""
 
-    queries = hits = 0  # of find
-
-    def find(self, key: Hashable) -> TiledImage | None:
-        """The encoded image of that key, if it is here; counts as a query, which `get` does not."""
-        found = self.get(key)
-        self.queries += 1
-        self.hits += found is not None
-        return found
-
     def add(self, image: TiledImage) -> None:
         """Store an encoded image that has a key."""
         if image.key is not None and image.embeds is not None:
@@ -139,11 +124,10 @@ class CachedPrefix:
     ids: Tensor  # (T,), on the CPU
     images: ImageStarts
     kv: Tensor  # (n_blocks, 2, n_kv_heads, T, head_dim)
-    model: Hashable = None  # whose they are
 
     @cached_property
     def head(self) -> Hashable:
-        return sequence_head(self.ids, self.images, self.model)
+        return sequence_head(self.ids, self.images)
 
     def common_length(self, ids: Tensor, images: ImageStarts) -> int:
         """How many leading tokens another sequence has in common, images included."""
@@ -156,12 +140,10 @@ class PrefixCache(LRUCache[CachedPrefix]):
     The model's weights must not change.
     """
 
-    queries = hits = 0  # tokens of all prompts, and those of them that were found here
-
-    def find(self, ids: Tensor, images: ImageStarts, model: Hashable = None) -> tuple[CachedPrefix | None, int]:
-        """A model's entry that begins like a prompt, and how many tokens; at least one token of the prompt is left."""
+    def find(self, ids: Tensor, images: ImageStarts) -> tuple[CachedPrefix | None, int]:
+        """The entry that begins like a prompt, and how many tokens; at least one token of the prompt is left."""
         best, length, best_key = None, MIN_PREFIX_TOKENS - 1, None
-        head = sequence_head(ids, images, model)
+        head = sequence_head(ids, images)
         for key, entry in self.items():
             if entry.head == head:
                 n = min(entry.common_length(ids, images), len(ids) - 1)
@@ -171,11 +153,6 @@ class PrefixCache(LRUCache[CachedPrefix]):
             return None, 0
         self.get(best_key)
         return best, length
-
-    def count(self, n_prompt: int, n_found: int) -> None:
-        """Count a prefilled prompt."""
-        self.queries += n_prompt
-        self.hits += n_found
 
     def add(self, entry: CachedPrefix) -> None:
         """Store a sequence; it replaces those that it begins with."""
@@ -218,10 +195,10 @@ def common_prefix_length(ids: Tensor, others: Tensor, images: ImageStarts = (), 
     return n
 
 
-def sequence_head(ids: Tensor, images: ImageStarts, model: Hashable = None) -> Hashable:
-    """What two sequences of a model with a common prefix of MIN_PREFIX_TOKENS have in common; cheap to compare."""
+def sequence_head(ids: Tensor, images: ImageStarts) -> Hashable:
+    """What two sequences with a common prefix of MIN_PREFIX_TOKENS have in common; cheap to compare."""
     keys = tuple(key for key, start in images if start < MIN_PREFIX_TOKENS)
-    return tuple(ids[:MIN_PREFIX_TOKENS].tolist()), keys, model
+    return tuple(ids[:MIN_PREFIX_TOKENS].tolist()), keys
 
 
 def image_starts(ids: Tensor, images: Sequence[TiledImage], image_token_id: int, tokens_per_tile: int) -> ImageStarts:

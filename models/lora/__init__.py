@@ -241,7 +241,8 @@ def read_adapters(folder: str | PathLike[str], model: VisionLanguageModel) -> No
     for files that cannot be read or do not fit the model.
     """
     folder = adapter_folder(Path(folder))
-    rank, alpha, state = read_adapter_files(folder, model)
+    rank, alpha = _read_rank_and_alpha(folder / ADAPTER_CONFIG)
+    state = _read_state(folder / ADAPTER_WEIGHTS, model)
     if not adapters(model):
         model.requires_grad_(False)
         for name in adapted_modules(state):
@@ -258,15 +259,6 @@ def read_adapters(folder: str | PathLike[str], model: VisionLanguageModel) -> No
         for part in ADAPTER_TENSORS:
             _load(getattr(module, part).weight, f"{name}.{part}.weight", state, folder)
     _load_fully_trained(folder, model, state)
-
-
-def read_adapter_files(folder: Path, model: VisionLanguageModel) -> tuple[int, float, dict[str, Tensor]]:
-    """Rank, alpha and the tensors of adapters in folder, by our names; CheckpointError if the model lacks one's module.
-
-    The model may be on the meta device.
-    """
-    folder = adapter_folder(folder)
-    return *_read_rank_and_alpha(folder / ADAPTER_CONFIG), _read_state(folder / ADAPTER_WEIGHTS, model)
 
 
 def recorded_base(folder: Path) -> tuple[str | None, str | None]:

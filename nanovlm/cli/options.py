@@ -74,10 +74,9 @@ def from_args(record: type[Record], args: argparse.Namespace, **defaults: Any) -
     return record(**defaults | given(record, args))
 
 
-def add_model_flags(parser: argparse.ArgumentParser, without: Sequence[str] = ()) -> None:
-    """Add the flags of `ModelOptions`, but for some fields."""
-    names = [f.name for f in fields(ModelOptions) if f.name not in without]
-    add_flags(parser, ModelOptions, names)
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `ModelOptions`."""
+    add_flags(parser, ModelOptions)
 
 
 def model_options(args: argparse.Namespace) -> ModelOptions:

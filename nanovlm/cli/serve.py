@@ -1,18 +1,14 @@
 """`nanovlm serve`: a web page and OpenAI's chat completions API."""
 
 import argparse
-import asyncio
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nanovlm import EMBEDDED, PROMPT
 from nanovlm.cli.options import EMBEDDED_LIMITS, add_model_flags, from_args, load_captioner, model_options
 from nanovlm.cli.options import add_flags as add_record_flags
-from nanovlm.console import count, print_error
-from nanovlm.errors import MissingExtraError, UsageError
+from nanovlm.errors import MissingExtraError
 from nanovlm.options import ModelOptions
 from nanovlm.serving.options import Limits, ServerOptions
 
@@ -24,111 +20,33 @@ EXAMPLE = "nanovlm serve --port 8000"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
     add_record_flags(parser, ServerOptions)
-    add(
-        "--batch-file",
-        metavar="FILE",
-        help="answer the requests in FILE, one a line as for OpenAI's batch API, into --out, and stop; the same "
-        "command resumes",
-    )
-    add("--out", metavar="FILE", help="results of --batch-file, a .jsonl file")
     add_record_flags(parser, Limits)
-    add_model_flags(parser, without=["adapter"])
-    add(
-        "--adapter",
-        dest="adapters",
-        action="append",
-        default=[],
-        metavar="[NAME=]FOLDER",
-        help="LoRA adapters, from nanovlm train --lora-rank or PEFT, which answer requests that name this model "
-        "(default: the folder's name); repeat the flag for more; without --model, their own base",
-    )
-    parser.set_defaults(adapter=None)  # of ModelOptions, so that errors of its values name the flag
+    add_model_flags(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    adapters = adapter_folders(args.adapters)
-    model = with_recorded_base(model_options(args), list(adapters.values()))
-    options = server_options(args)
+    model, options = model_options(args), server_options(args)
     try:
         from nanovlm.serving.server import listen, serve
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] in ("models", "nanovlm"):
             raise
         raise MissingExtraError(f"{error.name} is missing; pip install 'nanovlm[serve]'") from None
-    if args.batch_file is not None or args.out is not None:
-        return run_batch(args, model, adapters, options)
     with listen(options) as listening_socket:  # a port in use is reported before the model is loaded
-        service = make_service(model, adapters, options)
-        description = EMBEDDED_LIMITS if model.model == EMBEDDED and not adapters else ""
+        service = make_service(model, options)
+        description = EMBEDDED_LIMITS if model.model == EMBEDDED and model.adapter is None else ""
         serve(service, listening_socket, options, description)
     return 0
 
 
-def run_batch(
-    args: argparse.Namespace, model: ModelOptions, adapters: Mapping[str, str], options: ServerOptions
-) -> int:
-    """Answer a file of requests; 1 if one failed, after the others are done."""
-    from nanovlm.serving.app import make_app
-    from nanovlm.serving.batch_file import TIMEOUT_S, answer_batch, unanswered
-
-    if args.batch_file is None or args.out is None:
-        raise UsageError("--batch-file and --out go together: requests and results; name both")
-    requests, results = Path(args.batch_file), Path(args.out)
-    todo, n_failed = unanswered(requests, results), 0
-    if todo:
-        options = replace(options, limits=replace(options.limits, timeout=TIMEOUT_S))
-        service = make_service(model, adapters, options)
-        n_failed = asyncio.run(answer_batch(service, make_app(service, ServerOptions()), requests, todo, results))
-    print_error(f"{count(len(todo) - n_failed, 'request')} answered")
-    if n_failed:
-        print_error(f"{count(n_failed, 'request')} failed; {args.out} says why, and the same command tries them again")
-    return 1 if n_failed else 0
-
-
-def make_service(model: ModelOptions, adapters: Mapping[str, str], options: ServerOptions) -> "ChatService":
-    """The service of a model and its adapters, by their names and folders."""
-    from models.inference.adapters import with_adapter
+def make_service(model: ModelOptions, options: ServerOptions) -> "ChatService":
     from nanovlm.processing.image_urls import ImageFetcher
     from nanovlm.serving.service import ChatService
 
-    captioner = load_captioner(model, [PROMPT], own_images=not adapters)
-    adapted = {name: with_adapter(captioner.inference, folder) for name, folder in adapters.items()}
-    if (name := model_name(model.model)) in adapted:
-        raise UsageError(f"--adapter {name} has the model's name; write OTHER_NAME=FOLDER")
-    return ChatService(
-        captioner,
-        name,
-        options.limits,
-        fetcher=ImageFetcher(allow_remote=options.allow_remote),
-        strict_model=options.strict_model,
-        adapters=adapted,
-    )
-
-
-def adapter_folders(texts: Sequence[str]) -> dict[str, str]:
-    """The folders of --adapter by their names; UsageError for a name that is given twice."""
-    folders: dict[str, str] = {}
-    for text in texts:
-        name, separator, folder = text.partition("=")
-        name, folder = (name, folder) if separator and not os.path.isdir(text) else (Path(text).resolve().name, text)
-        if name in folders or not name:
-            raise UsageError(f"--adapter {text} has no name of its own; write OTHER_NAME=FOLDER")
-        folders[name] = folder
-    return folders
-
-
-def with_recorded_base(model: ModelOptions, adapters: Sequence[str]) -> ModelOptions:
-    """The options with the model that the adapters were trained on, if no other is named."""
-    bases = []
-    for folder in adapters:
-        name, revision = replace(model, adapter=folder).base
-        bases.append(replace(model, model=name, revision=revision))
-    if len(set(bases)) > 1:
-        names = " and ".join(sorted({str(base.model) for base in bases}))
-        raise UsageError(f"--adapter: these were trained on {names}; serve those of one, or name it by --model")
-    return bases[0] if bases else model
+    captioner = load_captioner(model, [PROMPT], own_images=True)
+    fetcher = ImageFetcher(allow_remote=options.allow_remote)
+    return ChatService(captioner, model_name(model.adapter or model.model), options.limits, fetcher=fetcher)
 
 
 def server_options(args: argparse.Namespace) -> ServerOptions:

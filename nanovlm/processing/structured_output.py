@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,6 @@ from nanovlm.errors import InputError, MissingExtraError, UsageError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from models.inference.requests import LogitsProcessor
     from nanovlm.processing.tokenizer import Tokenizer
 
 MAX_SCHEMA = 50_000  # characters; what longer ones need at each token would delay all other requests
@@ -145,18 +144,6 @@ class GrammarProcessor:
             raise InputError(f"{self.param}: {_not_followed(self.matcher.get_error())}")
         allowed = torch.frombuffer(bytearray(bias), dtype=torch.uint8) != 0
         return logits.masked_fill(~allowed.to(logits.device), float("-inf"))
-
-
-class BiasProcessor:
-    """A `LogitsProcessor` that adds a client's logit_bias, and lets a grammar, if there is one, exclude tokens then."""
-
-    def __init__(self, bias: Mapping[int, float], grammar: "LogitsProcessor | None"):
-        self.ids, self.values, self.grammar = list(bias), list(bias.values()), grammar
-
-    def __call__(self, generated: list[int], logits: "Tensor") -> "Tensor":
-        logits = logits.clone()
-        logits[..., self.ids] += logits.new_tensor(self.values)
-        return logits if self.grammar is None else self.grammar(generated, logits)
 
 
 def _grammar(schema: Any, name: str, untrusted: bool = False) -> str:

@@ -172,12 +172,8 @@ class Tokenizer:
         """Ids of an answer as the model is to generate it, end token included."""
         return [*self.encode(self.answer_prefix + text), self.eos_token_id]
 
-    def encode_with_special_tokens(self, text: str) -> list[int]:
-        """Ids of text in which special tokens count as such: for a client that lays out its chat by itself."""
-        return self.begin(self._encode_marked(text, {}))
-
     def _encode_marked(self, text: str, placeholders: Mapping[str, str]) -> list[int]:
-        """The same of text with placeholders for special tokens that are spelled in plain text."""
+        """Ids of a rendered chat, in which placeholders stand for special tokens that are spelled in plain text."""
 
         def encode(plain: str) -> list[int]:
             for token, placeholder in placeholders.items():

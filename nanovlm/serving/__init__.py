@@ -4,10 +4,9 @@ server       starts and stops: uvicorn, signals, draining
 app          the routes; security: host names, origins and the API key
 service      takes a request through all of the following
 options      where it listens, whom it serves and how much it accepts
-admission    pending sequences, image pixels in memory, request bodies, deadlines and disconnects
-protocol     OpenAI's requests as one GenerationRequest; response_formats: OpenAI's responses; errors: OpenAI's errors
+admission    a place for each request, its body, deadlines and disconnects
+protocol     OpenAI's requests; response_formats: OpenAI's responses; errors: OpenAI's errors
 image_urls   data URLs and remote images; chat_format: messages to model inputs
 engine       the thread that owns the model and its continuous batch
 streaming    tokens to text, stop strings and server-sent events
-metrics      what Prometheus reads, the caches between requests included
 """

@@ -1,20 +1,18 @@
-"""The routes of the server: OpenAI's API at /v1, health, metrics and the page."""
+"""The routes of the server: OpenAI's API at /v1, health and the page."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import FileResponse, JSONResponse, Response
-from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from nanovlm.embedded import SAMPLE
 from nanovlm.serving.errors import APIError, internal_error
 from nanovlm.serving.options import ServerOptions
-from nanovlm.serving.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest, ResponsesRequest
 from nanovlm.serving.security import BrowserSecurityMiddleware, require_api_key
 from nanovlm.serving.service import ChatService
 
@@ -24,11 +22,6 @@ PAGE_FILES = {
     "/page.css": STATIC / "page.css",
     "/page.js": STATIC / "page.js",
     "/sample.png": SAMPLE,
-}
-POST_ROUTES: dict[str, type[GenerationRequest]] = {
-    "/chat/completions": ChatCompletionRequest,
-    "/completions": CompletionRequest,
-    "/responses": ResponsesRequest,
 }
 GET = ["GET", "HEAD"]
 
@@ -63,36 +56,31 @@ def make_app(service: ChatService, options: ServerOptions, description: str = ""
 def api_routes(service: ChatService, description: str) -> APIRouter:
     """The routes that need the key."""
     router = APIRouter()
-    common = {"object": "model", "created": 0, "owned_by": "nanovlm", "description": description}
-    common["max_model_len"] = service.captioner.processor.cfg.lm_max_position_embeddings  # vLLM's, as parent
-    models: dict[str, dict[str, Any]] = {
-        name: {"id": name, **common, "parent": service.base_name if name in service.adapters else None}
-        for name in service.names
+    model = {
+        "id": service.name,
+        "object": "model",
+        "created": 0,
+        "owned_by": "nanovlm",
+        "description": description,
+        "max_model_len": service.captioner.processor.cfg.lm_max_position_embeddings,  # vLLM's
     }
 
-    def post_route(dialect: type[GenerationRequest]) -> Callable[[Request], Awaitable[Response]]:
-        async def create(request: Request) -> Response:
-            return await service.complete(request, dialect)
-
-        return create
+    async def create(request: Request) -> Response:
+        return await service.complete(request)
 
     def list_models() -> dict[str, Any]:
-        return {"object": "list", "data": list(models.values())}
+        return {"object": "list", "data": [model]}
 
     def retrieve_model(name: str) -> dict[str, Any]:
-        if name not in models:
-            raise service.model_not_found(name)
-        return models[name]
-
-    def metrics() -> Response:
-        return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+        if name != service.name:
+            message = f"no model {name!r} here, only {service.name!r}"
+            raise APIError(404, message, "model_not_found", "model")
+        return model
 
     for prefix in ("/v1", ""):  # some clients leave it out, as llama.cpp's server allows
-        for path, dialect in POST_ROUTES.items():
-            router.add_api_route(prefix + path, post_route(dialect), methods=["POST"])
+        router.add_api_route(f"{prefix}/chat/completions", create, methods=["POST"])
         router.add_api_route(f"{prefix}/models", list_models, methods=GET)
         router.add_api_route(f"{prefix}/models/{{name:path}}", retrieve_model, methods=GET)
-    router.add_api_route("/metrics", metrics, methods=GET)
     return router
 
 
@@ -100,7 +88,7 @@ def health_route(service: ChatService) -> Callable[[], JSONResponse]:
     def health() -> JSONResponse:
         status = "stopped" if not service.engine.alive else "draining" if service.admission.draining else "ok"
         counts = {"running": service.engine.batch.running, "waiting": service.num_waiting}
-        return JSONResponse({"status": status, "model": service.names[0], **counts}, 200 if status == "ok" else 503)
+        return JSONResponse({"status": status, "model": service.name, **counts}, 200 if status == "ok" else 503)
 
     return health
 

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from models.decoding import GREEDY, SamplingParams
 from models.inference.continuous_batching import ContinuousBatch
-from models.inference.inference_model import InferenceModel
 from models.inference.requests import LogitsProcessor, PrefillError, TokenOutput
 from models.inference.serving_caches import TiledImage
 from nanovlm.errors import NanoVLMError, is_out_of_memory
@@ -37,18 +36,14 @@ class SequenceRequest:
     max_new_tokens: int
     sampling: SamplingParams = GREEDY
     logits_processor: LogitsProcessor | None = None
-    top_logprobs: int | None = None
-    client: str = ""
-    model: InferenceModel | None = None  # the batch's own, or one with an adapter
 
 
 @dataclass(eq=False, repr=False)
 class _Sequence:
-    """One requested sequence; it is its own key in the batch."""
+    """A requested sequence; it is its own key in the batch."""
 
-    index: int  # in its request
-    handle: "RequestHandle"
     request: SequenceRequest  # of its own; without images once they are prefilled
+    results: asyncio.Queue[Result] = field(default_factory=asyncio.Queue)
     ended: bool = False  # cancelled, or nothing more is to be delivered; only the event loop's thread sets this
     started: bool = False  # only the engine's thread uses these two
     retried: bool = False
@@ -56,33 +51,29 @@ class _Sequence:
 
 @dataclass(eq=False)
 class RequestHandle:
-    """The outputs of one submitted request; for the event loop that called `submit`."""
+    """The outputs of a submitted request; for the event loop that called `submit`."""
 
     engine: "Engine"
-    sequences: list[_Sequence] = field(default_factory=list)
-    queue: asyncio.Queue[tuple[int, Result]] = field(default_factory=asyncio.Queue)
+    sequence: _Sequence
 
     async def outputs(self) -> list[TokenOutput]:
-        """All new outputs, at least one; a key is the sequence's index.
-
-        Raises EngineError, or the NanoVLMError that the request itself caused.
-        """
-        received = [await self.queue.get()]
-        while not self.queue.empty():
-            received.append(self.queue.get_nowait())
+        """All new outputs, at least one. Raises EngineError, or the NanoVLMError that the request itself caused."""
+        results = self.sequence.results
+        received = [await results.get()]
+        while not results.empty():
+            received.append(results.get_nowait())
         outputs = []
-        for index, item in received:
+        for item in received:
             if isinstance(item, (NanoVLMError, EngineError)):
                 raise item
             if isinstance(item, BaseException):
                 raise EngineError("the model failed on this request") from item
-            outputs.append(replace(item, key=index))
+            outputs.append(item)
         return outputs
 
-    def cancel(self, index: int | None = None) -> None:
-        """Stop one sequence, or all of them, before the next step; those that have ended are no error."""
-        for sequence in self.sequences if index is None else [self.sequences[index]]:
-            self.engine.cancel(sequence)
+    def cancel(self) -> None:
+        """Stop before the next step; a sequence that has ended is no error."""
+        self.engine.cancel(self.sequence)
 
 
 class Engine:
@@ -113,15 +104,13 @@ class Engine:
     def alive(self) -> bool:
         return self._thread.is_alive()
 
-    def submit(self, requests: Sequence[SequenceRequest]) -> RequestHandle:
-        """Queue the sequences of one request."""
+    def submit(self, request: SequenceRequest) -> RequestHandle:
+        """Queue a request."""
         if not self.alive:
             raise EngineStoppedError("the engine does not run")
-        handle = RequestHandle(self)
-        handle.sequences = [_Sequence(index, handle, replace(request)) for index, request in enumerate(requests)]
-        for sequence in handle.sequences:
-            self._commands.put(sequence)
-        return handle
+        sequence = _Sequence(replace(request))
+        self._commands.put(sequence)
+        return RequestHandle(self, sequence)
 
     def cancel(self, sequence: _Sequence) -> None:
         if not sequence.ended:
@@ -248,4 +237,4 @@ class Engine:
         for sequence, result in results:
             if not sequence.ended:
                 sequence.ended = isinstance(result, BaseException) or result.finished is not None
-                sequence.handle.queue.put_nowait((sequence.index, result))
+                sequence.results.put_nowait(result)

@@ -13,7 +13,7 @@ from nanovlm.errors import NanoVLMError
 
 logger = logging.getLogger(__name__)
 
-CLIENT_DISCONNECTED = 499  # nginx's status; only the metrics show it
+CLIENT_DISCONNECTED = 499  # nginx's status; nobody reads it
 
 
 class APIError(Exception):

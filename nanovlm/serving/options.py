@@ -51,7 +51,6 @@ class ServerOptions:
         (), "origin whose pages may use the server from a browser, for example http://localhost:3000; '*' is all",
         action="append", metavar="ORIGIN",
     )  # fmt: skip
-    strict_model: bool = setting(False, "refuse requests for another model's name")
     allow_remote: bool = setting(False, "fetch images from http(s) URLs of public addresses")
     limits: Limits = field(default_factory=Limits)
 

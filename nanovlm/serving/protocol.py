@@ -1,10 +1,8 @@
-"""What clients send: OpenAI's chat completions, completions and responses, each one a `GenerationRequest`."""
+"""What clients send: OpenAI's chat completions."""
 
 import json
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -20,19 +18,25 @@ from pydantic import (
 from nanovlm.errors import InputError
 from nanovlm.options import GenerationOptions
 from nanovlm.serving.errors import APIError
-from nanovlm.serving.response_formats import ChatFormat, CompletionFormat, ResponsesFormat
 
 MAX_MESSAGES = 1000
-MAX_PROMPTS = 64
-MAX_N = 16
 MAX_STOP_STRINGS = 4
-MAX_BIASES = 1024
-MAX_TOP_LOGPROBS = 20
-MAX_COMPLETION_LOGPROBS = 5
 DEFAULT_MAX_TOKENS = 256  # mlx-vlm's
 NO_LIMIT = -1  # as max_tokens
 ANY_OBJECT = {"type": "object"}  # a JSON schema
-NO_TOOLS: dict[str, list[Any]] = {"tools": [[]], "tool_choice": ["none", "auto"]}
+MAX_TOKENS_FIELDS = ("max_completion_tokens", "max_tokens")  # the first that is given counts
+UNSUPPORTED: dict[str, list[Any]] = {  # fields that the server refuses, unless they have one of these values
+    "tools": [[]],
+    "tool_choice": ["none", "auto"],
+    "functions": [[]],
+    "function_call": ["none", "auto"],
+    "audio": [],
+    "modalities": [["text"]],
+    "n": [1],
+    "logprobs": [False],
+    "top_logprobs": [0],
+    "logit_bias": [{}],
+}
 
 
 class StrictModel(BaseModel):
@@ -60,21 +64,16 @@ class MediaURL(StrictModel):
 
 
 class TextPart(StrictModel):
-    type: Literal["text", "input_text", "output_text"]  # the last two are those of the Responses API
+    type: Literal["text"]
     text: str
 
 
 class ImagePart(StrictModel):
-    type: Literal["image_url", "input_image"]
+    type: Literal["image_url"]
     image_url: Annotated[MediaURL, text_as(lambda url: {"url": url})]
 
 
-class VideoPart(StrictModel):
-    type: Literal["video_url"]  # vLLM's
-    video_url: Annotated[MediaURL, text_as(lambda url: {"url": url})]
-
-
-ContentPart = Annotated[TextPart | ImagePart | VideoPart, Field(discriminator="type")]
+ContentPart = Annotated[TextPart | ImagePart, Field(discriminator="type")]
 
 
 class Message(StrictModel):
@@ -102,17 +101,14 @@ class JSONSchemaFormat(StrictModel):
 
 
 class ResponseFormat(StrictModel):
-    """OpenAI's response_format, and its text.format of the Responses API, which has the schema beside the type."""
-
     type: Literal["text", "json_object", "json_schema"] = "text"
     json_schema: JSONSchemaFormat | None = None
-    flat_schema: dict[str, Any] | None = Field(default=None, alias="schema")
 
     def required_schema(self) -> Any:
         """The JSON schema that the answer must follow; None for free text."""
         if self.type != "json_schema":
             return ANY_OBJECT if self.type == "json_object" else None
-        return self.json_schema.json_schema if self.json_schema else self.flat_schema or ANY_OBJECT
+        return self.json_schema.json_schema if self.json_schema else ANY_OBJECT
 
 
 class RepetitionDetection(StrictModel):
@@ -139,23 +135,15 @@ def _as_max_tokens(limit: int) -> int | None:
 MaxTokens = Annotated[int | None, AfterValidator(_as_max_tokens)]  # None: as many as the context has room for
 
 
-class GenerationRequest(StrictModel, ABC):
-    """A request for answers, in any of OpenAI's formats: a subclass gives the fields their names in its JSON.
+class ChatCompletionRequest(StrictModel):
+    """POST /v1/chat/completions.
 
     Beside OpenAI's fields there are vLLM's top_k, min_p, repetition_penalty and repetition_detection. Greedy by
     default, unlike OpenAI's temperature of 1, at which small models lose the thread.
     """
 
-    prompt_field: ClassVar[str]  # the client's names, for errors
-    schema_field: ClassVar[str] = "response_format"
-    output_format: ClassVar[type[ChatFormat]] = ChatFormat
-    max_tokens_fields: ClassVar[tuple[str, ...]] = ("max_tokens",)  # the first that is given counts
-    unsupported: ClassVar[dict[str, list[Any]]]  # fields that the server refuses, unless they have one of these values
-
-    _client: str = ""
-    model: str | None = None
+    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     stream: bool = False
-    n: int = Field(1, ge=1, le=MAX_N)
     stop: Annotated[list[str], text_as(lambda text: [text])] = Field([], max_length=MAX_STOP_STRINGS)
     temperature: float = 0.0
     top_p: float = 1.0
@@ -165,14 +153,10 @@ class GenerationRequest(StrictModel, ABC):
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     seed: Annotated[int | None, AfterValidator(lambda seed: None if seed == -1 else seed)] = None  # as vLLM
-    logit_bias: dict[Annotated[int, Field(ge=0, strict=False)], Annotated[float, Field(ge=-100, le=100)]] = Field(
-        {}, max_length=MAX_BIASES
-    )
     repetition_detection: RepetitionDetection | None = None
-    max_tokens: MaxTokens = DEFAULT_MAX_TOKENS
+    max_tokens: MaxTokens = Field(DEFAULT_MAX_TOKENS, validation_alias=AliasChoices(*MAX_TOKENS_FIELDS))
     stream_options: StreamOptions = StreamOptions()
     response_format: ResponseFormat = ResponseFormat()
-    top_logprobs: int | None = None  # how many likely tokens to report beside each token; None for no logprobs at all
 
     @model_validator(mode="before")
     @classmethod
@@ -182,142 +166,35 @@ class GenerationRequest(StrictModel, ABC):
             return data
         if data.get("tool_choice") == "none":
             data = data | {"tools": None}
-        for name, harmless in cls.unsupported.items():
+        for name, harmless in UNSUPPORTED.items():
             if data.get(name) is not None and data[name] not in harmless:
                 raise APIError(400, f"{name} is not supported by this server; leave it out", param=name)
-        limits = {name: data[name] for name in cls.max_tokens_fields if name in data}
+        limits = {name: data[name] for name in MAX_TOKENS_FIELDS if name in data}
         return data if any(limit is not None for limit in limits.values()) else data | dict.fromkeys(limits, NO_LIMIT)
 
     @classmethod
-    def parse(cls, body: bytes, client: str = "") -> Self:
+    def parse(cls, body: bytes) -> Self:
         """The request in a client's JSON body; APIError 400 names the first field that is wrong."""
         try:
-            request = cls.model_validate_json(body)
-            request._client = client
-            return request
+            return cls.model_validate_json(body)
         except ValidationError as error:
             first = error.errors(include_url=False, include_context=False)[0]
             raise _as_api_error(first, body) from None
 
     @property
-    def client(self) -> str:
-        """Its address; clients get fair shares."""
-        return self._client
+    def text(self) -> str:
+        """All text that is to be read."""
+        return "".join(message.text for message in self.messages)
 
-    @property
-    @abstractmethod
-    def texts(self) -> list[str | list[int]]:
-        """All that is to be read, as texts or ids."""
-
-    @property
-    def n_sequences(self) -> int:
-        return self.n
-
-    def sampling(self) -> list[GenerationOptions]:
-        """One for each of n answers. With a seed each has its own, and the first is that of n=1."""
+    def sampling(self) -> GenerationOptions:
         names = GenerationOptions.__dataclass_fields__.keys() & type(self).model_fields.keys()
         options = {name: getattr(self, name) for name in names}
         if isinstance(detection := options.pop("repetition_detection"), RepetitionDetection):
             options["repetition_detection"] = detection.bounds()
         try:
-            first = GenerationOptions(**options)
+            return GenerationOptions(**options)
         except InputError as error:  # it begins with name=value
             raise APIError(400, str(error), param=str(error).partition("=")[0]) from None
-        seeds = [None if self.seed is None else (self.seed + i) % 2**63 for i in range(1, self.n)]
-        return [first, *(replace(first, seed=seed) for seed in seeds)]
-
-
-# ------------------------------------------------------------------------------------------------------- the dialects
-
-
-class ChatCompletionRequest(GenerationRequest):
-    """POST /v1/chat/completions."""
-
-    prompt_field = "messages"
-    max_tokens_fields: ClassVar[tuple[str, ...]] = ("max_completion_tokens", "max_tokens")
-    unsupported = NO_TOOLS | {
-        "functions": [[]],
-        "function_call": ["none", "auto"],
-        "audio": [],
-        "modalities": [["text"]],
-    }
-
-    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
-    max_tokens: MaxTokens = Field(DEFAULT_MAX_TOKENS, validation_alias=AliasChoices(*max_tokens_fields))
-    logprobs: bool = False
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
-
-    @model_validator(mode="after")
-    def _finish(self) -> Self:
-        if self.top_logprobs and not self.logprobs:
-            raise APIError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
-        self.top_logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        return self
-
-    @property
-    def texts(self) -> list[str | list[int]]:
-        return ["".join(message.text for message in self.messages)]
-
-
-def _as_prompts(value: Any) -> Any:
-    """One prompt or several, each text or token ids."""
-    one = isinstance(value, str) or (isinstance(value, list) and value and isinstance(value[0], int))
-    return [value] if one else value
-
-
-class CompletionRequest(GenerationRequest):
-    """POST /v1/completions: the model continues texts, which the client lays out by itself."""
-
-    prompt_field, output_format = "prompt", CompletionFormat
-    unsupported = {"echo": [False], "best_of": [1], "suffix": [""]}
-
-    prompt: Annotated[list[str | Annotated[list[int], Field(fail_fast=True)]], BeforeValidator(_as_prompts)] = Field(
-        min_length=1, max_length=MAX_PROMPTS
-    )
-    max_tokens: MaxTokens = 16  # OpenAI's and vLLM's; such texts rarely end by themselves
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_COMPLETION_LOGPROBS, validation_alias="logprobs")
-
-    @property
-    def texts(self) -> list[str | list[int]]:
-        return self.prompt
-
-    @property
-    def n_sequences(self) -> int:
-        return self.n * len(self.prompt)
-
-
-class ResponseText(ResponseFormat):
-    format: ResponseFormat = ResponseFormat()
-
-    def required_schema(self) -> Any:
-        return self.format.required_schema()
-
-
-class ResponsesRequest(ChatCompletionRequest):
-    """POST /v1/responses. The server stores nothing: send earlier turns as input."""
-
-    prompt_field, schema_field, output_format = "input", "text.format", ResponsesFormat
-    max_tokens_fields = ("max_output_tokens",)
-    unsupported = NO_TOOLS | {"background": [False], "conversation": [], "previous_response_id": [], "prompt": []}
-
-    messages: Annotated[list[Message], text_as(lambda text: [{"role": "user", "content": text}])] = Field(
-        min_length=1, max_length=MAX_MESSAGES, validation_alias="input"
-    )
-    instructions: str = ""
-    max_tokens: MaxTokens = Field(DEFAULT_MAX_TOKENS, validation_alias="max_output_tokens")
-    response_format: ResponseText = Field(ResponseText(), validation_alias="text")
-    stream_options: Annotated[StreamOptions, BeforeValidator(lambda _: StreamOptions())] = StreamOptions()  # ignored
-    include: list[str] = Field([], fail_fast=True)
-    n: Literal[1] = 1
-
-    @model_validator(mode="after")
-    def _finish(self) -> Self:
-        if self.instructions:
-            instructions = TextPart(type="text", text=self.instructions)
-            self.messages.insert(0, Message(role="system", content=[instructions]))
-        if self.top_logprobs is None and "message.output_text.logprobs" in self.include:
-            self.top_logprobs = 0
-        return self
 
 
 # -------------------------------------------------------------------------------------------------------------- errors

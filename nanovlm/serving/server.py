@@ -38,7 +38,7 @@ def serve(service: ChatService, listening_socket: socket.socket, options: Server
         "http://%s:%d serves %s: a page, and OpenAI's API at /v1; stop it with ctrl-c",
         host,
         port,
-        ", ".join(map(repr, service.names)),
+        repr(service.name),
     )
     config = uvicorn.Config(app, log_level="warning", access_log=False, server_header=False, http="h11", ws="none")
     DrainingServer(config, service).run(sockets=[listening_socket])

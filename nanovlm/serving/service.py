@@ -4,59 +4,46 @@ import asyncio
 import logging
 import os
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from functools import partial
-from itertools import chain
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from models.inference.continuous_batching import ContinuousBatch
-from models.inference.inference_model import InferenceModel
-from models.inference.requests import LogitsProcessor
 from models.inference.serving_caches import ImageCache, PrefixCache, TiledImage
 from nanovlm.captioner import NO_IMAGE, Captioner
 from nanovlm.errors import ImageError
 from nanovlm.processing.image_urls import ImageFetcher, is_data_url
-from nanovlm.processing.structured_output import BiasProcessor, GrammarProcessor
-from nanovlm.serving.admission import (
-    Admission,
-    Budget,
-    FairThreads,
-    PixelReservation,
-    cancel_on_disconnect,
-    read_body,
-    request_deadline,
-)
+from nanovlm.serving.admission import Admission, cancel_on_disconnect, read_body, request_deadline
 from nanovlm.serving.chat_format import (
     ModelInputs,
     check_image_tokens,
     parse_messages,
-    prepare_completion,
     prepare_inputs,
     preprocess,
-    video_parts,
 )
 from nanovlm.serving.engine import Engine, SequenceRequest
 from nanovlm.serving.errors import APIError, as_api_error, refusing
-from nanovlm.serving.metrics import Metrics
 from nanovlm.serving.options import Limits
-from nanovlm.serving.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest, MediaURL, VideoPart
-from nanovlm.serving.response_formats import ChatFormat, TextDelta
+from nanovlm.serving.protocol import ChatCompletionRequest, MediaURL
+from nanovlm.serving.response_formats import ChatFormat
 from nanovlm.serving.streaming import EventStreamResponse, ResponseStream, StopStringStreamer, stream_events
 
 logger = logging.getLogger(__name__)
 
-PIXEL_BUDGET_BYTES = 2**28  # of images that are decoded and not prefilled yet, as float32
-VIDEO_PIXELS = 80_000_000  # of all frames shown of a request's videos: 8 in 4K are 66 million
+T = TypeVar("T")
+
+MAX_PREPARED = 8  # requests that are preprocessed and not prefilled yet: memory holds their pixels
 
 
 class ChatService:
-    """Answers requests with a model and, by their names, with its adapters, which `with_adapter` made of it.
+    """Answers requests with a model, whatever name of a model they have.
 
-    A request that names none of them, which strict_model refuses, is answered by the first adapter or else the model.
-    fetcher, batch_type and pixel_budget_bytes replace the defaults; without a fetcher remote images are refused.
+    fetcher and batch_type replace the defaults; without a fetcher remote images are refused.
     """
 
     def __init__(
@@ -67,14 +54,9 @@ class ChatService:
         *,
         fetcher: ImageFetcher | None = None,
         batch_type: Callable[..., ContinuousBatch] = ContinuousBatch,
-        pixel_budget_bytes: int = PIXEL_BUDGET_BYTES,
-        strict_model: bool = False,
-        adapters: Mapping[str, InferenceModel] | None = None,
     ):
-        self.strict_model, self._warned_of_no_image = strict_model, False
-        self.captioner, self.base_name, self.limits = captioner, name, limits or Limits()
-        self.adapters = adapters or {}
-        self.names = [*self.adapters, name]
+        self._warned_of_no_image = False
+        self.captioner, self.name, self.limits = captioner, name, limits or Limits()
         new_batch = partial(
             batch_type,
             captioner.inference,
@@ -85,15 +67,9 @@ class ChatService:
         )
         self.engine = Engine(new_batch)
         self.fetcher = fetcher or ImageFetcher()
-        capacity = self.limits.max_num_seqs + self.limits.max_pending
-        self.admission = Admission(capacity, reserved=capacity // 16)
-        self.metrics = Metrics(self.engine, lambda: self.num_waiting)
-        image_bytes = captioner.processor.max_tiles_per_image * 3 * captioner.processor.cfg.vit_img_size**2 * 4
-        self.pixel_budget = Budget(max(1, pixel_budget_bytes // image_bytes), reserved=1)
-        self.video_budget = Budget(1)  # requests whose frames are decoded and not preprocessed yet
-        self.body_budget = Budget(self.limits.max_body * capacity, self.limits.max_body * (capacity // 16))
-        self.decoding_budget = Budget(self.limits.max_num_seqs, reserved=self.limits.max_num_seqs // 16)
-        self.threads = FairThreads(max(2, min(4, os.cpu_count() or 1)))
+        self.admission = Admission(self.limits.max_num_seqs + self.limits.max_pending)
+        self.prepared = asyncio.Semaphore(MAX_PREPARED)  # which requests pass in the order of their arrival
+        self.threads = ThreadPoolExecutor(max(2, min(4, os.cpu_count() or 1)), "nanovlm-requests")
         self.context = captioner.processor.cfg.lm_max_position_embeddings
         self.max_chars = self.context * max(map(len, captioner.tokenizer.backend.get_vocab()))
 
@@ -110,34 +86,26 @@ class ChatService:
         """Stop the engine after its current step."""
         if self.engine.alive:
             self.engine.close()
-        self.threads.shutdown()
+        self.threads.shutdown(wait=False, cancel_futures=True)
 
-    async def complete(self, http_request: Request, dialect: type[GenerationRequest]) -> Response:
-        """The response to one request. Whatever goes wrong is an APIError, and counted in the metrics."""
+    async def complete(self, http_request: Request) -> Response:
+        """The response to one request. Whatever goes wrong is an APIError."""
         try:
-            response = await self._complete(http_request, dialect)
+            return await self._complete(http_request)
         except (Exception, asyncio.CancelledError) as error:
-            api_error = as_api_error(error)
-            self.metrics.requests.labels(api_error.status).inc()
-            raise api_error from None
-        self.metrics.requests.labels(response.status_code).inc()
-        return response
+            raise as_api_error(error) from None
 
-    async def _complete(self, http_request: Request, dialect: type[GenerationRequest]) -> Response:
-        loop = asyncio.get_running_loop()
-        arrival, client = loop.time(), http_request.client.host if http_request.client else ""
-        deadline = partial(request_deadline, arrival + self.limits.timeout, self.limits.timeout)
+    async def _complete(self, http_request: Request) -> Response:
+        end = asyncio.get_running_loop().time() + self.limits.timeout
+        deadline = partial(request_deadline, end, self.limits.timeout)
         async with AsyncExitStack() as request_scope:  # what it holds is released when the response ends
             async with deadline():
-                with ExitStack() as place:  # only a complete body holds a place: slow senders keep nobody out
-                    self.admission.admit(client, 1, place)
-                body = await read_body(http_request, self.limits.max_body, self.body_budget, client)
-                self.admission.admit(client, 1, request_scope)
-                request = await self.threads.run(client, dialect.parse, body, client)
+                self.admission.admit(request_scope)
+                body = await read_body(http_request, self.limits.max_body)
+                request = await self._run(ChatCompletionRequest.parse, body)
                 del body  # it may hold megabytes of images, as the request does
-                name, decode = self.model_name(request.model), self.captioner.tokenizer.decode_raw
-                output_format = dialect.output_format(uuid.uuid4().hex, name, decode)
-                work = self._respond(request, output_format, request_scope, arrival, deadline)
+                output_format = ChatFormat(uuid.uuid4().hex, self.name)
+                work = self._respond(request, output_format, request_scope, deadline)
                 response = await cancel_on_disconnect(http_request, work)
             if isinstance(response, EventStreamResponse):
                 response.request_scope = request_scope.pop_all()
@@ -145,147 +113,75 @@ class ChatService:
 
     async def _respond(
         self,
-        request: GenerationRequest,
+        request: ChatCompletionRequest,
         output_format: ChatFormat,
         request_scope: AsyncExitStack,
-        arrival: float,
         deadline: Callable[[], AbstractAsyncContextManager[None]],
     ) -> Response:
-        now = asyncio.get_running_loop().time
-        stream = await self._submit(request, request_scope)
-        request_scope.callback(self._count_tokens, stream)
-        texts = stream.texts()
-        first = await anext(texts)
-        self.metrics.first_token.observe(now() - arrival)
-        request_scope.callback(lambda: self.metrics.answer.observe(now() - arrival))
+        async with AsyncExitStack() as until_prefilled:
+            stream = await self._submit(request, request_scope, until_prefilled)
+            texts = stream.texts()
+            first = await anext(texts)
         if request.stream:
             return EventStreamResponse(
                 stream_events(stream, output_format, first, texts, request.stream_options.include_usage, deadline)
             )
-        answers = [first.get(index, TextDelta()) for index in range(request.n_sequences)]
-        async for new in texts:
-            for index, delta in new.items():
-                answers[index] += delta
-        return JSONResponse(output_format.response(answers, stream.finish_reasons, stream.usage))
+        text = first + "".join([new async for new in texts])
+        return JSONResponse(output_format.response(text, stream.finish_reason, stream.usage))
 
-    async def _submit(self, request: GenerationRequest, request_scope: AsyncExitStack) -> ResponseStream:
+    async def _run(self, function: Callable[..., T], *args: Any) -> T:
+        """Call function(*args) in a thread."""
+        return await asyncio.get_running_loop().run_in_executor(self.threads, function, *args)
+
+    async def _submit(
+        self, request: ChatCompletionRequest, request_scope: AsyncExitStack, until_prefilled: AsyncExitStack
+    ) -> ResponseStream:
         """Check and preprocess a request, and submit it to the engine."""
-        model = self.model_name(request.model)
-        self._admit_sequences(request, request_scope)
-        processors: Iterator[GrammarProcessor] = iter(())
+        processor = None
         if is_structured := (schema := request.response_format.required_schema()) is not None:
             make = partial(self.captioner.structured_output.make_processors, untrusted=True)
-            with refusing(request.schema_field):
-                wanted = schema, request.n_sequences, request.schema_field
-                processors = iter(await self.threads.run(request.client, make, *wanted))
-        if (highest := max(request.logit_bias, default=0)) >= (size := self.captioner.processor.cfg.lm_vocab_size):
-            raise APIError(
-                400, f"logit_bias: {highest} is not an id below {size}, the vocabulary's", param="logit_bias"
-            )
-        samplings = request.sampling()
-        prompts, on_prefilled = await self._prepare(request, request_scope)
-        sequences, streamers = [], []
-        for inputs in prompts:
-            max_tokens, images = self._max_tokens(request, len(inputs.input_ids)), inputs.images
-            for sampling in samplings:
-                processor: LogitsProcessor | None = next(processors, None)
-                if request.logit_bias:
-                    processor = BiasProcessor(request.logit_bias, processor)
-                options = processor, request.top_logprobs, request.client, self.adapters.get(model)
-                sequences.append(SequenceRequest(inputs.input_ids, images, max_tokens, sampling, *options))
-                text_options = self.captioner.tokenizer, request.stop, inputs.continued_ids
-                streamers.append(StopStringStreamer(*text_options, is_structured=is_structured))
-        n_slots = await self.decoding_budget.acquire(request.client, len(sequences))
-        request_scope.callback(self.decoding_budget.release, request.client, n_slots)
-        handle = self.engine.submit(sequences)
+            with refusing("response_format"):
+                (processor,) = await self._run(make, schema, 1, "response_format")
+        sampling = request.sampling()
+        inputs = await self._prepare(request, until_prefilled)
+        max_tokens = self._max_tokens(request, len(inputs.input_ids))
+        sequence = SequenceRequest(inputs.input_ids, inputs.images, max_tokens, sampling, processor)
+        handle = self.engine.submit(sequence)
         request_scope.callback(handle.cancel)
-        return ResponseStream(handle, streamers, sum(len(inputs.input_ids) for inputs in prompts), on_prefilled)
+        streamer = StopStringStreamer(self.captioner.tokenizer, request.stop, is_structured=is_structured)
+        return ResponseStream(handle, streamer, len(inputs.input_ids))
 
-    def _admit_sequences(self, request: GenerationRequest, request_scope: AsyncExitStack) -> None:
-        """Take the places of all sequences but the first, which has its place already."""
-        n, n_total = request.n, request.n_sequences
-        if n_total > self.admission.share:
-            asked = f"n={n}" + (f" for {n_total // n} prompts" if n_total > n else "")
-            message = f"{asked} is more than the {self.admission.share} answers that this server has places for"
-            raise APIError(400, message, param="n" if n > 1 else "prompt")
-        self.admission.admit(request.client, n_total - 1, request_scope)
-
-    async def _prepare(
-        self, request: GenerationRequest, request_scope: AsyncExitStack
-    ) -> tuple[list[ModelInputs], Callable[[], None]]:
-        """The request's prompts, and what to call once they are prefilled; each step in a thread is short."""
+    async def _prepare(self, request: ChatCompletionRequest, until_prefilled: AsyncExitStack) -> ModelInputs:
+        """The request's prompt; each step in a thread is short."""
         self._check_length(request)
-        if isinstance(request, CompletionRequest):
-            tokenizer = self.captioner.tokenizer
-            run = partial(self.threads.run, request.client, prepare_completion)
-            return [await run(prompt, tokenizer) for prompt in request.prompt], lambda: None
-        assert isinstance(request, ChatCompletionRequest)
-        in_turns = self.captioner.processor.layout.images_in_turns
-        of_videos = PixelReservation(self.video_budget, request.client)
-        request_scope.callback(of_videos.release)
-        await self._replace_videos(request, in_turns, of_videos)
-        chat = parse_messages(request.messages, request.prompt_field, in_turns)
+        chat = parse_messages(request.messages, self.captioner.processor.layout.images_in_turns)
         if not chat.image_urls and not self._warned_of_no_image:
             self._warned_of_no_image = True
             logger.warning(NO_IMAGE)
         request.messages.clear()  # from here on only chat holds the encoded images
-        files = await self._fetch(chat.image_urls, "image", chat.param)
-        reservation = PixelReservation(self.pixel_budget, request.client)
-        request_scope.callback(reservation.release)
-        await reservation.acquire(len(files))
-        processor, encoder = self.captioner.processor, self.model_name(request.model)
-        options = self.limits.max_pixels, self.engine.batch.image_cache, encoder
+        files = await self._fetch(chat.image_urls)
+        await until_prefilled.enter_async_context(self.prepared)
+        processor, options = self.captioner.processor, (self.limits.max_pixels, self.engine.batch.image_cache)
         images: list[TiledImage] = []
         for number, file in enumerate(files, 1):
             arguments = f"image {number}", file, processor, *options, chat.image_urls[number - 1].detail
-            with refusing(chat.param, "invalid_image"):
-                images.append(await reservation.run(self.threads, preprocess, *arguments))
-            check_image_tokens(images, processor, chat.param)
-        of_videos.release()
-        return [await self.threads.run(request.client, prepare_inputs, chat, images, processor)], reservation.release
+            with refusing("messages", "invalid_image"):
+                images.append(await self._run(preprocess, *arguments))
+            check_image_tokens(images, processor)
+        return await self._run(prepare_inputs, chat, images, processor)
 
-    async def _replace_videos(
-        self, request: ChatCompletionRequest, with_times: bool, reservation: PixelReservation
-    ) -> None:
-        """Put the frames of videos in their places, once no other request holds any."""
-        videos = [part for message in request.messages for part in message.content if isinstance(part, VideoPart)]
-        if not videos:
-            return
-        files = await self._fetch([video.video_url for video in videos], "video", request.prompt_field)
-        await reservation.acquire(1)
-        options, frames = (with_times, VIDEO_PIXELS // len(videos)), []
-        for number, file in enumerate(files, 1):
-            with refusing(request.prompt_field, "invalid_video"):
-                frames.append(await reservation.run(self.threads, video_parts, f"video {number}", file, *options))
-        of_videos = iter(frames)
-        for message in request.messages:
-            parts = [next(of_videos) if isinstance(part, VideoPart) else [part] for part in message.content]
-            message.content = list(chain.from_iterable(parts))
-
-    def _check_length(self, request: GenerationRequest) -> None:
+    def _check_length(self, request: ChatCompletionRequest) -> None:
         """Refuse what cannot fit into the context whatever its tokens are, before it is tokenized."""
-        for prompt in request.texts:
-            unit, limit = ("characters", self.max_chars) if isinstance(prompt, str) else ("ids", self.context)
-            if len(prompt) > limit:
-                raise self._too_long(request, f"{len(prompt):,} {unit}")
+        if (n := len(request.text)) > self.max_chars:
+            raise self._too_long(f"{n:,} characters")
 
-    def model_name(self, asked: str | None) -> str:
-        """The name of the model that answers a request for one of this name."""
-        if asked not in self.names and asked is not None and self.strict_model:
-            raise self.model_not_found(asked)
-        return asked if asked in self.names else self.names[0]
-
-    def model_not_found(self, name: str) -> APIError:
-        names = ", ".join(map(repr, self.names))
-        return APIError(404, f"no model {name!r} here, only {names}", "model_not_found", "model")
-
-    async def _fetch(self, urls: Sequence[MediaURL], kind: str, param: str) -> list[str | bytes]:
-        """The remote files of images or videos; data URLs remain as they are, since a thread decodes them faster."""
+    async def _fetch(self, urls: Sequence[MediaURL]) -> list[str | bytes]:
+        """The remote files of images; data URLs remain as they are, since a thread decodes them faster."""
         files: list[str | bytes] = []
         free_bytes = self.limits.max_body
         for number, media in enumerate(urls, 1):
-            with refusing(param, f"invalid_{kind}"):
-                files.append(await self._file(media.url, f"{kind} {number}", free_bytes))
+            with refusing("messages", "invalid_image"):
+                files.append(await self._file(media.url, f"image {number}", free_bytes))
             free_bytes -= len(files[-1]) if isinstance(files[-1], bytes) else 0
         return files
 
@@ -296,21 +192,17 @@ class ChatService:
         except ImageError as error:
             raise ImageError(f"{name}: {error}") from None
 
-    def _max_tokens(self, request: GenerationRequest, prompt_tokens: int) -> int:
+    def _max_tokens(self, request: ChatCompletionRequest, prompt_tokens: int) -> int:
         """How many tokens to generate at most: what the request allows and the context has room for.
 
         APIError if the prompt alone does not fit.
         """
         room = self.context - prompt_tokens + 1  # the last token is never read
         if room < 1:
-            raise self._too_long(request, f"a prompt of {prompt_tokens} tokens")
+            raise self._too_long(f"a prompt of {prompt_tokens} tokens")
         return room if request.max_tokens is None else min(request.max_tokens, room)
 
-    def _too_long(self, request: GenerationRequest, what: str) -> APIError:
-        limit, field = f"the model's context (lm_max_position_embeddings={self.context})", request.prompt_field
-        message = f"{field} holds {what}, more than {limit} has room for; shorten it"
-        return APIError(400, message, "context_length_exceeded", field)
-
-    def _count_tokens(self, stream: ResponseStream) -> None:
-        self.metrics.prompt_tokens.inc(stream.num_prompt_tokens)
-        self.metrics.answer_tokens.inc(stream.num_tokens)
+    def _too_long(self, what: str) -> APIError:
+        limit = f"the model's context (lm_max_position_embeddings={self.context})"
+        message = f"messages holds {what}, more than {limit} has room for; shorten it"
+        return APIError(400, message, "context_length_exceeded", "messages")

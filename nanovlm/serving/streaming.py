@@ -2,16 +2,15 @@
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from typing import Any
 
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from models.inference.requests import TokenLogprobs, TokenOutput
+from models.inference.requests import TokenOutput
 from nanovlm.processing.tokenizer import StreamingDecoder, Tokenizer
 from nanovlm.serving.engine import RequestHandle
 from nanovlm.serving.errors import as_api_error
-from nanovlm.serving.response_formats import ChatFormat, TextDelta, Usage
+from nanovlm.serving.response_formats import ChatFormat, Usage
 
 
 class StopStringStreamer:
@@ -20,26 +19,14 @@ class StopStringStreamer:
     Text that may be the beginning of a stop string is held back until the next tokens decide.
     """
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        stop_strings: Sequence[str] = (),
-        continued_ids: Sequence[int] = (),
-        *,
-        is_structured: bool = False,
-    ):
-        """continued_ids are tokens that the sequence continues: with some tokenizers they decide about a space.
-
-        An answer that is_structured is incomplete, with the reason "length", if it ends because it repeats itself.
-        """
+    def __init__(self, tokenizer: Tokenizer, stop_strings: Sequence[str] = (), *, is_structured: bool = False):
+        """An answer that is_structured is incomplete, with the reason "length", if it ends by repeating itself."""
         self.decoder, self.stop_strings = StreamingDecoder(tokenizer), [stop for stop in stop_strings if stop]
         self.eos_token_id = tokenizer.eos_token_id
         self.num_tokens = 0
         self.finish_reason: str | None = None
         self._renamed = {"repetition": "length"} if is_structured else {}
         self._pending = ""  # decoded, but not returned yet
-        for token_id in continued_ids:
-            self.decoder.add(token_id)
 
     def feed(self, token_id: int, finish_reason: str | None = None) -> str:
         """Add a token and return the text that is certain now; sets `finish_reason` when the sequence ends."""
@@ -71,62 +58,33 @@ class StopStringStreamer:
 
 
 class ResponseStream:
-    """The text of all sequences of one request, as the engine generates it.
+    """The text of a request's answer, as the engine generates it."""
 
-    on_prefilled is called once every sequence has its first token: the engine has then released the images.
-    """
-
-    def __init__(
-        self,
-        handle: RequestHandle,
-        streamers: Sequence[StopStringStreamer],
-        num_prompt_tokens: int,
-        on_prefilled: Callable[[], None],
-    ):
-        self.handle, self.streamers = handle, streamers
-        self.num_prompt_tokens, self.on_prefilled = num_prompt_tokens, on_prefilled
-        self.num_cached_tokens = 0  # of the prompt, by the first sequence
-        self._logprobs: list[list[tuple[int, TokenLogprobs]]] = [[] for _ in streamers]  # of tokens not returned yet
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(streamer.num_tokens for streamer in self.streamers)
+    def __init__(self, handle: RequestHandle, streamer: StopStringStreamer, num_prompt_tokens: int):
+        self.handle, self.streamer, self.num_prompt_tokens = handle, streamer, num_prompt_tokens
+        self.num_cached_tokens = 0  # of the prompt
 
     @property
     def usage(self) -> Usage:
-        return Usage(self.num_prompt_tokens, self.num_tokens, self.num_cached_tokens)
+        return Usage(self.num_prompt_tokens, self.streamer.num_tokens, self.num_cached_tokens)
 
     @property
-    def finish_reasons(self) -> list[str | None]:
-        return [streamer.finish_reason for streamer in self.streamers]
+    def finish_reason(self) -> str | None:
+        return self.streamer.finish_reason
 
-    async def texts(self) -> AsyncIterator[dict[int, TextDelta]]:
-        """New text by sequence index. A sequence that reaches a stop string is cancelled."""
-        while not all(self.finish_reasons):
-            new: dict[int, TextDelta] = {}
-            for output in await self.handle.outputs():
-                self._feed(output, new)
-            if all(streamer.num_tokens for streamer in self.streamers):
-                self.on_prefilled()
-            yield new
+    async def texts(self) -> AsyncIterator[str]:
+        """New text, which may be empty. An answer that reaches a stop string is cancelled."""
+        while not self.finish_reason:
+            yield "".join(map(self._feed, await self.handle.outputs()))
 
-    def _feed(self, output: TokenOutput, new: dict[int, TextDelta]) -> None:
-        index: Any = output.key
-        streamer, logprobs = self.streamers[index], self._logprobs[index]
-        if streamer.finish_reason:
-            return
-        if index == 0:
-            self.num_cached_tokens = output.n_cached
-        text = streamer.feed(output.token_id, output.finished)
-        if output.logprobs and output.finished != "stop":  # the end token has no text
-            logprobs.append((output.token_id, output.logprobs))
-        delta = TextDelta(text)
-        if text or streamer.finish_reason:
-            delta = TextDelta(text, tuple(logprobs))
-            logprobs.clear()
-        new[index] = new.get(index, TextDelta()) + delta
-        if streamer.finish_reason and not output.finished:
-            self.handle.cancel(index)
+    def _feed(self, output: TokenOutput) -> str:
+        if self.finish_reason:
+            return ""
+        self.num_cached_tokens = output.n_cached
+        text = self.streamer.feed(output.token_id, output.finished)
+        if self.finish_reason and not output.finished:
+            self.handle.cancel()
+        return text
 
 
 class EventStreamResponse(StreamingResponse):
@@ -145,8 +103,8 @@ class EventStreamResponse(StreamingResponse):
 async def stream_events(
     stream: ResponseStream,
     output_format: ChatFormat,
-    first: dict[int, TextDelta],
-    texts: AsyncIterator[dict[int, TextDelta]],
+    first: str,
+    texts: AsyncIterator[str],
     include_usage: bool,
     deadline: Callable[[], AbstractAsyncContextManager[None]],
 ) -> AsyncIterator[str]:
@@ -154,14 +112,12 @@ async def stream_events(
 
     An error is the last event: the status has been sent already.
     """
-    for event in output_format.start(len(stream.streamers)):
-        yield event
-    new: dict[int, TextDelta] | None = first
+    yield output_format.start()
+    new: str | None = first
     try:
         while new is not None:
-            for index, delta in new.items():
-                for event in output_format.delta(index, delta, stream.finish_reasons[index]):
-                    yield event
+            for event in output_format.delta(new, stream.finish_reason):
+                yield event
             async with deadline():
                 new = await anext(texts, None)
     except Exception as error:

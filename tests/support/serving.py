@@ -11,7 +11,6 @@ from functools import partial
 import httpx
 import uvicorn
 from PIL import Image
-from prometheus_client.parser import text_string_to_metric_families
 
 from models.inference.continuous_batching import ContinuousBatch
 from nanovlm import SAMPLE
@@ -25,11 +24,11 @@ http = httpx.Client(timeout=60, verify=False, trust_env=False, limits=httpx.Limi
 
 
 class WatchedBatch(ContinuousBatch):
-    """Calls before_step() before each step, and on_add(key, images) for each prompt."""
+    """Counts steps; calls before_step() before each of them, and on_add(key, images) for each prompt."""
 
     def __init__(self, model, before_step=lambda: None, on_add=lambda key, images: None, **options):
         super().__init__(model, **options)
-        self.before_step, self.on_add = before_step, on_add
+        self.n_steps, self.before_step, self.on_add = 0, before_step, on_add
 
     def add(self, key, input_ids, images=None, **options):
         self.on_add(key, images)
@@ -37,6 +36,7 @@ class WatchedBatch(ContinuousBatch):
 
     def step(self):
         self.before_step()
+        self.n_steps += 1
         return super().step()
 
 
@@ -83,24 +83,11 @@ class RunningServer:
         options = {"api_key": "none", "max_retries": 0, "timeout": 60} | options
         return openai.OpenAI(base_url=f"{self.url}/v1", **options)
 
-    def metrics(self):
-        """Each metric's sum over its labels."""
-        response, sums = http.get(f"{self.url}/metrics"), {}
-        assert response.headers["content-type"].startswith("text/plain")
-        for family in text_string_to_metric_families(response.text):
-            for sample in family.samples:
-                sums[sample.name] = sums.get(sample.name, 0) + sample.value
-        return sums
-
 
 class Record(dict):
     """A JSON object whose fields are attributes, None if it has no such field."""
 
     __getattr__ = dict.get
-    output_text = property(lambda self: self.output[0].content[0].text)
-
-    def model_dump(self):
-        return self
 
 
 class PlainClient:
@@ -108,21 +95,16 @@ class PlainClient:
 
     def __init__(self, url):
         self.url = url
-        self.chat = Record(completions=Record(create=self._method("chat/completions")))
-        self.completions, self.responses = (Record(create=self._method(path)) for path in ("completions", "responses"))
+        self.chat = Record(completions=Record(create=self._create))
 
-    def _method(self, path):
-        url = f"{self.url}/v1/{path}"
-
-        def create(extra_body=(), **body):
-            body |= dict(extra_body)
-            if body.get("stream"):
-                return stream_events(url, body)
-            response = http.post(url, json=body)
-            assert response.status_code == 200, response.text
-            return json.loads(response.text, object_hook=Record)
-
-        return create
+    def _create(self, extra_body=(), **body):
+        url = f"{self.url}/v1/chat/completions"
+        body |= dict(extra_body)
+        if body.get("stream"):
+            return stream_events(url, body)
+        response = http.post(url, json=body)
+        assert response.status_code == 200, response.text
+        return json.loads(response.text, object_hook=Record)
 
 
 def stream_events(url, body):

@@ -52,7 +52,7 @@ typedef struct { hvec v; } __attribute__((packed, aligned(1), may_alias)) unalig
 enum { FLOAT32, BFLOAT16, INT8, INT4, INT16 };  // how a weight, an operand or a cache is stored
 
 // A matrix (n_rows, depth), row-major: a layer's weight, or the keys of an attention head.
-typedef struct matrix {
+typedef struct {
     const void *data;        // INT8: 128 + value in a byte; INT4: 64 values in 32 bytes, two halves of nibbles
     const float *scale;      // INT8: of each row
     const uint32_t *groups;  // INT4: (n_rows, stride / 32), bfloat16 scale below bfloat16 minimum
@@ -60,7 +60,6 @@ typedef struct matrix {
     long n_rows, depth;
     long stride;             // values from a row to the next; of INT8 and INT4 a multiple of 64
     long dtype;
-    const struct matrix *lora_a, *lora_b;  // an adapter: (rank, depth) and (n_rows, rank), or NULL
 } matrix;
 
 INLINE long values_per_unit(long type) { return type == FLOAT32 ? 1 : type == INT8 ? INT8_PER_UNIT : 2; }

@@ -55,7 +55,7 @@ INT: Any = ctypes.c_int
 class Matrix(ctypes.Structure):
     _fields_ = [
         *((n, POINTER) for n in ("data", "scale", "groups", "bias")),
-        *((n, LONG) for n in ("n_rows", "depth", "stride", "dtype")), ("lora_a", POINTER), ("lora_b", POINTER),
+        *((n, LONG) for n in ("n_rows", "depth", "stride", "dtype")),
     ]  # fmt: skip
 
 

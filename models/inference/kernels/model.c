@@ -32,27 +32,19 @@ static operand make_operand(const matrix *w, const activations *x, const norm_ar
     return out;
 }
 
-// Layers of one input, their features below each other in out.y. Adapters come first: GELU is of the sum.
+// Layers of one input, their features below each other in out.y
 static void layer(const matrix *w, int n_weights, const activations *x, const norm_args *norm, result out,
                   int threads) {
     operand h = make_operand(w, x, norm, threads);
     int together = n_weights;
-    for (int k = 0; k < n_weights; k++) if (w[k].lora_a || w[k].dtype != w->dtype) together = 1;
+    for (int k = 0; k < n_weights; k++) if (w[k].dtype != w->dtype) together = 1;
     for (int k = 0; k < n_weights; out.first += w[k].n_rows, k += together) {
         if (k && w[k].dtype != w[k - 1].dtype) {
             free_operand(&h);
             h = make_operand(w + k, x, norm, threads);
         }
-        result part = out;
-        if (w[k].lora_a) {
-            activations low = new_activations(x->n_tokens, w[k].lora_a->n_rows);
-            layer(w[k].lora_a, 1, x, norm, (result){&low}, threads);
-            layer(w[k].lora_b, 1, &low, NULL, (result){out.y, out.first, .add = out.add}, threads);
-            release(low.data);
-            part.add = 1;
-        }
-        if (x->n_tokens == 1) gemv(w + k, together, &h, part, threads);
-        else gemm(w + k, together, &h, part, threads);
+        if (x->n_tokens == 1) gemv(w + k, together, &h, out, threads);
+        else gemm(w + k, together, &h, out, threads);
     }
     free_operand(&h);
 }

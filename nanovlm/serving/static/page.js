@@ -20,13 +20,10 @@ async function request(path, options = {}) {
 
 async function loadModel() {
   const response = await request("/v1/models");
-  const models = (await response.json()).data;
-  const options = models.map(({ id }) => new Option(id === "nanovlm" ? "the embedded model" : id, id));
-  chat.model = models[0].id;
-  byId("models").replaceChildren(...options);
-  byId("models").hidden = models.length === 1;
-  byId("model").textContent = models.length === 1 ? options[0].text : "";
-  byId("note").textContent = toSentence(models[0].description);
+  const [model] = (await response.json()).data;
+  chat.model = model.id;
+  byId("model").textContent = model.id === "nanovlm" ? "the embedded model" : model.id;
+  byId("note").textContent = toSentence(model.description);
   if (chat.apiKey) sessionStorage.setItem("key", chat.apiKey); // for a reload; it ends with the tab
   showError("");
 }
@@ -268,7 +265,6 @@ on("file", "change", async () => {
   await addImages([...byId("file").files]);
   byId("file").value = ""; // or the same file could not be chosen again
 });
-on("models", "change", (event) => (chat.model = event.target.value));
 on("settings-form", "submit", (event) => event.preventDefault());
 on("settings-form", "input", () => localStorage.setItem("settings", JSON.stringify(readSettings())));
 on("settings", "toggle", showEnd);

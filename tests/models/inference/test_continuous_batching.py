@@ -9,7 +9,7 @@ from models.decoding import GREEDY, SamplingParams, finish_reason
 from models.inference import continuous_batching, serving_caches
 from models.inference.continuous_batching import ContinuousBatch
 from models.inference.requests import PrefillError
-from support.generation import only_row, prompt, run
+from support.generation import only_row, prompt
 
 few_seeds = pytest.mark.parametrize(
     "seed", [*range(8), *(pytest.param(n, marks=pytest.mark.full) for n in range(8, 40))]
@@ -245,40 +245,6 @@ def test_a_step_without_memory_loses_no_token(tiny_model, error):
     assert {key: ids for key, (ids, _) in answers(batch, generated).items()} == {
         "a": expected, "b": expected[:2], "c": expected,
     }  # fmt: skip
-
-
-def test_cache_bytes_follow_the_running_requests(tiny_model):
-    model = tiny_model()
-    batch = ContinuousBatch(model, max_num_seqs=2)
-    assert batch.cache_bytes_used == batch.cache_bytes_allocated == 0
-    cfg = model.cfg
-    per_token = 2 * cfg.lm_n_blocks * cfg.lm_n_kv_heads * cfg.lm_head_dim * model.dtype.itemsize
-    for key in "ab":
-        batch.add(key, torch.arange(4, 11), max_new_tokens=4)
-    for tokens in (8, 9):  # a prompt of 7 and every new token but the last
-        batch.step()
-        assert batch.cache_bytes_used == 2 * tokens * per_token <= batch.cache_bytes_allocated
-    batch.step()
-    assert batch.running == batch.cache_bytes_used == 0 < batch.cache_bytes_allocated
-
-
-def test_logprobs_are_those_of_the_whole_sequence(tiny_model):
-    model, ids = tiny_model(), torch.tensor([5, 9, 12, 7])
-    batch = ContinuousBatch(model, max_num_seqs=3)
-    for key, sampling in enumerate(SAMPLINGS[:3]):
-        batch.add(key, ids, max_new_tokens=6, sampling=sampling, top_logprobs=4)
-    batch.add("none", ids, max_new_tokens=2)
-    outputs = run(batch)
-    assert [output.logprobs for output in outputs.pop("none")] == [None, None]
-    for row in outputs.values():
-        generated = [output.token_id for output in row]
-        logits, _ = model(torch.tensor([ids.tolist() + generated]))
-        expected = logits[0, len(ids) - 1 : -1].log_softmax(-1)
-        for output, logprobs in zip(row, expected):
-            assert output.logprobs.logprob == pytest.approx(logprobs[output.token_id].item(), abs=1e-4)
-            values, top = logprobs.topk(4)
-            assert [token_id for token_id, _ in output.logprobs.top] == top.tolist()
-            assert [value for _, value in output.logprobs.top] == pytest.approx(values.tolist(), abs=1e-4)
 
 
 def test_logits_processor_sees_its_own_output_and_decides(tiny_model):

@@ -4,11 +4,12 @@ import argparse
 import sys
 
 import pytest
+import torch
 
-from models.lora import write_adapters
-from nanovlm import EMBEDDED
+from models.lora import adapt, adapters, write_adapters
+from nanovlm import EMBEDDED, SAMPLE, Captioner
 from nanovlm.cli import main as cli
-from nanovlm.cli.serve import adapter_folders, add_flags, model_name, server_options, with_recorded_base
+from nanovlm.cli.serve import add_flags, make_service, model_name, server_options
 from nanovlm.options import ModelOptions
 from nanovlm.serving.options import Limits, ServerOptions
 
@@ -38,6 +39,7 @@ def parse(*argv):
         (["--host", "nowhere.invalid", "--api-key", "x"], "--host nowhere.invalid --port 0: "),
         (["--port", "70000"], "--port 70000"),
         (["--model", "no/such/folder"], "no/such/folder"),
+        (["--adapter", "nowhere"], "must be a folder with adapter_config.json"),
         (["--nonsense"], "--nonsense"),
     ],
 )
@@ -59,8 +61,8 @@ def test_flags_become_options(monkeypatch):
     assert options.limits == Limits(max_num_seqs=3, max_pending=0)
     assert (options.allow_host, options.api_key) == (["a", "b"], "secret")
     assert parse("--api-key", "other").api_key == "other"
-    options = parse("--allow-origin", "http://a:3000", "--allow-origin", "*", "--strict-model", "--image-cache", "0")
-    assert (options.allow_origin, options.strict_model) == (["http://a:3000", "*"], True)
+    options = parse("--allow-origin", "http://a:3000", "--allow-origin", "*", "--image-cache", "0")
+    assert options.allow_origin == ["http://a:3000", "*"]
     assert options.limits == Limits(image_cache=0)
 
 
@@ -80,18 +82,15 @@ def test_missing_extra_is_named(capsys, monkeypatch):
     assert run_serve() == 2 and "pip install 'nanovlm[serve]'" in capsys.readouterr().err
 
 
-def test_adapters_have_names_and_one_base(adapted, tmp_path, capsys):
-    for name, base in (("a", "lab/one"), ("b", "lab/two"), ("c", "lab/one")):
-        (tmp_path / name).mkdir()
-        write_adapters(tmp_path / name, adapted(), base)
-    folders = adapter_folders([str(tmp_path / "a"), f"other={tmp_path / 'c'}"])
-    assert folders == {"a": str(tmp_path / "a"), "other": str(tmp_path / "c")}
-    assert with_recorded_base(ModelOptions(), list(folders.values())).model == "lab/one"
-    named = ModelOptions(model="lab/three")
-    assert with_recorded_base(named, list(folders.values())) == named
-    for argv, message in (
-        (["--adapter", f"{tmp_path}/a", "--adapter", f"{tmp_path}/b"], "trained on lab/one and lab/two; serve those"),
-        (["--adapter", f"{tmp_path}/a", "--adapter", f"a={tmp_path}/c"], "has no name of its own; write OTHER_NAME="),
-        (["--adapter", f"{tmp_path}/nowhere"], "must be a folder with adapter_config.json"),
-    ):
-        assert run_serve("--port", "0", *argv) == 2 and message in capsys.readouterr().err
+def test_an_adapter_is_merged_and_names_the_model(tmp_path):
+    captioner = Captioner.from_pretrained(dtype="float32")
+    adapt(captioner.model, 4, 8.0)
+    for module in adapters(captioner.model).values():
+        torch.nn.init.normal_(module.lora_B.weight, std=0.5)
+    (tmp_path / "birds").mkdir()
+    write_adapters(tmp_path / "birds", captioner.model)
+    options = ModelOptions(adapter=tmp_path / "birds", device="cpu", dtype="float32")
+    service = make_service(options, ServerOptions())
+    assert service.name == "birds"
+    assert service.captioner.caption(SAMPLE, max_new_tokens=9) == captioner.caption(SAMPLE, max_new_tokens=9)
+    service.close()

@@ -334,7 +334,6 @@ def test_a_prompt_begins_as_the_post_processor_says(tmp_path, writes_bos):
     expected = theirs.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
     ids = ours.encode_prompt([], "What?")
     assert [ids] == expected["input_ids"] and ids.count(bos) == 1 and ids[0] == bos
-    assert ours.tokenizer.encode_with_special_tokens("Hi") == theirs.tokenizer("Hi")["input_ids"]
     backend.post_processor = tokenizers.processors.TemplateProcessing("$A <|im_start|>", None, [("<|im_start|>", bos)])
     backend.save(str(file))
     with pytest.raises(CheckpointError, match="behind a text"):
@@ -345,6 +344,6 @@ def test_the_markup_of_documents_is_kept(tmp_path):
     """SmolDocling's tags are special tokens of its vocabulary."""
     write_folder(tmp_path / "model", "Idefics3", added=[*ADDED, "<doctag>", "</doctag>", "<loc_5>"])
     tokenizer = Captioner.from_pretrained(tmp_path / "model").tokenizer
-    ids = tokenizer.encode_with_special_tokens("<doctag><loc_5>Hi</doctag>")
-    assert len(ids) == 3 + len(tokenizer.encode("Hi"))
+    begin, location, end = map(tokenizer.special_id, ("<doctag>", "<loc_5>", "</doctag>"))
+    ids = [begin, location, *tokenizer.encode("Hi"), end]
     assert tokenizer.decode(ids) == "".join(tokenizer.stream(ids)) == "<doctag><loc_5>Hi</doctag>"

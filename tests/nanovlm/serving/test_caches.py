@@ -31,13 +31,12 @@ def test_second_request_about_an_image_does_not_encode_it(counted, embedded):
     tiles.clear()
     with RunningServer(captioner, caches=(LARGE, 0)) as server:
         for question, answer in zip(QUESTIONS, expected):
-            asked = server.post({"messages": user_message(question, SAMPLE_URL), "n": 2})
+            asked = server.post({"messages": user_message(question, SAMPLE_URL)})
             assert answer_of(asked) == answer
         assert tiles == [1] and captioner.processor.n_images == 1
-        sums = server.metrics()
-        assert (sums["nanovlm_image_cache_queries_total"], sums["nanovlm_image_cache_hits_total"]) == (4, 3)
         cfg = embedded.model.cfg
-        assert sums["nanovlm_image_cache_used_bytes"] == cfg.mp_image_token_length * cfg.lm_hidden_dim * 4
+        used = server.service.engine.batch.image_cache.bytes_used
+        assert used == cfg.mp_image_token_length * cfg.lm_hidden_dim * 4
         both = server.post({"messages": user_message("?", SAMPLE_URL, data_url(other)), "max_tokens": 5})
         assert answer_of(both) == expected_both
         assert tiles == [1, 1] and captioner.processor.n_images == 2
@@ -52,18 +51,15 @@ def test_next_turn_reuses_the_turns_before(counted, embedded):
     expected = ["".join(session.ask(question)) for question in QUESTIONS]
     tiles.clear()
     with RunningServer(captioner, caches=(LARGE, LARGE)) as server:
-        messages, hits = [], 0
+        messages = []
         for question, answer in zip(QUESTIONS, expected):
             messages += user_message(question, *([] if messages else [SAMPLE_URL]))
             response = server.post({"messages": messages})
             assert answer_of(response) == answer
-            sums, before = server.metrics(), hits
-            hits, usage = sums["nanovlm_prefix_cache_hit_tokens_total"], response.json()["usage"]
+            usage = response.json()["usage"]
+            new = usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"]
             if len(messages) > 1:
-                assert usage["prompt_tokens_details"]["cached_tokens"] == hits - before
-                new = usage["prompt_tokens"] - (hits - before)
                 assert new <= 16, f"{new} tokens are computed; the question alone has about 10"
             messages.append({"role": "assistant", "content": answer_of(response)})
-        assert hits > 0 and tiles == [1]
-        assert sums["nanovlm_prefix_cache_query_tokens_total"] == sums["nanovlm_prompt_tokens_total"]
-        assert 0 < sums["nanovlm_prefix_cache_used_bytes"] <= LARGE
+        assert tiles == [1]
+        assert 0 < server.service.engine.batch.prefix_cache.bytes_used <= LARGE

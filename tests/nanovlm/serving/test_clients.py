@@ -22,8 +22,8 @@ def test_litellm(served, embedded, monkeypatch):
     assert answer.choices[0].message.content == embedded.caption(SAMPLE)
     chunks = litellm.completion(messages=messages, stream=True, **options)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == embedded.caption(SAMPLE)
-    many = asyncio.run(litellm.acompletion(messages=messages, presence_penalty=0.1, n=2, **options))
-    assert len(many.choices) == 2
+    answer = asyncio.run(litellm.acompletion(messages=messages, presence_penalty=0.1, **options))
+    assert answer.choices[0].message.content
 
 
 def test_langchain(served, embedded):
@@ -38,11 +38,6 @@ def test_langchain(served, embedded):
     talk = [SystemMessage("Be brief."), AIMessage("Hello!"), question, AIMessage("A ring."), HumanMessage("Where?")]
     assert chat.invoke(talk).response_metadata["finish_reason"] == "stop"
     assert [answer.content for answer in chat.batch([[question]] * 3)] == [embedded.caption(SAMPLE)] * 3
-    server = {"base_url": f"{served.url}/v1", "api_key": "none"}
-    responses = langchain.ChatOpenAI(model="gpt-4o-mini", use_responses_api=True, **server)
-    assert responses.invoke([question]).text == embedded.caption(SAMPLE)
-    completions = langchain.OpenAI(model="any", max_tokens=4, **server)
-    assert isinstance(completions.invoke("A photo of"), str)
 
 
 def test_llm(served, embedded, tmp_path, monkeypatch):
@@ -78,7 +73,7 @@ def test_open_webui(embedded):
 
 
 def test_sillytavern(served):
-    """A card's greeting, a system message at the end, many samplers, and a reply to be continued."""
+    """A card's greeting, a system message at the end, and many samplers."""
     image = {"type": "image_url", "image_url": {"url": SAMPLE_URL, "detail": "low"}}
     messages = [
         {"role": "system", "content": "Write the Guide's next reply in a chat between the Guide and You."},
@@ -93,7 +88,3 @@ def test_sillytavern(served):
     body |= {"n": 1, "type": "quiet", "chat_completion_source": "custom"}
     reply = served.post(body, "/v1/chat/completions")
     assert reply.status_code == 200 and answer_of(reply)
-    body["messages"] += [{"role": "assistant", "content": answer_of(reply)[:9]}]
-    assert served.post(body).status_code == 200, "the Guide goes on"
-    text = {"model": "m", "prompt": "### Instruction:\nDescribe.\n### Response:\n", "max_tokens": 30, "stop": ["###"]}
-    assert served.post(text | {"top_k": -1, "seed": -1, "temperature": 0.7}, "/v1/completions").status_code == 200

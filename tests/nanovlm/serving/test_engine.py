@@ -64,7 +64,7 @@ class FailingBatch(ContinuousBatch):
 
 
 async def collect(handle):
-    """All token ids of a request of one sequence."""
+    """All token ids of a request."""
     token_ids = []
     while True:
         for output in await handle.outputs():
@@ -100,9 +100,9 @@ def test_failure_of_one_request_ends_no_other(tiny_model, stage, error, caplog):
     model = tiny_model()
 
     async def main(engine):
-        handles = [engine.submit([SequenceRequest(ids, (), 5)]) for ids in PROMPTS]
+        handles = [engine.submit(SequenceRequest(ids, (), 5)) for ids in PROMPTS]
         results = await asyncio.gather(*map(collect, handles), return_exceptions=True)
-        again = await collect(engine.submit([SequenceRequest(PROMPTS[0], (), 5)]))
+        again = await collect(engine.submit(SequenceRequest(PROMPTS[0], (), 5)))
         return results, again
 
     results, again = run_engine(lambda: FailingBatch(model, stage, error), main)
@@ -123,12 +123,12 @@ def test_sequences_that_had_tokens_fail_with_their_batch(tiny_model):
             raise ValueError("the cache is gone")
 
     async def main(engine):
-        handle = engine.submit([SequenceRequest(PROMPTS[0], (), 50)])
+        handle = engine.submit(SequenceRequest(PROMPTS[0], (), 50))
         await handle.outputs()
         fail.set()
         with pytest.raises(EngineError):
             await collect(handle)
-        return await collect(engine.submit([SequenceRequest(PROMPTS[0], (), 5)]))
+        return await collect(engine.submit(SequenceRequest(PROMPTS[0], (), 5)))
 
     assert run_engine(lambda: WatchedBatch(model, before_step, max_num_seqs=4), main) == expected_tokens(model, 5)[0]
 
@@ -143,7 +143,7 @@ def test_without_memory_for_all_the_newest_sequence_fails(tiny_model):
             return super().step()
 
     async def main(engine):
-        handles = [engine.submit([SequenceRequest(ids, (), 30)]) for ids in PROMPTS[:2]]
+        handles = [engine.submit(SequenceRequest(ids, (), 30)) for ids in PROMPTS[:2]]
         return await asyncio.gather(*map(collect, handles), return_exceptions=True)
 
     first, second = run_engine(lambda: SmallBatch(model, max_num_seqs=2), main)
@@ -153,7 +153,7 @@ def test_without_memory_for_all_the_newest_sequence_fails(tiny_model):
 def test_error_of_the_users_reaches_the_request_as_it_is(tiny_model, caplog):
     async def main(engine):
         with pytest.raises(InputError, match="max_new_tokens=0"):
-            await collect(engine.submit([SequenceRequest(PROMPTS[0], (), 0)]))
+            await collect(engine.submit(SequenceRequest(PROMPTS[0], (), 0)))
 
     run_engine(lambda: ContinuousBatch(tiny_model(), max_num_seqs=2), main)
     assert not caplog.records
@@ -163,9 +163,9 @@ def test_closed_engine_fails_its_requests_at_once(tiny_model):
     async def run():
         engine = Engine(lambda: WatchedBatch(tiny_model(), lambda: time.sleep(0.01), max_num_seqs=1))
         with pytest.raises(EngineStoppedError):
-            engine.submit([SequenceRequest(PROMPTS[0], (), 5)])
+            engine.submit(SequenceRequest(PROMPTS[0], (), 5))
         engine.start()
-        handles = [engine.submit([SequenceRequest(ids, (), 50)]) for ids in PROMPTS]
+        handles = [engine.submit(SequenceRequest(ids, (), 50)) for ids in PROMPTS]
         await handles[0].outputs()
         await asyncio.to_thread(engine.close)
         assert not engine.alive
@@ -182,8 +182,8 @@ def test_cancelled_sequences_leave_and_their_images_are_released(tiny_model):
     async def main(engine):
         images = torch.rand(1, 3, 16, 16)
         reference = weakref.ref(images)
-        running = engine.submit([SequenceRequest(PROMPTS[0], (), 50)])
-        waiting = engine.submit([SequenceRequest(torch.tensor([3, 3, 3, 3, 5]), [TiledImage(images)], 5)] * 2)
+        running = engine.submit(SequenceRequest(PROMPTS[0], (), 50))
+        waiting = engine.submit(SequenceRequest(torch.tensor([3, 3, 3, 3, 5]), [TiledImage(images)], 5))
         del images
         waiting.cancel()
         result = await collect(running)

@@ -282,21 +282,6 @@ IS_ON_TOP = """(e) => { const box = e.getBoundingClientRect();
   return [box.top + 2, box.bottom - 2].every((y) => e.contains(document.elementFromPoint(box.left + 2, y))); }"""
 
 
-def test_a_model_is_chosen_where_there_are_adapters(embedded, open_page):
-    asked = []
-    with RunningServer(embedded, adapters={"mine": embedded.inference}) as server:
-        page = open_page(server, viewport={"width": 360, "height": 640})
-        page.on("request", lambda request: asked.append((request.post_data_json or {}).get("model")))
-        page.get_by_label("Choose an image").set_input_files(SAMPLE)
-        models = page.get_by_label("Model")
-        assert models.locator("option").all_text_contents() == ["mine", "the embedded model"]
-        ask(page)
-        models.select_option("the embedded model")
-        ask(page, QUESTIONS[1])
-        assert page.evaluate("document.documentElement.scrollWidth") <= 360
-    assert list(filter(None, asked)) == ["mine", "nanovlm"]
-
-
 def test_the_camera_is_asked_about_its_newest_frame_until_it_is_stopped(served, open_page):
     page, bodies = open_page(served, permissions=["camera"]), []
     page.on("request", lambda r: bodies.append(r.post_data_json) if r.url.endswith("completions") else None)

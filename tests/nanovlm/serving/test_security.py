@@ -30,7 +30,7 @@ def test_key_is_required_where_one_is_set(embedded):
     with RunningServer(embedded, options=ServerOptions(api_key="schlüssel")) as server:
         for header in (None, "Bearer wrong", "schlüssel", "Basic schlüssel", "Bearer"):
             headers = {} if header is None else {"authorization": header.encode("utf-8")}
-            for method, path in (("GET", "/v1/models"), ("POST", "/v1/chat/completions"), ("GET", "/metrics")):
+            for method, path in (("GET", "/v1/models"), ("POST", "/v1/chat/completions")):
                 response = http.request(method, server.url + path, headers=headers)
                 assert response.status_code == 401 and response.json()["error"]["code"] == "invalid_api_key"
                 assert response.headers["www-authenticate"] == "Bearer"

@@ -15,13 +15,11 @@ ASKED = {"model": "nanovlm", "messages": user_message(QUESTIONS[1], SAMPLE_URL)}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "image", "strict": True, "schema": SCHEMA}}
 
 
-@pytest.mark.parametrize("options", [{}, {"temperature": 3.0, "seed": 1, "n": 4}, {"frequency_penalty": 1.0}])
+@pytest.mark.parametrize("options", [{}, {"temperature": 3.0, "seed": 1}, {"frequency_penalty": 1.0}])
 def test_answer_follows_the_schema(served, options):
-    response = served.post(ASKED | options | {"response_format": FORMAT}).json()
-    for choice in response["choices"]:
-        assert choice["finish_reason"] == "stop"
-        assert_fits(json.loads(choice["message"]["content"]))
-    assert len({choice["message"]["content"] for choice in response["choices"]}) == options.get("n", 1)
+    choice = served.post(ASKED | options | {"response_format": FORMAT}).json()["choices"][0]
+    assert choice["finish_reason"] == "stop"
+    assert_fits(json.loads(choice["message"]["content"]))
 
 
 def test_an_answer_that_repeats_itself_is_incomplete(served):
@@ -51,8 +49,6 @@ def test_openai_client_parses_an_answer(served):
 
     chat = client.chat.completions.parse(**ASKED, response_format=Image)
     assert isinstance(chat.choices[0].message.parsed, Image)
-    response = client.responses.parse(model="nanovlm", input="?", text_format=Image)
-    assert isinstance(response.output_parsed, Image)
 
 
 @pytest.mark.parametrize(
@@ -74,9 +70,6 @@ def test_schema_that_is_not_possible_is_refused(served, schema, caplog):
     reasons = "response_format: .*(cannot be followed: .|shorten|simpler patterns)"
     assert response.status_code == 400 and re.match(reasons, error["message"])
     assert len(error["message"]) < 300 and "NoExtension" not in error["message"]
-    flat = {"type": "json_schema", "name": "x", "schema": schema}
-    error = served.post({"input": "?", "text": {"format": flat}}, "/v1/responses").json()["error"]
-    assert error["message"].startswith("text.format: ")
     assert not [record for record in caplog.records if record.levelname == "ERROR"], "no failure of the server"
 
 
