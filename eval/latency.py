@@ -50,6 +50,7 @@ from eval.peers.engines import BASELINES, Engine, EngineOptions, ImageEngine, Na
 from eval.peers.llama_cpp_engine import LlamaCppEngine
 from models.checkpoint import load_config, snapshot_path
 from models.config import VLMConfig
+from models.formats.base import format_of
 from nanovlm import EMBEDDED
 from nanovlm.captioner import ImageInput
 from nanovlm.cli.main import Parser
@@ -96,7 +97,7 @@ class Inputs:
         prompts = torch.randint(min(1000, cfg.lm_vocab_size), size, generator=generator)
         prompts += prompts == image_token_id  # no image is given with these
         image = as_tensor(draw(random_scene(Random("image")), cfg.vit_img_size, cfg.vit_img_size))[None] / 255
-        image = image if cfg.format.unit_pixels else image * 2 - 1
+        image = image if format_of(cfg).unit_pixels else image * 2 - 1
         images = {side: draw(random_scene(Random("images")), side, side) for side in image_sizes}
         return cls(prompts.tolist(), image, images)
 

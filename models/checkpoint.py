@@ -1,8 +1,10 @@
 """Checkpoint folders: config.json, model.safetensors and tokenizer.json; read strictly, written atomically.
 
-This module knows state dicts, not model classes, and no format: what differs between formats is asked of `cfg.format`.
+Settings and tensors have nanoVLM's names, or those of another format: see FORMATS. This module knows state dicts, not
+model classes.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -20,15 +22,24 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from models.config import VLMConfig, formats
+from models.config import VLMConfig
 from models.errors import CheckpointError
+from models.language_model import inverse_frequencies
 
 CONFIG, WEIGHTS, TOKENIZER = "config.json", "model.safetensors", "tokenizer.json"
 INDEX = "model.safetensors.index.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
+# Without this in tokenizer_config.json, transformers 4 adds token_type_ids, which no model here takes.
+MODEL_INPUT_NAMES = ["input_ids", "attention_mask"]
+NO_IMAGE_TOKEN = -1  # nanoVLM v0.1 has no token for images
 MAX_MAPPED_TENSORS = 8  # of one mapping of the file
 HEAD, EMBEDDING = "decoder.head.weight", "decoder.token_embedding.weight"
+TIED = (EMBEDDING, HEAD)  # one tensor if lm_tie_weights
+INV_FREQ = "decoder.rotary_embd.inv_freq"
 BUFFERS = re.compile(r"decoder\.rotary_embd\.\w+")  # computed when needed; float32 in files of any dtype
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+# model_type of config.json -> a class of models.formats.base.Format; "import models.formats" fills it.
+FORMATS: dict[str, Any] = {}
 
 
 def snapshot_path(
@@ -41,7 +52,7 @@ def snapshot_path(
     folder, name = Path(name_or_folder), str(name_or_folder)
     if folder.is_dir():
         if revision:
-            raise CheckpointError(f"{name} is a folder, which has no revision {revision!r}; leave revision away")
+            raise CheckpointError(f"{name} is a folder, which has no revision {revision!r}; leave revision out")
         return folder
     if folder.exists() or not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name):
         kind = "a file, not a folder" if folder.exists() else "neither a folder nor a Hub id like owner/name"
@@ -49,7 +60,7 @@ def snapshot_path(
 
     from huggingface_hub import snapshot_download
 
-    files = files or (CONFIG, "*.safetensors", INDEX, TOKENIZER, *formats().other_files())
+    files = files or ("*.json", "*.jinja", "*.safetensors")
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=list(files)))
     except Exception as error:  # of many kinds, from DNS to disk
@@ -64,16 +75,71 @@ def load_config(folder: str | os.PathLike[str]) -> VLMConfig:
     """The config of the model in folder, in the format that config.json tells. CheckpointError if it cannot be used."""
     path = Path(folder) / CONFIG
     raw = read_object(path)
-    format = formats().recognize(raw, str(path))
-    others = [path.with_name(name) for name in format.other_files]
-    texts = {other.name: read_model_text(other) for other in others if other.exists()}
+    kind = raw.get("model_type")
+    format = FORMATS.get(str(kind))
+    if format is None and kind is not None and not (FORMATS and "lm_hidden_dim" in raw):
+        known = f"none of {', '.join(FORMATS)}, and nanoVLM's own config.json has none; take a model of one of these"
+        cure = 'not nanoVLM\'s own format; "import models.formats" first, which reads others'
+        raise CheckpointError(f"{path}: model_type={kind!r} is {known if FORMATS else cure}")
     try:
-        return format.read_config(raw, texts)
+        if format is None:
+            return VLMConfig.from_dict(raw)
+        others = [path.with_name(name) for name in format.other_files]
+        return format.read_config(raw, {other.name: read_model_text(other) for other in others if other.exists()})
     except CheckpointError as error:  # names one of the files
         raise CheckpointError(f"{folder}: {error}") from None
     except (TypeError, ValueError, OverflowError) as error:
-        message = re.sub(r"\b(vit|lm|mp)_\w+", lambda field: format.words.get(field[0], field[0]), str(error))
+        words = {} if format is None else format.words
+        message = re.sub(r"\b(vit|lm|mp)_\w+", lambda field: words.get(field[0], field[0]), str(error))
         raise CheckpointError(f"{path}: {message}") from None
+
+
+def find_image_token_id(folder: str | os.PathLike[str], cfg: VLMConfig) -> int:
+    """The id of the image token of the model in folder; see `own_image_token_id` for nanoVLM's."""
+    find = own_image_token_id if cfg.format is None else cfg.format.find_image_token_id
+    return find(Path(folder), cfg)
+
+
+def own_image_token_id(folder: Path, cfg: VLMConfig) -> int:
+    """The id of the image token: from tokenizer.json, or without one by nanoVLM's rule for extra tokens.
+
+    A tokenizer.json of lm_base_vocab_size tokens is a backbone's own and is read as if the extra tokens followed.
+    NO_IMAGE_TOKEN if cfg names none. Raises CheckpointError if the tokenizer does not know the token.
+    """
+    if cfg.vlm_extra_tokens is None:
+        return NO_IMAGE_TOKEN
+    token, path = cfg.vlm_extra_tokens["image_token"], folder / TOKENIZER
+    if not path.exists():  # the extra tokens follow the base vocabulary, in their order
+        return cfg.base_vocab_size + list(cfg.vlm_extra_tokens).index("image_token")
+    raw = read_object(path)
+    try:
+        ids = {entry["content"]: entry["id"] for entry in raw.get("added_tokens") or ()}
+        vocabulary = raw["model"]["vocab"]
+        if isinstance(vocabulary, list):  # Unigram: pieces with scores
+            vocabulary = {piece: i for i, (piece, _) in enumerate(vocabulary)}
+        ids = vocabulary | ids
+        image_token_id = ids.get(token)
+        if image_token_id is None and is_base_vocabulary(ids, cfg):
+            missing = [extra for extra in dict.fromkeys(cfg.special_tokens.values()) if extra not in ids]
+            image_token_id = len(ids) + missing.index(token)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path} is not a {TOKENIZER} of the tokenizers library: {error!r}") from None
+    if type(image_token_id) is not int:
+        raise CheckpointError(f"{path}: {missing_token(cfg, 'image_token', len(ids))}")
+    return image_token_id
+
+
+def is_base_vocabulary(ids: Mapping[str, int], cfg: VLMConfig) -> bool:
+    """Whether a tokenizer with these ids is the language model's own, to which stock nanoVLM adds the extra tokens."""
+    return len(ids) == cfg.lm_base_vocab_size == max(ids.values(), default=-1) + 1
+
+
+def missing_token(cfg: VLMConfig, name: str, n_tokens: int) -> str:
+    """The message for a tokenizer of n_tokens that lacks an extra token and is not the language model's own."""
+    return (
+        f"vlm_extra_tokens names {name}={cfg.special_tokens[name]!r}, but the tokenizer has no such token, and with "
+        f"{n_tokens} tokens it is not the language model's own of lm_base_vocab_size={cfg.lm_base_vocab_size}"
+    )
 
 
 def read_object(path: Path) -> dict:
@@ -82,7 +148,7 @@ def read_object(path: Path) -> dict:
 
 
 def parse_object(text: str, name: object) -> dict:
-    """The same in the text of a file called name. Half a character, which no file could hold, is refused, too."""
+    """The object in the text of a file called name. Lone surrogates are refused: no file could hold them."""
     try:
         raw = json.loads(text)
         json.dumps(raw, ensure_ascii=False).encode()
@@ -113,21 +179,28 @@ def check_regular_file(path: Path) -> None:
 
 def read_weights(folder: str | os.PathLike[str], cfg: VLMConfig, empty: Mapping[str, Tensor], **options: Any) -> dict:
     """The state dict of the model in folder, of the names and shapes of `empty`; options are dtype and device."""
-    format = cfg.format.for_names(tensor_names(Path(folder)))
-    shapes = {name: tuple(tensor.shape) for name, tensor in format.to_stored(empty).items()}
-    tied = format.tied if cfg.lm_tie_weights else None
-    return format.from_stored(read_state_dict(folder, shapes, tied=tied, **options), empty)
+    if cfg.format is not None:
+        return cfg.format.read_weights(Path(folder), cfg, empty, **options)
+    shapes = {name: tuple(tensor.shape) for name, tensor in empty.items()}
+    return read_state_dict(folder, shapes, tied=TIED if cfg.lm_tie_weights else None, **options)
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[Any]:
+    """A safetensors file, memory-mapped; CheckpointError if it cannot be read."""
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            yield file
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be read, it may be truncated: {error}; replace the file") from None
 
 
 def tensor_names(folder: Path) -> list[str]:
     """The names of all tensors in a folder's files."""
     names: list[str] = []
     for path in weight_files(folder):
-        try:
-            with safe_open(path, framework="pt", device="cpu") as file:
-                names += file.keys()
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{path} cannot be read, it may be truncated: {error}; replace the file") from None
+        with opened(path) as file:
+            names += file.keys()
     return names
 
 
@@ -147,17 +220,13 @@ def read_state_dict(
     a name of shapes for one of the files, or None for a tensor that is not used. Raises CheckpointError.
     """
     wanted = {name: shape for name, shape in shapes.items() if not (tied and name == tied[0])}
-    path = Path(folder)
-    try:
-        files = weight_files(path)
-        path = files[0] if len(files) == 1 else path
-        state = {}
-        for name, tensor in _mapped_tensors(_match_names(files, path, wanted, tied, rename)):
-            if reason := why_unusable(tensor, dtype):
-                raise CheckpointError(f"{path}: {name} {reason}")
-            state[name] = tensor.to(device, dtype)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path} cannot be read, it may be truncated: {error}; replace the file") from None
+    files = weight_files(Path(folder))
+    path = files[0] if len(files) == 1 else Path(folder)
+    state = {}
+    for name, tensor in _mapped_tensors(_match_names(files, path, wanted, tied, rename)):
+        if reason := why_unusable(tensor, dtype):
+            raise CheckpointError(f"{path}: {name} {reason}")
+        state[name] = tensor.to(device, dtype)
     if tied:
         state[tied[0]] = state[tied[1]]
     return state
@@ -193,13 +262,13 @@ def _match_names(
     """For each file, each wanted name that it holds with the file's name for it, in the order in which to read them."""
     found: dict[str, tuple[Path, str]] = {}
     with ExitStack() as stack:
-        opened = {file: stack.enter_context(safe_open(file, framework="pt", device="cpu")) for file in files}
-        for file, handle in opened.items():
+        handles = {file: stack.enter_context(opened(file)) for file in files}
+        for file, handle in handles.items():
             found |= {name: (file, stored) for stored in [*handle.keys()] if (name := rename(stored)) is not None}
         if tied and tied[0] in found:
             embedding = found.pop(tied[0])
             head = found.setdefault(tied[1], embedding)
-            tensors = [opened[file].get_tensor(stored) for file, stored in {embedding, head}]
+            tensors = [handles[file].get_tensor(stored) for file, stored in {embedding, head}]
             if not torch.equal(tensors[0], tensors[-1]):
                 raise CheckpointError(f"{path}: {CONFIG} ties {embedding[1]} and {head[1]}, but they differ")
         if missing := sorted(wanted.keys() - found.keys()):
@@ -208,7 +277,7 @@ def _match_names(
             raise CheckpointError(f"{path} has {len(more)} tensors that {CONFIG} has no place for, first {more[0]!r}")
         for name, shape in wanted.items():
             file, stored = found[name]
-            if (actual := tuple(opened[file].get_slice(stored).get_shape())) != shape:
+            if (actual := tuple(handles[file].get_slice(stored).get_shape())) != shape:
                 raise CheckpointError(f"{path}: {stored} is {actual}, but {CONFIG} asks for {shape}")
     order = sorted(wanted, key=lambda name: name.split(".")[::-1])  # equal kinds are mapped and released together
     return {file: {name: found[name][1] for name in order if found[name][0] == file} for file in files}
@@ -217,12 +286,12 @@ def _match_names(
 def _mapped_tensors(files: Mapping[Path, Mapping[str, str]]) -> Iterator[tuple[str, Tensor]]:
     """Each name with the tensor that a file calls files[file][name], memory-mapped.
 
-    What was read stays in memory as long as its mapping, so there are many, each ending with the last of its tensors.
+    Pages stay resident while a mapping lives, so each group of tensors has its own mapping.
     """
     for path, source in files.items():
         with open(path, "rb") as first:
             for start in range(0, len(source), MAX_MAPPED_TENSORS):
-                with safe_open(path, framework="pt", device="cpu") as file:
+                with opened(path) as file:
                     if not os.path.samestat(os.fstat(first.fileno()), os.stat(path)):
                         raise CheckpointError(f"{path} was replaced while it was read; try again")
                     for name in islice(source, start, start + MAX_MAPPED_TENSORS):
@@ -233,20 +302,33 @@ def checkpoint_dtype(folder: str | os.PathLike[str]) -> torch.dtype:
     """The dtype of the weights in folder; of several, the smallest that can represent them all."""
     dtypes = set()
     for path in weight_files(Path(folder)):
-        with safe_open(path, framework="pt", device="cpu") as file:
-            dtypes |= {file.get_tensor(name).dtype for name in [*file.keys()] if not BUFFERS.fullmatch(name)}
+        with opened(path) as file:
+            for name in [*file.keys()]:
+                if BUFFERS.fullmatch(name):
+                    continue
+                dtype = file.get_tensor(name).dtype
+                if dtype not in FLOATS:
+                    raise CheckpointError(f"{path}: {name} {stored_as(dtype)}")
+                dtypes.add(dtype)
+    if not dtypes:
+        raise CheckpointError(f"{folder} holds no weights")
     return reduce(torch.promote_types, dtypes)
 
 
 def why_unusable(tensor: Tensor, dtype: torch.dtype) -> str:
     """Why the values of a tensor, read in place, cannot be weights in dtype, as not finite; "" if they can."""
-    if tensor.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-        return f"is stored as {tensor.dtype}, not as floating-point numbers of 16 bits or more"
+    if tensor.dtype not in FLOATS:
+        return stored_as(tensor.dtype)
     low, high = (bound.item() for bound in tensor.aminmax())  # nan, if any is
     limit = torch.finfo(dtype).max
     if -limit <= low <= high <= limit:
         return ""
     return f"has values from {low} to {high}, but weights must be finite, in {dtype} up to {limit}"
+
+
+def stored_as(dtype: torch.dtype) -> str:
+    """What an error says of a tensor of a dtype that weights cannot have."""
+    return f"is stored as {dtype}, not as floating-point numbers of 16 bits or more"
 
 
 def save_checkpoint(
@@ -271,11 +353,42 @@ def write_checkpoint_files(
     """
     cfg = model.cfg
     state = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in model.state_dict().items()}
-    texts = cfg.format.texts(cfg, state[HEAD].dtype, tokenizer, home)
+    if cfg.format is None:
+        texts = own_texts(cfg, tokenizer, home)
+        tensors = own_tensors(cfg, state)
+    else:
+        texts = cfg.format.texts(cfg, state[HEAD].dtype, tokenizer, home)
+        tensors = cfg.format.tensors(cfg, state)
     for name, text in (texts | ({} if tokenizer is None else {TOKENIZER: tokenizer})).items():
         (folder / name).write_text(text, encoding="utf-8")
-    tensors = {name: tensor.contiguous() for name, tensor in cfg.format.weights(cfg, state).items()}
-    save_file(tensors, folder / WEIGHTS, {"format": "pt"})
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / WEIGHTS, {"format": "pt"})
+
+
+def own_tensors(cfg: VLMConfig, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A state dict as stock nanoVLM, which is strict, reads it: with the frequencies, of a tied pair the head alone."""
+    tensors = {**state, INV_FREQ: inverse_frequencies(cfg.lm_head_dim, cfg.lm_re_base)}
+    if cfg.lm_tie_weights:
+        del tensors[EMBEDDING]
+    return tensors
+
+
+def own_texts(cfg: VLMConfig, tokenizer: str | None, home: str | None) -> dict[str, str]:
+    """config.json and, as stock nanoVLM reads the tokenizer by AutoTokenizer, tokenizer_config.json."""
+    config = cfg.to_dict()
+    objects = {CONFIG: config}
+    if tokenizer is not None:
+        name = config["lm_tokenizer"]
+        on_hub = name != "none" and not Path(name).exists() and re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name)
+        if home is not None and not on_hub:
+            config["lm_tokenizer"] = home  # where stock nanoVLM finds the tokenizer
+        objects[TOKENIZER_CONFIG] = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_input_names": MODEL_INPUT_NAMES,
+            "eos_token": cfg.end_token,
+            "extra_special_tokens": cfg.special_tokens,
+            "chat_template": cfg.lm_chat_template,
+        }
+    return {name: json.dumps(values, indent=2) + "\n" for name, values in objects.items()}
 
 
 @contextmanager
@@ -333,7 +446,20 @@ def _temporary_name(path: Path, token: str | None = None) -> Path:
 
 
 def _finish_file(file: Path, mode: int) -> None:
-    """Give file its mode, which safetensors makes private, and store it on the disk."""
-    file.chmod(mode)
-    with open(file, "r+b") as handle:
+    """Give file its mode, which safetensors makes private, and store it on the disk.
+
+    Drives of other systems (CIFS, NTFS, S3 mounts) refuse either, which is no failure.
+    """
+    with _where_supported():
+        file.chmod(mode)
+    with open(file, "r+b") as handle, _where_supported():
         os.fsync(handle.fileno())
+
+
+@contextmanager
+def _where_supported() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.EACCES, errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+            raise

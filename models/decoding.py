@@ -1,7 +1,11 @@
 """From a prompt to tokens: embeddings and prefill, sampling, and the one generation loop."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -9,8 +13,70 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from models.cache import PrefillState
-from models.config import GREEDY, MAX_NEW_TOKENS, RepetitionDetection, SamplingParams, VLMConfig
+from models.config import VLMConfig
 from models.errors import InputError
+
+MAX_NEW_TOKENS = 128  # of a caption
+RepetitionDetection = tuple[int, int, int]  # shortest and longest cycle in tokens, and how often it is repeated
+
+# Of each field of SamplingParams: the type, the values it may have, and how an error names them.
+SAMPLING_LIMITS: dict[str, tuple[type, Callable[[Any], bool], str]] = {
+    "repetition_penalty": (Real, lambda x: 0 < x < math.inf, "a finite number above 0"),
+    "frequency_penalty": (Real, lambda x: -2 <= x <= 2, "a number from -2 to 2"),
+    "presence_penalty": (Real, lambda x: -2 <= x <= 2, "a number from -2 to 2"),
+    "temperature": (Real, lambda x: 0 <= x < math.inf, "a finite number of at least 0"),
+    "top_k": (Integral, lambda x: x >= 0, "a whole number of at least 0"),
+    "top_p": (Real, lambda x: 0 < x <= 1, "a number above 0 and at most 1"),
+    "min_p": (Real, lambda x: 0 <= x <= 1, "a number from 0 to 1"),
+    "seed": (Integral, lambda x: 0 <= x < 2**63, "a whole number of at least 0 and below 2**63"),
+    "repetition_detection": (
+        Sequence,
+        lambda x: all(isinstance(n, Integral) for n in x) and (x[2] == 0 or (1 <= x[0] <= x[1] and x[2] > 1)),
+        "three whole numbers: MIN to MAX tokens, from 1 on, and a COUNT of 0 (off), or 2 or more",
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How a token is chosen from logits. The default is greedy; the filters apply in the order of the fields.
+
+    The repetition penalty is that of Keskar et al. 2019, the next two are OpenAI's, top_p is that of Holtzman et al.
+    2019, min_p that of Nguyen et al. 2024, repetition_detection vLLM's. InputError for a value out of range.
+    """
+
+    repetition_penalty: float = 1.0  # above 1, tokens of the prompt and the answer become less likely
+    frequency_penalty: float = 0.0  # subtracted from a token's logit each time it is in the answer
+    presence_penalty: float = 0.0  # subtracted once from the logits of tokens in the answer
+    temperature: float = 0.0  # 0 is greedy
+    top_k: int = 0  # sample among the k most likely tokens; 0 is all
+    top_p: float = 1.0  # sample among the most likely tokens whose probabilities sum to top_p
+    min_p: float = 0.0  # drop tokens less likely than min_p times the likeliest
+    seed: int | None = None  # of the random generator; None is torch's global one
+    repetition_detection: RepetitionDetection = (0, 0, 0)  # end an answer that repeats a cycle; a count of 0 is off
+
+    def __post_init__(self) -> None:
+        for name, (kind, fits, limits) in SAMPLING_LIMITS.items():
+            value = getattr(self, name)
+            if name == "seed" and value is None:
+                continue
+            with suppress(IndexError):
+                if isinstance(value, kind) and fits(value):
+                    continue
+            raise InputError(f"{name}={value} must be {limits}")
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is always chosen, with no regard to other tokens."""
+        return self.temperature == 0 and not self.counts_output
+
+    @property
+    def counts_output(self) -> bool:
+        """Whether a penalty depends on the tokens generated so far."""
+        return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1, 0, 0)
+
+
+GREEDY = SamplingParams()
 
 
 def choose_tokens(logits: Tensor, sampling: SamplingParams, generator: torch.Generator | None = None) -> Tensor:

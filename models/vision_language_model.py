@@ -13,6 +13,7 @@ from models.cache import PrefillState
 from models.checkpoint import (
     CONFIG,
     TOKENIZER,
+    find_image_token_id,
     load_config,
     read_model_text,
     read_weights,
@@ -71,7 +72,7 @@ class VisionLanguageModel(nn.Module, GenerationMixin):
             raise InputError(f"dtype={dtype!r} is no floating-point dtype of torch; pass torch.float32, for example")
         folder = snapshot_path(name_or_folder, revision)
         cfg = load_config(folder)
-        model = load_model(folder, cfg, cfg.format.find_image_token_id(folder, cfg), dtype, device)
+        model = load_model(folder, cfg, find_image_token_id(folder, cfg), dtype, device)
         path = folder / TOKENIZER
         model.tokenizer_json = read_model_text(path) if path.exists() else None
         return model
@@ -182,7 +183,8 @@ def load_model(
 ) -> VisionLanguageModel:
     """The model in a local folder, in eval mode; for callers that have read its config and tokenizer already."""
     path = Path(folder) / CONFIG
-    cfg.format.check_image_token_id(image_token_id, Path(folder))
+    if cfg.format is not None:
+        cfg.format.check_image_token_id(image_token_id, Path(folder))
     try:
         model = empty_model(cfg, image_token_id)
     except InputError as error:

@@ -12,7 +12,7 @@ from models.config import VLMConfig
 
 def position_ids(cfg: VLMConfig) -> list[int] | None:
     """The position of each patch of a tile, row by row; None where they are 0, 1, 2 ..., as in nearly all models."""
-    sides = cfg.format.patch_positions(cfg.vit_grid)
+    sides = None if cfg.format is None else cfg.format.patch_positions(cfg.vit_grid)
     if sides is None or sides == list(range(cfg.vit_grid)):
         return None
     return [row * cfg.vit_grid + column for row in sides for column in sides]

@@ -19,11 +19,16 @@ if TYPE_CHECKING:
     from nanovlm.processing.processor import Processor
 
 __version__ = "0.1.0"
-__all__ = ["EMBEDDED", "PROMPT", "SAMPLE", "Captioner", "ChatSession", "Processor", "SamplingParams"]
+__all__ = [
+    "EMBEDDED", "PROMPT", "SAMPLE", "Captioner", "ChatSession", "GenerationOptions", "ModelOptions", "Processor",
+    "SamplingParams",
+]  # fmt: skip
 
 _LAZY = {  # imported on first use: importing torch takes seconds, which `nanovlm --help` should not
     "Captioner": "nanovlm.captioner",
     "ChatSession": "nanovlm.chat_session",
+    "GenerationOptions": "nanovlm.options",
+    "ModelOptions": "nanovlm.options",
     "Processor": "nanovlm.processing.processor",
     "SamplingParams": "models.decoding",
 }

@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+import models.formats  # noqa: F401 (lets the core read other formats)
 from models.checkpoint import load_config, snapshot_path
 from models.config import VLMConfig
 from models.decoding import finish_reason, trim_repetition
@@ -284,7 +285,7 @@ class Captioner:
             **inputs,
             logits_processor=grammar,
             max_new_tokens=options.max_new_tokens,
-            sampling=options,
+            sampling=options.sampling,
             eos_token_id=self.tokenizer.eos_token_ids,
             n_samples=n_samples,
             on_state=partial(setattr, stats, "state"),

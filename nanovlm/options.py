@@ -4,33 +4,73 @@ Each setting is one field, with its default, its check and the help of its flag 
 A record is made once, from keyword arguments or from flags, and passed whole.
 """
 
+import operator
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
+from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
-from models.config import (
-    MAX_NEW_TOKENS,
-    RepetitionDetection,
-    SamplingParams,
-    check_settings,
-    setting,
-)
 from nanovlm.embedded import EMBEDDED, PROMPT
 from nanovlm.errors import InputError, UsageError
+
+if TYPE_CHECKING:
+    from models.decoding import SamplingParams
 
 Record = TypeVar("Record")
 
 DEVICES = ("auto", "cpu", "cuda", "mps")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = ("int8", "int4")
+MAX_NEW_TOKENS = 128  # of a caption
 CHAT_MAX_NEW_TOKENS = 256
 EVALUATION_MAX_NEW_TOKENS = 64
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 ADAPTER_CONFIGS = ("adapter_config.json", "adapter/adapter_config.json")
+
+
+BOUNDS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
+    "minimum": (operator.ge, "at least"), "above": (operator.gt, "above"),
+    "maximum": (operator.le, "at most"), "below": (operator.lt, "below"),
+}  # fmt: skip
+
+
+def setting(default: Any, help: str, limits: str = "", fits: Callable[[Any], bool] | None = None, **flag: Any) -> Any:
+    """A field of an options record: default, help, "" for none, and the check fits(value), whose limits an error names.
+
+    flag holds the bounds of a number, of BOUNDS, and what else its command-line flag needs; a value other than the
+    default must be one of its choices.
+    """
+    return field(default=default, metadata={"help": help, "limits": limits, "fits": fits, **flag})
+
+
+def check_settings(record: Any) -> None:
+    """Raise InputError for the first field of a record whose value is of another type, or not within its limits."""
+    for f in fields(record):
+        value, fits, choices = getattr(record, f.name), f.metadata.get("fits"), f.metadata.get("choices")
+        types = get_args(f.type) or (f.type,)
+        if value is None and (f.default is None or type(None) in types):
+            continue
+        if bool in types and value not in (True, False):
+            raise InputError(f"{f.name}={value!r} must be True or False")
+        if choices and value is not f.default and value not in choices:
+            raise InputError(f"{f.name}={value} is none of {', '.join(choices)}")
+        if fits is not None:
+            with suppress(TypeError):  # the value is of a type that fits cannot take
+                if fits(value):
+                    continue
+            raise InputError(f"{f.name}={value} must be {f.metadata['limits']}")
+        bounds = [(*BOUNDS[name], f.metadata[name]) for name in BOUNDS if name in f.metadata]
+        kind = Real if float in types else Integral
+        if bounds and not isinstance(value, kind):
+            raise InputError(f"{f.name}={value} must be a {'' if kind is Real else 'whole '}number")
+        if not all(is_within(value, bound) for is_within, _, bound in bounds):
+            limits = " and ".join(f"{words} {bound}" for _, words, bound in bounds)
+            raise InputError(f"{f.name}={value} must be {limits}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,11 +132,26 @@ class ModelOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerationOptions(SamplingParams):
-    """How answers are generated: sampling, and the fields below."""
+class GenerationOptions:
+    """How answers are generated: the fields of `SamplingParams`, which they become, and a few more."""
 
-    repetition_detection: RepetitionDetection = field(
-        default=(8, 64, 4), metadata=SamplingParams.__dataclass_fields__["repetition_detection"].metadata
+    repetition_penalty: float = setting(1.0, "above 1, tokens of the prompt and the answer become less likely")
+    frequency_penalty: float = setting(
+        0.0, "subtracted from a token's logit each time it is in the answer; below 0 favors it"
+    )
+    presence_penalty: float = setting(
+        0.0, "subtracted once from the logits of tokens in the answer; below 0 favors them"
+    )
+    temperature: float = setting(0.0, "sampling temperature; 0 is greedy")
+    top_k: int = setting(0, "sample among the K most likely tokens; 0 is all", metavar="K")
+    top_p: float = setting(1.0, "sample among the most likely tokens whose probabilities sum to P", metavar="P")
+    min_p: float = setting(0.0, "drop tokens less likely than P times the likeliest", metavar="P")
+    seed: int | None = setting(None, "seed of the random generator, for reproducible samples")
+    repetition_detection: tuple[int, int, int] = setting(
+        (8, 64, 4),
+        "end an answer that repeats a cycle of MIN to MAX tokens COUNT times; a COUNT of 0 is off",
+        nargs=3,
+        metavar=("MIN", "MAX", "COUNT"),
     )
     max_new_tokens: int = setting(MAX_NEW_TOKENS, "maximum length of an answer", minimum=1)
     start_with: str = setting(
@@ -109,11 +164,19 @@ class GenerationOptions(SamplingParams):
     schema: Any = None  # a JSON schema; answers are then JSON values that it allows
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        check_settings(self)
+        _ = self.sampling  # InputError for a value out of range
         if self.schema is not None and self.start_with:
             raise InputError("schema excludes start_with, as JSON begins by itself")
         if self.schema is not None:
             object.__setattr__(self, "repetition_detection", (0, 0, 0))  # a list may repeat a value
+
+    @property
+    def sampling(self) -> "SamplingParams":
+        """How tokens are chosen."""
+        from models.decoding import SamplingParams  # here, as it imports torch, which --help does not wait for
+
+        return SamplingParams(**{f.name: getattr(self, f.name) for f in fields(SamplingParams)})
 
 
 @dataclass(frozen=True)
@@ -152,7 +215,7 @@ def with_changes(record: Record, changes: Mapping[str, Any]) -> Record:
 def generation_options(options: GenerationOptions | None, changes: Mapping[str, Any]) -> GenerationOptions:
     """Options, by default GenerationOptions(), with changes; among these, sampling stands for all its fields."""
     sampling = changes.get("sampling")
-    values = {f.name: getattr(sampling, f.name) for f in fields(SamplingParams)} if sampling is not None else {}
+    values = {f.name: getattr(sampling, f.name) for f in fields(sampling)} if sampling is not None else {}
     values |= {name: value for name, value in changes.items() if name != "sampling"}
     return with_changes(options or GenerationOptions(), values)
 

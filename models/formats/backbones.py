@@ -26,7 +26,6 @@ from models.checkpoint import (
 )
 from models.config import VLMConfig, extra_tokens
 from models.errors import CheckpointError
-from models.formats import base_vocab_size
 from models.formats.smolvlm import EMBEDDING, HEAD, SmolVLM
 from models.formats.transformers_names import SIGLIP_CONFIG, SIGLIP_ONLY, llama_settings, settings
 from models.modality_projector import ModalityProjector
@@ -126,7 +125,7 @@ def read_backbones(
     """
     cfg = backbones.cfg
     if image_token_id is None:
-        image_token_id = base_vocab_size(cfg) + list(cfg.special_tokens).index("image_token")
+        image_token_id = cfg.base_vocab_size + list(cfg.special_tokens).index("image_token")
     model = empty_model(cfg, image_token_id)
     empty = model.state_dict()
     state = _read_siglip(backbones, empty, dtype) | _read_llama(backbones, empty, dtype)
@@ -167,7 +166,7 @@ def _read_siglip(backbones: Backbones, empty: Mapping[str, Tensor], dtype: torch
 
 def _read_llama(backbones: Backbones, empty: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     cfg, ours = backbones.cfg, {name: tensor for name, tensor in empty.items() if name.startswith("decoder.")}
-    shapes = _shapes(ours) | dict.fromkeys(SmolVLM.tied, (base_vocab_size(cfg), cfg.lm_hidden_dim))
+    shapes = _shapes(ours) | dict.fromkeys(SmolVLM.tied, (cfg.base_vocab_size, cfg.lm_hidden_dim))
 
     def rename(name: str) -> str | None:
         name = name.removeprefix("model.")

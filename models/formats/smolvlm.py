@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from models.checkpoint import CONFIG, TOKENIZER, TOKENIZER_CONFIG, parse_object
-from models.config import CheckpointFormat, VLMConfig
+from models.config import VLMConfig
 from models.errors import CheckpointError
+from models.formats.base import Format
 from models.formats.transformers_names import (
     LLAMA_CONFIG,
     LLAMA_ONLY,
@@ -96,7 +97,7 @@ NAMES = {
 
 
 @dataclass(frozen=True)
-class SmolVLM(CheckpointFormat):
+class SmolVLM(Format):
     """Settings of a SmolVLM or Idefics3 folder beyond the fields of VLMConfig."""
 
     name = "smolvlm"
@@ -133,7 +134,7 @@ class SmolVLM(CheckpointFormat):
             raise CheckpointError(f"vision_config: model_type={vision['model_type']!r} is none of {VISION_TYPES[1:]}")
         fields = settings("vision_config", vision, SIGLIP_ONLY, SIGLIP_CONFIG, VISION_DEFAULTS)
         settings("text_config", text, TEXT_ONLY, {})
-        fields |= llama_settings("text_config", text, {"rms_norm_eps": 1e-5})
+        fields |= llama_settings("text_config", text)
         fields["lm_vocab_size"] = fields["lm_base_vocab_size"]
         fields["lm_tie_weights"] = raw.get("tie_word_embeddings", False)
         tokens = _tokens(files, raw)
@@ -206,7 +207,7 @@ class SmolVLM(CheckpointFormat):
             state[name] = tensor[None] if name.endswith("position_embedding") else tensor
         return state
 
-    def weights(self, cfg: VLMConfig, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def tensors(self, cfg: VLMConfig, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         tensors = self.to_stored(state)
         if cfg.lm_tie_weights:
             del tensors[HEAD]
@@ -233,9 +234,6 @@ class SmolVLM(CheckpointFormat):
     @property
     def image_token_id(self) -> int:
         return self.config.get("image_token_id", IMAGE_TOKEN_ID)
-
-    def version(self, cfg: VLMConfig) -> int:
-        return 6
 
 
 def _stored_names(name: str) -> list[str]:

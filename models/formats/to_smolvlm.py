@@ -9,12 +9,11 @@ from typing import Any
 
 from torch import Tensor
 
-from models.checkpoint import EMBEDDING, HEAD, TOKENIZER_CONFIG
+from models.checkpoint import EMBEDDING, HEAD, MODEL_INPUT_NAMES, TOKENIZER_CONFIG
 from models.config import VLMConfig
 from models.errors import InputError
-from models.formats import MODEL_INPUT_NAMES
 from models.formats.backbones import grow
-from models.formats.nanovlm import end_token
+from models.formats.base import format_of
 from models.formats.smolvlm import GENERATION, IMAGE_SETTINGS, PREPROCESSOR, PROCESSOR, TEMPLATE, TOKENS, SmolVLM
 from models.formats.transformers_names import LLAMA_CONFIG, SIGLIP_CONFIG
 from models.vision_language_model import VisionLanguageModel, empty_model
@@ -36,7 +35,7 @@ CHAT_TEMPLATE = (
 def smolvlm_tensors(model: VisionLanguageModel) -> dict[str, Tensor]:
     """The model's tensors under SmolVLM's names; of a tied pair only the embedding."""
     state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
-    if model.cfg.format.unit_pixels:
+    if format_of(model.cfg).unit_pixels:
         state |= rescaled_convolution(state)
     if model.cfg.lm_tie_weights:
         del state[HEAD]
@@ -136,7 +135,7 @@ def to_smolvlm_layout(
     cfg = SmolVLM.read_config(*_layout_files(old, token_ids, longest_edge))
     if rescale:
         state |= rescaled_convolution(state)
-    replaced = {END_TOKEN: end_token(old), TOKENS["global_image_token"]: old.special_tokens.get("global_image_token")}
+    replaced = {END_TOKEN: old.end_token, TOKENS["global_image_token"]: old.special_tokens.get("global_image_token")}
     for name in (EMBEDDING, HEAD):
         weight = grow(state[name], cfg.lm_vocab_size)
         for new, former in replaced.items():

@@ -14,7 +14,7 @@ from torch import Tensor
 from models.checkpoint import TOKENIZER
 from models.config import VLMConfig
 from models.errors import CheckpointError
-from models.formats.nanovlm import NanoVLM
+from models.formats.base import NANOVLM, Format
 
 FLASH_MIN_SIDE = 512  # pixels
 VARIANTS = {  # of older configs: whether they are Flash
@@ -29,7 +29,7 @@ OWN_KEYS = {  # of VisionPsy and transformers; the last four change only its spe
 
 
 @dataclass(frozen=True)
-class VisionPsy(NanoVLM):
+class VisionPsy(Format):
     name = "visionpsy"
 
     min_side: int | None = None  # pixels, to which a smaller short side is enlarged
@@ -81,9 +81,9 @@ class VisionPsy(NanoVLM):
             stored[name.replace("gate_up_proj", "up_proj")] = up
         return stored
 
-    def for_names(self, names: Iterable[str]) -> NanoVLM:
+    def for_names(self, names: Iterable[str]) -> Format:
         """Tensors may be joined or, as nanoVLM's, not."""
-        return self if any("gate_up_proj" in name for name in names) else NanoVLM()
+        return self if any("gate_up_proj" in name for name in names) else NANOVLM
 
     def find_image_token_id(self, folder: Path, cfg: VLMConfig) -> int:
         """By the token's text alone: the order of vlm_extra_tokens is not that of the ids."""

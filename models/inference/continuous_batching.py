@@ -11,8 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from models.config import MAX_NEW_TOKENS
-from models.decoding import GREEDY, SamplingParams, TokenSampler, finish_reason
+from models.decoding import GREEDY, MAX_NEW_TOKENS, SamplingParams, TokenSampler, finish_reason
 from models.errors import InputError, is_out_of_memory
 from models.inference.inference_model import InferenceModel
 from models.inference.requests import BatchRequest, LogitsProcessor, PrefillError, TokenOutput

@@ -3,12 +3,10 @@
 import copy
 import ctypes
 import logging
-import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
 from typing import Any
 
 import torch
@@ -18,6 +16,8 @@ from models.cache import KVCache, PrefillState
 from models.decoding import GenerationMixin
 from models.errors import InputError
 from models.inference.kernel_network import KernelNetwork
+from models.inference.proof import proven_network
+from models.inference.quantization import QuantizedLinear, check_format, quantize_linears
 from models.vision_language_model import VisionLanguageModel
 
 logger = logging.getLogger(__name__)
@@ -67,14 +67,11 @@ Network = KernelNetwork | PlainNetwork
 class InferenceModel(GenerationMixin):
     """Generates what a VisionLanguageModel generates, up to rounding, as fast as possible; for inference only.
 
-    On CPUs with kernels (`models.inference.kernels`), models of the core's own modules in float32 or bfloat16 are
-    computed by these; all others by the plain modules. It never changes the model and, unless quantized, reads the
-    model's own weights. A change of the model (`load_state_dict`, `read_adapters`, `.to(...)`, an edit in place, an
-    assignment, a hook) is noticed by the next prefill or image. What goes unseen is an edit through `tensor.data`, or
-    of tensors made in inference mode, of a quantized weight, a norm or a bias, and a number such as a norm's eps: call
-    `refresh` after it. A function set as a module's `attend` or `forward` is not used by the kernels, and of a
-    subclass no other methods than encode_images, embed_tokens and prefill_embeds are called. With kernels, embeddings
-    and logits are float32.
+    On CPUs with kernels (`models.inference.kernels`), a model in float32 or bfloat16 is computed by these if they agree
+    with its modules, which `models.inference.proof` tries; else by the modules. It never changes the model and, unless
+    quantized, reads the model's own weights. The next prefill or image notices weights that were loaded, trained or
+    edited in place. Call `refresh` after an edit through `tensor.data` or under inference mode, and after changing
+    modules or hooks. With kernels, embeddings and logits are float32.
 
     quantize="int8" stores the language model's linear layers in 8 bits and, with kernels, the vision encoder's and the
     projector's, too; activations are then rounded to 8 bits for every matmul (dynamic quantization). "int4" stores
@@ -82,11 +79,7 @@ class InferenceModel(GenerationMixin):
     """
 
     def __init__(self, model: VisionLanguageModel, *, quantize: str | None = None):
-        if quantize is not None:
-            from models.inference.quantization import check_format
-
-            check_format(quantize)
-        _use_one_thread_in_forks()
+        check_format(quantize)
         self.cfg, self.image_token_id = model.cfg, model.image_token_id
         self._source: VisionLanguageModel | None = model
         self._quantize = quantize
@@ -96,19 +89,21 @@ class InferenceModel(GenerationMixin):
 
     @property
     def model(self) -> VisionLanguageModel:
-        """The model whose weights this one follows. InputError if they were released."""
+        """The model whose weights this one follows. InputError if they were released, or are quantized."""
         if self._source is None:
             raise InputError(
                 "the floating-point weights were released after quantization; "
                 "load the model without quantize= to train, convert or save it"
             )
+        if any(isinstance(module, QuantizedLinear) for module in self._source.modules()):
+            raise InputError("no file's format has quantized weights; load the floating-point model to save it")
         return self._source
 
     @property
     def network(self) -> Network:
         """What computes with the current weights; see `KernelNetwork` for its methods."""
         state = self._state
-        if self._source is None or state.fingerprint == _fingerprint(self._source)[0]:
+        if self._source is None or state.versions == _versions(self._source)[0]:
             return state.network
         with self._lock:
             if self._state is state:
@@ -175,68 +170,37 @@ class InferenceModel(GenerationMixin):
         network = self._state.network  # a change of the weights is noticed by the next prefill
         return network.prefill_embeds(network.embed_tokens(ids[:, None]), None, prefix)
 
-    def __reduce__(self) -> tuple:
-        """deepcopy and pickle take the model along, or the private network's once the model was released."""
-        released = self._state.network.model if self._source is None else None
-        return _restore, (self._source, self._quantize, released)
-
-
-@cache
-def _use_one_thread_in_forks() -> None:
-    """In the child of a fork, OpenMP would wait for threads that only the parent has."""
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=partial(torch.set_num_threads, 1))
-
-
-def _restore(
-    source: VisionLanguageModel | None, quantize: str | None, released: VisionLanguageModel | None
-) -> InferenceModel:
-    if source is not None:
-        return InferenceModel(source, quantize=quantize)
-    assert released is not None
-    inference = InferenceModel(released)
-    inference._source, inference._quantize = None, quantize
-    return inference
-
 
 @dataclass(frozen=True)
 class _State:
     """All that is derived from a model's weights."""
 
     network: Network
-    fingerprint: tuple = ()  # of the model when this was made; () once it was released
-    tensors: Sequence[Tensor] = ()  # of the model then, so that no address in the fingerprint returns
+    versions: Sequence[tuple] = ()  # of the model's parameters when this was made; () once it was released
+    parameters: Sequence[Tensor] = ()  # keeps the old tensors alive, so that no address is reused
 
 
 @torch.inference_mode(False)
 @torch.no_grad()
 def _build(model: VisionLanguageModel, quantize: str | None) -> _State:
     """The network for a model: its own modules, or a tree of new ones that share its parameters, quantized."""
-    (fingerprint, tensors), used = _fingerprint(model), model
-    if quantize:
-        from models.inference.quantization import quantize_linears  # here, as most models are not quantized
-
-        used = share_modules(model).eval()
-        quantize_linears(used.decoder, quantize)
-        if quantize == "int8" and KernelNetwork.supports(model):  # elsewhere int8 saves memory, and costs time
-            quantize_linears(used.vision_encoder, quantize)
-            quantize_linears(used.MP, quantize)
-    return _State(_network(used), fingerprint, tensors)
-
-
-def _network(model: VisionLanguageModel) -> Network:
-    return KernelNetwork(model) if KernelNetwork.supports(model) else PlainNetwork(model)
+    versions = _versions(model)
+    kernels = proven_network(model, model)
+    if not quantize:
+        return _State(kernels or PlainNetwork(model), *versions)
+    used = share_modules(model).eval()
+    quantize_linears(used.decoder, quantize)
+    if quantize == "int8" and kernels is not None:  # elsewhere int8 saves memory, and costs time
+        quantize_linears(used.vision_encoder, quantize)
+        quantize_linears(used.MP, quantize)
+    quantized = None if kernels is None else proven_network(used, model)
+    return _State(quantized or PlainNetwork(used), *versions)
 
 
-def _fingerprint(model: VisionLanguageModel) -> tuple[tuple, list[Tensor]]:
-    """What differs after any change of modules or weights that torch knows of; and all tensors."""
-    modules: list[nn.Module] = [model]
-    for module in modules:  # twice as fast as model.modules()
-        modules += [child for child in module._modules.values() if child is not None]
-    tensors = [t for m in modules for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
-    versions = [-1 if t.is_inference() else t._version for t in tensors]  # those of inference mode do not count changes
-    n_hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in modules]
-    return ([*map(id, modules)], n_hooks, [(t.data_ptr(), t.dtype) for t in tensors], versions), tensors
+def _versions(model: VisionLanguageModel) -> tuple[list[tuple], list[Tensor]]:
+    """What changes with every edit of a parameter that torch counts; and the parameters."""
+    parameters: list[Tensor] = [*model.parameters()]
+    return [(p.data_ptr(), p.dtype, -1 if p.is_inference() else p._version) for p in parameters], parameters
 
 
 def share_modules(model: VisionLanguageModel) -> VisionLanguageModel:

@@ -1,15 +1,12 @@
-"""A VisionLanguageModel whose vision encoder and decoder run in the C kernels: packing structs and calling."""
+"""A VisionLanguageModel whose vision encoder and decoder run in the C kernels: packing structs, proof and calling."""
 
 import ctypes
-import re
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from models import language_model, vision_transformer
 from models.cache import KVCache, PrefillState, capacity_for
 from models.config import VLMConfig
 from models.errors import InputError
@@ -26,80 +23,119 @@ from models.inference.kernels.load import (
     chosen_level,
     load_library,
 )
-from models.language_model import build_attention_mask, rope_cos_sin
+from models.inference.quantization import QuantizedLinear
+from models.language_model import LanguageModel, build_attention_mask, rope_cos_sin
 from models.modality_projector import pixel_shuffle
-from models.vision_language_model import VisionLanguageModel, empty_model
+from models.vision_language_model import VisionLanguageModel
+from models.vision_transformer import VisionTransformer
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}  # the numbers in common.h
 QUANTIZED = {"int8": 2, "int4": 3}
 MAX_PATCHES = 1024  # of images that are encoded together; activations of more leave the CPU's cache
 
 
+class NoKernels(Exception):
+    """A device, CPU or dtype without kernels."""
+
+
+class Unsupported(Exception):
+    """A model that the kernels do not compute; the message says which part of it."""
+
+
 class Packer:
-    """Makes structs of tensors and layers, and keeps what they point to in memory."""
+    """Makes structs of tensors and layers, and keeps what they point to in memory.
+
+    The kernels read by address, so every size is compared with the one that they will read: Unsupported if it differs.
+    """
 
     def __init__(self) -> None:
         self.kept: list[Any] = []
 
-    def vector(self, x: Tensor | None) -> int | None:
-        """The address of a vector in float32; None for None."""
+    def vector(self, x: Tensor | None, n: int) -> int | None:
+        """The address of a vector (n,) in float32; None for None."""
         if x is None:
             return None
+        self._check_shape("a vector", x, (n,))
         self.kept.append(x.detach().float().contiguous())
         return self.kept[-1].data_ptr()
 
-    def dense(self, weight: Tensor, bias: Tensor | None = None) -> Matrix:
-        """The struct of a floating-point weight (n_rows, depth)."""
+    def dense(self, weight: Tensor, bias: Tensor | None, shape: tuple[int, int]) -> Matrix:
+        """The struct of a floating-point weight of this shape, (n_rows, depth)."""
+        self._check_shape("a weight", weight, shape)
+        if weight.dtype not in DTYPES:
+            raise Unsupported(f"a weight is of {weight.dtype}")
         self.kept.append(weight := weight.detach().contiguous())
-        size = (*weight.shape, weight.size(1), DTYPES[weight.dtype])
-        return Matrix(weight.data_ptr(), None, None, self.vector(bias), *size)
+        return Matrix(
+            weight.data_ptr(), None, None, self.vector(bias, shape[0]), *shape, shape[1], DTYPES[weight.dtype]
+        )
 
-    def matrix(self, layer: Any) -> Matrix:
+    def matrix(self, layer: nn.Module, n_rows: int, depth: int) -> Matrix:
         """The struct of an nn.Linear or QuantizedLinear."""
-        if isinstance(layer, nn.Linear):
-            return self.dense(layer.weight, layer.bias)
+        if type(layer) is nn.Linear:
+            return self.dense(layer.weight, layer.bias, (n_rows, depth))
+        if type(layer) is not QuantizedLinear:
+            raise Unsupported(f"a layer is a {type(layer).__name__}")
+        layer.check()
+        self._check_shape(
+            "a quantized weight", torch.empty(layer.out_features, layer.in_features, device="meta"), (n_rows, depth)
+        )
         self.kept.append(layer)
         scale, groups = (None if x is None else x.data_ptr() for x in (layer.scale, layer.groups))
-        size = layer.out_features, layer.in_features, layer.stride, QUANTIZED[layer.format]
-        return Matrix(layer.data.data_ptr(), scale, groups, self.vector(layer.bias), *size)
+        size = n_rows, depth, layer.stride, QUANTIZED[layer.format]
+        return Matrix(layer.data.data_ptr(), scale, groups, self.vector(layer.bias, n_rows), *size)
 
-    def decoder(self, decoder: language_model.LanguageModel, cfg: VLMConfig) -> Decoder:
+    def decoder(self, decoder: LanguageModel, cfg: VLMConfig) -> Decoder:
         """The struct of a decoder."""
+        width, inner, heads = cfg.lm_hidden_dim, cfg.lm_inter_dim, cfg.lm_n_heads * cfg.lm_head_dim
+        kv_heads = cfg.lm_n_kv_heads * cfg.lm_head_dim
         cos, sin = rope_cos_sin(torch.arange(cfg.lm_max_position_embeddings, device="cpu"), cfg)
         blocks = (DecoderBlock * len(decoder.blocks))()
         for packed, block in zip(blocks, decoder.blocks):
             attn, mlp = block.attn, block.mlp
-            packed.qkv[:] = [self.matrix(linear) for linear in (attn.q_proj, attn.k_proj, attn.v_proj)]
-            packed.gate_up[:] = [self.matrix(linear) for linear in (mlp.gate_proj, mlp.up_proj)]
-            packed.out, packed.down = self.matrix(attn.out_proj), self.matrix(mlp.down_proj)
-            packed.norm1, packed.norm2 = self.vector(block.norm1.weight), self.vector(block.norm2.weight)
-        head = self.matrix(decoder.head)
+            qkv = (attn.q_proj, heads), (attn.k_proj, kv_heads), (attn.v_proj, kv_heads)
+            packed.qkv[:] = [self.matrix(layer, n_rows, width) for layer, n_rows in qkv]
+            packed.gate_up[:] = [self.matrix(layer, inner, width) for layer in (mlp.gate_proj, mlp.up_proj)]
+            packed.out, packed.down = self.matrix(attn.out_proj, width, heads), self.matrix(mlp.down_proj, width, inner)
+            packed.norm1 = self.vector(block.norm1.weight, width)
+            packed.norm2 = self.vector(block.norm2.weight, width)
+        head = self.matrix(decoder.head, cfg.lm_vocab_size, width)
         self.kept += [blocks, head]
-        angles = (self.vector(angle[:, : cfg.lm_head_dim // 2]) for angle in (cos, sin))
+        pairs = cfg.lm_head_dim // 2
+        angles = (self.vector(angle[:, :pairs].flatten(), angle[:, :pairs].numel()) for angle in (cos, sin))
         return Decoder(
-            ctypes.addressof(blocks), ctypes.addressof(head), self.vector(decoder.norm.weight), *angles, len(blocks),
-            cfg.lm_hidden_dim, cfg.lm_inter_dim, cfg.lm_n_heads, cfg.lm_n_kv_heads, cfg.lm_head_dim, decoder.norm.eps,
+            ctypes.addressof(blocks), ctypes.addressof(head), self.vector(decoder.norm.weight, width), *angles,
+            len(blocks), width, inner, cfg.lm_n_heads, cfg.lm_n_kv_heads, cfg.lm_head_dim, decoder.norm.eps,
         )  # fmt: skip
 
-    def encoder(self, encoder: vision_transformer.VisionTransformer, cfg: VLMConfig, bf16: bool) -> VisionEncoder:
+    def encoder(self, encoder: VisionTransformer, cfg: VLMConfig, bf16: bool) -> VisionEncoder:
         """The struct of a vision encoder; bf16 says whether attention multiplies in bfloat16."""
+        width, inner, n_patches = cfg.vit_hidden_dim, cfg.vit_inter_dim, cfg.vit_grid**2
         embedding = encoder.patch_embedding
         positions = embedding.position_embedding[0]
         positions = positions if embedding.position_ids is None else positions[embedding.position_ids]
-        patch = self.dense(embedding.conv.weight.flatten(1), embedding.conv.bias)
+        depth = 3 * cfg.vit_patch_size**2
+        patch = self.dense(embedding.conv.weight.flatten(1), embedding.conv.bias, (width, depth))
         blocks = (VisionBlock * len(encoder.blocks))()
         for packed, block in zip(blocks, encoder.blocks):
-            packed.qkv, packed.out = self.matrix(block.attn.qkv_proj), self.matrix(block.attn.out_proj)
-            packed.fc1, packed.fc2 = self.matrix(block.mlp.fc1), self.matrix(block.mlp.fc2)
-            packed.ln1, packed.ln1_bias = self.vector(block.ln1.weight), self.vector(block.ln1.bias)
-            packed.ln2, packed.ln2_bias = self.vector(block.ln2.weight), self.vector(block.ln2.bias)
+            packed.qkv = self.matrix(block.attn.qkv_proj, 3 * width, width)
+            packed.out = self.matrix(block.attn.out_proj, width, width)
+            packed.fc1, packed.fc2 = self.matrix(block.mlp.fc1, inner, width), self.matrix(block.mlp.fc2, width, inner)
+            packed.ln1, packed.ln1_bias = (self.vector(x, width) for x in (block.ln1.weight, block.ln1.bias))
+            packed.ln2, packed.ln2_bias = (self.vector(x, width) for x in (block.ln2.weight, block.ln2.bias))
         self.kept += [blocks, patch]
         norm = encoder.layer_norm
         return VisionEncoder(
-            ctypes.addressof(blocks), ctypes.addressof(patch), self.vector(positions), self.vector(norm.weight),
-            self.vector(norm.bias), len(blocks), cfg.vit_hidden_dim, cfg.vit_inter_dim, cfg.vit_n_heads,
-            cfg.vit_grid**2, DTYPES[torch.bfloat16 if bf16 else torch.float32], norm.eps,
+            ctypes.addressof(blocks), ctypes.addressof(patch), self.vector(positions.flatten(), n_patches * width),
+            self.vector(norm.weight, width), self.vector(norm.bias, width), len(blocks), width, inner, cfg.vit_n_heads,
+            n_patches, DTYPES[torch.bfloat16 if bf16 else torch.float32], norm.eps,
         )  # fmt: skip
+
+    @staticmethod
+    def _check_shape(what: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+        if tuple(tensor.shape) != shape:
+            raise Unsupported(f"{what} is {tuple(tensor.shape)}, not {shape}")
+        if tensor.device.type not in ("cpu", "meta"):
+            raise Unsupported(f"{what} is on {tensor.device}")
 
 
 def linear(library: ctypes.CDLL, matrix: Matrix, x: Tensor) -> Tensor:
@@ -116,34 +152,6 @@ def _check_device(x: Tensor) -> None:
     """InputError unless the kernels, which take addresses, can read a tensor."""
     if x.device.type != "cpu":
         raise InputError(f"a tensor is on {x.device}, but the model on cpu; move either")
-
-
-def _has_modules_of_config(model: VisionLanguageModel) -> bool:
-    """Whether its modules are those of a new model of its config, by which the kernels compute, read and write."""
-    one_block = empty_model(replace(model.cfg, vit_n_blocks=1, lm_n_blocks=1), model.image_token_id)
-    return len(model.decoder.blocks) == model.cfg.lm_n_blocks and _describe(model) == _describe(one_block)
-
-
-def _describe(model: VisionLanguageModel) -> set[tuple]:
-    """Type, numbers and parameters' sizes of the modules that the kernels read, by names that are equal in all blocks.
-
-    Of a linear layer, in whatever format, it is the weight's size; a bias may be there or not, but of no other size.
-    """
-    modules: set[tuple] = set()
-    layer: Any
-    for name, layer in model.named_modules():
-        details: tuple = nn.Linear, *getattr(getattr(layer, "weight", None), "shape", ())
-        if getattr(layer, "format", None) in QUANTIZED:
-            details = nn.Linear, layer.out_features, layer.in_features
-        elif type(layer) is not nn.Linear:
-            numbers = {key: value for key, value in vars(layer).items() if type(value) in (int, float, tuple)}
-            sizes = {key: p.shape for key, p in layer.named_parameters(recurse=False)}
-            details = type(layer), *sorted((numbers | sizes).items())
-        if details[0] is nn.Linear and layer.bias is not None and layer.bias.shape != details[1:2]:
-            details += (layer.bias.shape,)
-        if name.startswith(("vision_encoder", "MP", "decoder")):
-            modules.add((re.sub(r"blocks\.\d+", "", name), details))
-    return modules
 
 
 def empty_cache(network: Any, n_sequences: int, capacity: int) -> Tensor:
@@ -192,38 +200,31 @@ class StackedCache(Sequence[KVCache]):
 class KernelNetwork:
     """Calls the kernels with a model's weights, which it reads where they are; norms and biases are copied to float32.
 
-    `supports` says whether the kernels can compute a model. Activations are float32. Keys and values are stored in
-    bfloat16 where the weights are and the CPU multiplies in it, else in float32: bfloat16 weights are then multiplied
-    exactly.
+    Activations are float32. Keys and values are stored in bfloat16 where the weights are and the CPU multiplies in it,
+    else in float32: bfloat16 weights are then multiplied exactly. Raises Unsupported for a model, or on a CPU, that
+    the kernels were not written for (NoKernels); `proven_network` also tries whether they compute what the model does.
     """
 
     def __init__(self, model: VisionLanguageModel):
         self.model, self.cfg = model, model.cfg
-        level = chosen_level()
+        level = chosen_level() if model.device.type == "cpu" else None
         library = None if level is None else load_library(level)
-        assert level is not None and library is not None  # see supports
+        if level is None or library is None or model.dtype not in DTYPES:
+            raise NoKernels
         self.level, self._library = level, library
         bf16 = model.dtype == torch.bfloat16 and level not in WITHOUT_BF16_DOT
         self.cache_dtype = torch.bfloat16 if bf16 else torch.float32
         self._packer = packer = Packer()
-        self._decoder, self._projector = packer.decoder(model.decoder, model.cfg), packer.matrix(model.MP.proj)
-        self._encoder = packer.encoder(model.vision_encoder, model.cfg, bf16)
-
-    @staticmethod
-    def supports(model: VisionLanguageModel) -> bool:
-        """Whether the kernels compute what the model does: on this CPU, in its dtype, and of the core's own modules."""
-        is_hooked = any(
-            module._forward_hooks or module._forward_pre_hooks
-            for part in (model.vision_encoder, model.MP, model.decoder)
-            for module in part.modules()
+        cfg = model.cfg
+        if (len(model.vision_encoder.blocks), len(model.decoder.blocks)) != (cfg.vit_n_blocks, cfg.lm_n_blocks):
+            raise Unsupported("another number of blocks than the config's")
+        if cfg.vit_grid == 1:
+            raise Unsupported("a tile of one patch")
+        self._decoder = packer.decoder(model.decoder, cfg)
+        self._projector = packer.matrix(
+            model.MP.proj, cfg.lm_hidden_dim, cfg.vit_hidden_dim * cfg.mp_pixel_shuffle_factor**2
         )
-        methods = "encode_images", "embed_tokens", "prefill_embeds"
-        is_overridden = any(getattr(type(model), name) is not getattr(VisionLanguageModel, name) for name in methods)
-        tensors = [p for p in model.parameters() if p.is_floating_point()]
-        fits = all(p.device.type == "cpu" and p.dtype in DTYPES for p in tensors) and model.cfg.vit_grid > 1
-        computable = not (is_hooked or is_overridden) and fits and _has_modules_of_config(model)
-        level = chosen_level() if computable else None
-        return level is not None and load_library(level) is not None
+        self._encoder = packer.encoder(model.vision_encoder, cfg, bf16)
 
     # ---------------------------------------------------------------------------------------------------- images
 

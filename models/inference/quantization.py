@@ -31,6 +31,18 @@ class QuantizedLinear(nn.Module):
         self.scale, self.groups = (None if x is None else nn.Parameter(x, requires_grad=False) for x in (scale, groups))
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
 
+    def check(self) -> None:
+        """Raise InputError unless the quantized weight still has its dtypes, which `.bfloat16()` would change."""
+        n_rows = self.out_features
+        expected = {"data": torch.uint8, "scale": torch.float32, "groups": torch.int32}
+        for name, dtype in expected.items():
+            x = getattr(self, name)
+            if x is not None and (x.dtype != dtype or len(x) != n_rows or not x.is_contiguous()):
+                raise InputError(
+                    f"{name} of a quantized layer is {x.dtype} {tuple(x.shape)}, not {dtype}; "
+                    "convert the floating-point model, and quantize it then"
+                )
+
     def forward(self, x: Tensor) -> Tensor:
         """x (..., in_features) to (..., out_features)."""
         return F.linear(x, self.dequantize(x.dtype), self.bias)
@@ -44,8 +56,8 @@ def quantize_weight(weight: Tensor, format: str) -> tuple[Tensor, Tensor | None,
     """`data`, `scale` and `groups` of `QuantizedLinear` for a weight (out, in)."""
     stride = -(-weight.size(1) // ROW_MULTIPLE) * ROW_MULTIPLE
     if format == "int8":
-        return *_quantize_int8(weight.float(), stride), None
-    parts = [_quantize_int4(rows.float(), stride) for rows in weight.split(FIT_ROWS)]
+        return *_quantize_int8(weight.float().contiguous(), stride), None
+    parts = [_quantize_int4(rows.float().contiguous(), stride) for rows in weight.split(FIT_ROWS)]
     data, groups = (torch.cat(part) for part in zip(*parts))
     return data, None, groups
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from models.checkpoint import read_object
 from models.errors import CheckpointError, InputError
+from models.formats.base import format_of
 from models.vision_language_model import VisionLanguageModel, empty_model
 
 PARTS = ("vision_encoder", "MP", "decoder")
@@ -163,10 +164,10 @@ def write_adapters(
     Tensors have the names of the model's format. Beside a model that transformers reads, they are in a subfolder.
     """
     settings: dict[str, Any] = {"base_model_name_or_path": base, "revision": revision}
-    if model.cfg.format.for_transformers:
+    if format_of(model.cfg).for_transformers:
         (folder := folder / ADAPTER).mkdir()
         settings["task_type"] = "CAUSAL_LM"
-    write_adapter_files(folder, model, adapter_tensors(model, model.cfg.format.to_stored), settings)
+    write_adapter_files(folder, model, adapter_tensors(model, format_of(model.cfg).to_stored), settings)
 
 
 def write_adapter_files(
@@ -218,7 +219,7 @@ def _to_our_names(state: dict[str, Tensor], model: VisionLanguageModel, path: Pa
     for name, p in model.named_parameters(remove_duplicate=False):
         if ".lora_" in name:
             continue
-        targets = [target.removesuffix(".weight") for target in model.cfg.format.to_stored({name: p})]
+        targets = [target.removesuffix(".weight") for target in format_of(model.cfg).to_stored({name: p})]
         if len(targets) == 1 and f"{targets[0]}.weight" in state:
             ours[name] = state.pop(f"{targets[0]}.weight")
         pairs = [[state.pop(f"{target}.{part}.weight", None) for target in targets] for part in ADAPTER_TENSORS]

@@ -179,7 +179,7 @@ class _Worker:
                     torch.tensor(ids),
                     [image],  # which is encoded once
                     max_new_tokens=self.options.max_new_tokens,
-                    sampling=self.options,
+                    sampling=self.options.sampling,
                     logits_processor=grammar,
                 )
                 self.token_ids[path, number] = []

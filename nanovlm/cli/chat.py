@@ -12,7 +12,6 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from models.config import SamplingParams
 from nanovlm.cli.options import add_flags as add_record_flags
 from nanovlm.cli.options import (
     add_model_flags,
@@ -41,7 +40,7 @@ COMMANDS = """\
 /help            show this list
 ctrl-c           stop an answer; the chat keeps the part generated so far
 ctrl-d           leave"""
-GENERATION_FLAGS = ("max_new_tokens", *(f.name for f in fields(SamplingParams)))
+GENERATION_FLAGS = tuple(f.name for f in fields(GenerationOptions) if f.name not in ("start_with", "schema"))
 MAX_HISTORY_LINES = 1000  # of typed lines, kept for later chats
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 
 from models.checkpoint import atomic_dir, checkpoint_dtype, snapshot_path
+from models.formats.base import format_of
 from models.formats.smolvlm import SmolVLM
 from models.lora import (
     ADAPTER,
@@ -65,7 +66,7 @@ def write_smolvlm_adapters(folder: Path, model: VisionLanguageModel, base: str) 
     Raises InputError if weights of a nanoVLM model's patch embedding, which the export rescales, were trained in full.
     """
     rescaled = sorted(name for name in fully_trained(model) if name.startswith("vision_encoder.patch_embedding."))
-    if rescaled and model.cfg.format.unit_pixels:
+    if rescaled and format_of(model.cfg).unit_pixels:
         raise InputError(f"{rescaled[0]} was trained in full, but the export rescales it; export the merged model")
     settings = {"base_model_name_or_path": base, "task_type": "CAUSAL_LM"}
     write_adapter_files(folder, model, adapter_tensors(model, SmolVLM.to_stored), settings)

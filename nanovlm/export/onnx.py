@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from models.cache import KVCache
 from models.checkpoint import CONFIG, TOKENIZER_CONFIG, atomic_dir, atomic_write, read_object
 from models.errors import InputError
+from models.formats.base import format_of
 from models.formats.smolvlm import PREPROCESSOR, PROCESSOR, TEMPLATE
 from models.language_model import LanguageModel, build_attention_mask, inverse_frequencies, rope_cos_sin
 from models.vision_language_model import VisionLanguageModel
@@ -96,7 +97,7 @@ class VisionEncoderGraph(nn.Module):
 
     def __init__(self, model: VisionLanguageModel, dtype: torch.dtype):
         super().__init__()
-        self.unit_pixels = model.cfg.format.unit_pixels
+        self.unit_pixels = format_of(model.cfg).unit_pixels
         self.vision_encoder = _in_dtype(model.vision_encoder, dtype)
         self.MP = _in_dtype(model.MP, dtype)
 

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from models.checkpoint import CONFIG, TOKENIZER, WEIGHTS, atomic_dir
 from models.config import VLMConfig
-from models.formats.nanovlm import end_token
+from models.formats.base import format_of
 from models.formats.smolvlm import SmolVLM
 from models.formats.to_smolvlm import image_processor_settings, settings_files, smolvlm_config, smolvlm_tensors
 from nanovlm.captioner import Captioner
@@ -58,7 +58,7 @@ def export_smolvlm(captioner: Captioner, folder: str | Path) -> None:
         return remove_stale(Path(folder), model.cfg.format.files)
     cfg, end_id, has_processor = model.cfg, tokenizer.eos_token_id, layout_of(model.cfg).has_processor
     images = image_processor_settings(cfg.vit_img_size, cfg.vit_img_size) | ONE_TILE
-    objects = settings_files(cfg, end_token(cfg), end_id, special_tokens(cfg) if has_processor else None, images)
+    objects = settings_files(cfg, cfg.end_token, end_id, special_tokens(cfg) if has_processor else None, images)
     objects[CONFIG] = smolvlm_config(cfg, tokenizer.image_token_id, end_id)
     with atomic_dir(folder) as new:
         tensors = {name: tensor.contiguous() for name, tensor in smolvlm_tensors(model).items()}
@@ -93,7 +93,7 @@ def special_tokens(cfg: VLMConfig) -> dict[str, str]:
 
 def export_notes(cfg: VLMConfig) -> list[str]:
     """What a user of the exported folder must know, one sentence each."""
-    if cfg.format.for_transformers:
+    if format_of(cfg).for_transformers:
         return []
     notes = [_layout_note(cfg)]
     if cfg.vit_grid & (cfg.vit_grid - 1):  # no power of two

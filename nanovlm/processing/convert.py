@@ -18,7 +18,7 @@ def check_format(cfg: VLMConfig, format: str) -> None:
     """InputError unless a model can be trained in that format: a SmolVLM cannot become a nanoVLM."""
     if format not in FORMATS:
         raise InputError(f"format={format} is none of {', '.join(FORMATS)}")
-    if format == "nanovlm" and cfg.format.name == "smolvlm":
+    if format == "nanovlm" and cfg.format_name == "smolvlm":
         raise InputError("format=nanovlm, but this model has SmolVLM's layout, in which it was trained; use smolvlm")
 
 
@@ -30,7 +30,7 @@ def convert_layout(
     An image has as many tiles as before, of the size of the vision encoder, but at least MIN_TILES on its longest edge.
     Answers need training in the new layout.
     """
-    if model.cfg.format.name == "smolvlm":
+    if model.cfg.format_name == "smolvlm":
         return model, Processor(model.cfg, tokenizer)
     tile = model.cfg.vit_img_size
     longest_edge = max(model.cfg.max_img_size or tile, MIN_TILES * tile)

@@ -10,9 +10,15 @@ from pathlib import Path
 
 import tokenizers
 
-from models.checkpoint import TOKENIZER, check_regular_file, snapshot_path
+from models.checkpoint import (
+    NO_IMAGE_TOKEN,
+    TOKENIZER,
+    check_regular_file,
+    is_base_vocabulary,
+    missing_token,
+    snapshot_path,
+)
 from models.config import VLMConfig
-from models.formats import NO_IMAGE_TOKEN, is_base_vocabulary, missing_token
 from nanovlm.errors import CheckpointError, InputError
 from nanovlm.processing.chat_template import ChatTemplate
 from nanovlm.processing.layouts import Message, layout_of

@@ -4,8 +4,8 @@ import ipaddress
 import re
 from dataclasses import dataclass, field
 
-from models.config import check_settings, setting
 from nanovlm.errors import UsageError
+from nanovlm.options import check_settings, setting
 
 MiB = 2**20
 LOOPBACK_NAMES = ("127.0.0.1", "localhost", "::1")

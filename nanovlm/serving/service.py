@@ -142,7 +142,7 @@ class ChatService:
             make = partial(self.captioner.structured_output.make_processors, untrusted=True)
             with refusing("response_format"):
                 (processor,) = await self._run(make, schema, 1, "response_format")
-        sampling = request.sampling()
+        sampling = request.sampling().sampling
         inputs = await self._prepare(request, until_prefilled)
         max_tokens = self._max_tokens(request, len(inputs.input_ids))
         sequence = SequenceRequest(inputs.input_ids, inputs.images, max_tokens, sampling, processor)

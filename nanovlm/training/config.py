@@ -11,11 +11,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from models.config import check_settings
-from models.config import setting as bounded
 from nanovlm.embedded import EMBEDDED
 from nanovlm.errors import InputError
-from nanovlm.options import ReadOptions
+from nanovlm.options import ReadOptions, check_settings
+from nanovlm.options import setting as bounded
 
 MUON_LR = 5e-4  # of fine-tuning by Muon, for the embedded model
 EPOCHS, MAX_STEPS = 45, 4500  # by default each example is shown 45 times, in at least FINETUNING's steps

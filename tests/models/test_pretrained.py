@@ -14,9 +14,8 @@ from huggingface_hub import HfApi
 from safetensors.torch import load_file
 
 import models
-from models.checkpoint import load_config
+from models.checkpoint import find_image_token_id, load_config
 from models.errors import CheckpointError, InputError
-from models.formats import find_image_token_id
 from models.vision_language_model import VisionLanguageModel
 from nanovlm import EMBEDDED
 from nanovlm.processing.tokenizer import Tokenizer

@@ -6,7 +6,6 @@ import torch
 from torch import nn
 
 from models.config import CHATML, VLMConfig
-from models.formats.nanovlm import NanoVLM
 
 HEAD, EMBEDDING, INV_FREQ = "decoder.head.weight", "decoder.token_embedding.weight", "decoder.rotary_embd.inv_freq"
 
@@ -85,7 +84,7 @@ def with_tokens(raw, **tokens):
 
 
 def read_nanovlm(raw: dict) -> VLMConfig:
-    return NanoVLM.read_config(raw, {})
+    return VLMConfig.from_dict(raw)
 
 
 def raw_config(format_version) -> dict:

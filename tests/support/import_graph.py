@@ -1,7 +1,8 @@
 """The import graph of models, nanovlm and eval, read from the source without importing it.
 
-Imports inside functions count. Imports under `if TYPE_CHECKING:` count
-only in an `__init__.py`, where they are the names that the package loads on first use.
+Imports inside functions count, and so do those by name at run time: of `import_module(f"package.{name}")`, all modules
+of the package. Imports under `if TYPE_CHECKING:` count only in an `__init__.py`, where they are the names that the
+package loads on first use.
 """
 
 import ast
@@ -31,6 +32,10 @@ class ImportGraph:
             for path in [*files, *(root / script for script in SCRIPTS)]
         }
         self.imports = {module: set(imports_of(module, path)) for module, path in self.files.items()}
+        for imports in self.imports.values():
+            for item in [item for item in imports if item.module.endswith(".")]:
+                imports.remove(item)
+                imports |= {Import(name) for name in self.files if name.startswith(item.module)}
         self.edges = {
             module: {self._target(item) for item in imports} - {None, module}
             for module, imports in self.imports.items()
@@ -67,3 +72,7 @@ def imports_of(module: str, path: Path) -> Iterator[Import]:
             parents = package[: len(package) - node.level + 1] if node.level else []
             source = ".".join([*parents, *([node.module] if node.module else [])])
             yield from (Import(source, alias.name) for alias in node.names)
+        elif isinstance(node, ast.Call) and node.args and "import" in ast.unparse(node.func):
+            name = node.args[0].values[0] if isinstance(node.args[0], ast.JoinedStr) else node.args[0]
+            if isinstance(name, ast.Constant) and isinstance(name.value, str):
+                yield Import(name.value)

@@ -18,10 +18,9 @@ from PIL.Image import Resampling
 from torch import Tensor
 
 from models.config import VLMConfig
-from models.formats.nanovlm import end_token
 from nanovlm.errors import InputError
 from nanovlm.processing.image_loading import as_tensor
-from nanovlm.processing.layouts import Grid, Layout, check_size, split
+from nanovlm.processing.layouts.base import Grid, Layout, check_size, split
 
 if TYPE_CHECKING:
     from nanovlm.processing.tokenizer import Tokenizer
@@ -78,10 +77,10 @@ class NanoVLMLayout(Layout):
         return markups
 
     def special_tokens(self, added: Iterable[str]) -> list[str]:
-        return [end_token(self.cfg)]
+        return [self.cfg.end_token]
 
     def answer_bounds(self, tokenizer: "Tokenizer") -> tuple[str, tuple[int, ...]]:
-        return "", (tokenizer.special_id(end_token(self.cfg)),)
+        return "", (tokenizer.special_id(self.cfg.end_token),)
 
 
 def resized_size(width: int, height: int, tile: int, max_side: int, to_max_side: bool) -> tuple[int, int]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from models.config import VLMConfig
 from models.formats.smolvlm import SmolVLM
 from nanovlm.errors import CheckpointError
-from nanovlm.processing.layouts import Grid, Layout, Message, check_size, split
+from nanovlm.processing.layouts.base import Grid, Layout, Message, check_size, split
 
 if TYPE_CHECKING:
     from nanovlm.processing.tokenizer import Tokenizer

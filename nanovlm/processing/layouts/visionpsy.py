@@ -6,7 +6,7 @@ from PIL import Image
 from torch import Tensor
 
 from models.formats.visionpsy import VisionPsy
-from nanovlm.processing.layouts import Grid
+from nanovlm.processing.layouts.base import Grid
 from nanovlm.processing.layouts.nanovlm import NanoVLMLayout, preprocess, resized_size
 
 

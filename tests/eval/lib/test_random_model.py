@@ -27,7 +27,7 @@ def test_shapes_have_as_many_parameters_as_the_published_models(name):
     assert sum(parameter.numel() for parameter in model.parameters()) == published
 
 
-@pytest.mark.parametrize("name", [name for name, (cfg, _) in SHAPES.items() if cfg.format.name == "nanovlm"])
+@pytest.mark.parametrize("name", [name for name, (cfg, _) in SHAPES.items() if cfg.format_name == "nanovlm"])
 def test_config_and_tokenizer_are_those_of_the_release(name, tmp_path):
     cfg = small(SHAPES[name][0], 1000)
     write_random_model(tmp_path, cfg)

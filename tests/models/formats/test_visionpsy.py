@@ -93,7 +93,7 @@ def test_it_quantizes_and_learns(folder, tmp_path):
     assert main(["train", "--data", str(data), "--model", str(folder), "--out", str(tmp_path / "out"), *flags]) == 0
     flags = [*flags[:-2], "--lora-rank", "2"]
     assert main(["train", "--data", str(data), "--model", str(folder), "--out", str(tmp_path / "lora"), *flags]) == 0
-    assert Captioner.from_pretrained(tmp_path / "out", "cpu").model.cfg.format.name in ("visionpsy", "nanovlm")
+    assert Captioner.from_pretrained(tmp_path / "out", "cpu").model.cfg.format_name in ("visionpsy", "nanovlm")
 
 
 def test_repacks_for_mlx_are_refused(tmp_path):

@@ -95,7 +95,7 @@ def test_transformers_js_and_the_other_readers_find_a_smolvlms_settings(smolvlm)
     found = json.loads((folder / "preprocessor_config.json").read_text())
     assert found["processor_class"] == type(processor).__name__ and found["image_mean"] == [0.5, 0.5, 0.5]
     assert transformers_js_config(folder)["kv_cache_dtype"] == {"fp16": "float16"}
-    assert Captioner.from_pretrained(folder, "cpu", "float32").model.cfg.format.name == "smolvlm"
+    assert Captioner.from_pretrained(folder, "cpu", "float32").model.cfg.format_name == "smolvlm"
     again = type(processor).from_pretrained(folder)
     assert again.chat_template == processor.chat_template == again.tokenizer.chat_template
 

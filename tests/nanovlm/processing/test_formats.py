@@ -14,10 +14,9 @@ from PIL import Image
 from safetensors.torch import save_file
 from torchvision import transforms
 
-from models.checkpoint import load_config, save_checkpoint
+from models.checkpoint import find_image_token_id, load_config, save_checkpoint
 from models.config import CHATML
 from models.decoding import SamplingParams
-from models.formats import find_image_token_id
 from models.vision_language_model import VisionLanguageModel
 from nanovlm import Captioner
 from nanovlm.cli.main import main

@@ -217,7 +217,7 @@ def test_models_are_trained_in_smolvlms_layout_and_transformers_reads_them(
     for steps in ("2", "4"):  # the second run resumes the first
         assert main(["train", "--data", str(data), "--out", str(out), "--max-steps", steps, *common]) == 0
     ours = Captioner.from_pretrained(out, "cpu", "float32")
-    assert ours.model.cfg.format.name == "smolvlm"
+    assert ours.model.cfg.format_name == "smolvlm"
     theirs = transformers.SmolVLMForConditionalGeneration.from_pretrained(out, dtype=torch.float32).eval()
     processor = transformers.AutoProcessor.from_pretrained(out, use_fast=False)
     processor.image_processor = transformers.SmolVLMImageProcessorPil.from_pretrained(out)

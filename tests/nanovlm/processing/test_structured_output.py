@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from models.config import GREEDY, SamplingParams
+from models.decoding import GREEDY, SamplingParams
 from models.inference.continuous_batching import ContinuousBatch
 from nanovlm import SAMPLE, ChatSession
 from nanovlm.captioner import Stats

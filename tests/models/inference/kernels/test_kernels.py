@@ -32,7 +32,7 @@ def make_layer(kind: str, n_rows: int, depth: int) -> tuple[nn.Module, torch.Ten
 
 def product(level: str, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
     packer = Packer()
-    return linear(load_library(level), packer.matrix(layer), x)
+    return linear(load_library(level), packer.matrix(layer, layer.out_features, layer.in_features), x)
 
 
 def error(y: torch.Tensor, wanted: torch.Tensor) -> float:
