@@ -20,7 +20,7 @@ from models.decoding import finish_reason, trim_repetition
 from models.inference.inference_model import InferenceModel
 from models.vision_language_model import VisionLanguageModel, load_model
 from nanovlm.device import choose_device, choose_dtype
-from nanovlm.embedded import EMBEDDED, PROMPT
+from nanovlm.embedded import EMBEDDED, PROMPT, default_prompt
 from nanovlm.errors import InputError
 from nanovlm.options import GenerationOptions, ModelOptions, generation_options, with_changes
 from nanovlm.processing.image_loading import as_list, is_array, load_or_fetch
@@ -70,9 +70,16 @@ class Captioner:
     are then fetched from public addresses.
     """
 
-    def __init__(self, model: VisionLanguageModel | InferenceModel, processor: Processor, *, allow_urls: bool = False):
+    def __init__(
+        self,
+        model: VisionLanguageModel | InferenceModel,
+        processor: Processor,
+        *,
+        allow_urls: bool = False,
+        prompt: str = PROMPT,
+    ):
         self.inference, self.processor, self.tokenizer = model, processor, processor.tokenizer
-        self.allow_urls = allow_urls
+        self.allow_urls, self.prompt = allow_urls, prompt
 
     @cached_property
     def structured_output(self) -> "StructuredOutput":
@@ -119,7 +126,8 @@ class Captioner:
         if options.quantize:
             inference.release_source()
         processor = Processor(cfg, tokenizer, options.max_tiles)
-        return cls(inference, processor, allow_urls=options.allow_urls)
+        prompt = default_prompt(options.adapter or folder)
+        return cls(inference, processor, allow_urls=options.allow_urls, prompt=prompt)
 
     @classmethod
     def from_backbones(
@@ -151,9 +159,9 @@ class Captioner:
         self.inference.validate_length(len(self.processor.encode_prompt([], prompt)), max_new_tokens)
 
     def caption(
-        self, image: ImageInputs, prompt: str = PROMPT, *, options: GenerationOptions | None = None, **changes: Any
+        self, image: ImageInputs, prompt: str | None = None, *, options: GenerationOptions | None = None, **changes: Any
     ) -> Any:
-        """The answer to a prompt about one image, several, or none (None).
+        """The answer to a prompt about one image, several, or none (None); by default the prompt it was trained with.
 
         It is a str, or with a schema the value that the schema allows, such as a dict. changes are fields of
         `GenerationOptions`, such as max_new_tokens or temperature, and options a whole record of them. All this is so
@@ -164,7 +172,7 @@ class Captioner:
     def stream(
         self,
         image: ImageInputs,
-        prompt: str = PROMPT,
+        prompt: str | None = None,
         *,
         stats: Stats | None = None,
         options: GenerationOptions | None = None,
@@ -179,7 +187,7 @@ class Captioner:
     def samples(
         self,
         image: ImageInputs,
-        prompt: str = PROMPT,
+        prompt: str | None = None,
         n: int = 1,
         *,
         stats: Stats | None = None,
@@ -210,7 +218,9 @@ class Captioner:
 
         return self._texts(prepare, options, stats=stats)
 
-    def caption_video(self, video: Any, prompt: str = PROMPT, max_frames: int | None = None, **options: Any) -> Any:
+    def caption_video(
+        self, video: Any, prompt: str | None = None, max_frames: int | None = None, **options: Any
+    ) -> Any:
         """The answer to a prompt about a `Video`, or about what `Video.read` takes, such as a file's name."""
         from nanovlm.processing.video import MAX_FRAMES, Video
 
@@ -221,7 +231,7 @@ class Captioner:
     def captions(
         self,
         images: Iterable[ImageInputs],
-        prompt: str | Iterable[str] = PROMPT,
+        prompt: str | Iterable[str] | None = None,
         *,
         batch_size: int = 16,
         options: GenerationOptions | None = None,
@@ -236,7 +246,7 @@ class Captioner:
             raise InputError("captions takes several images, such as a list; for one image use caption")
         if batch_size < 1:
             raise InputError(f"batch_size={batch_size} must be 1 or more")
-        requests = pair_prompts(images, prompt)
+        requests = pair_prompts(images, self.prompt if prompt is None else prompt)
         while batch := list(islice(requests, batch_size)):
             yield from self._texts(self._batch(batch), options)
 
@@ -245,9 +255,9 @@ class Captioner:
         text = start_with.rstrip()
         return self.tokenizer.encode(self.tokenizer.answer_prefix + text) if text else []
 
-    def prepare(self, image: ImageInputs, prompt: str = PROMPT) -> EncodedPrompt:
+    def prepare(self, image: ImageInputs, prompt: str | None = None) -> EncodedPrompt:
         """Token ids and tiles of one prompt; thread-safe, so threads may prepare while the model runs."""
-        return self.processor.encode(self._load(image), prompt)
+        return self.processor.encode(self._load(image), self.prompt if prompt is None else prompt)
 
     def load_image(self, source: ImageInput) -> Image.Image:
         """An upright RGB image of a source. Raises ImageError, for a URL unless this captioner allows them."""
@@ -258,7 +268,7 @@ class Captioner:
             warnings.warn(NO_IMAGE, stacklevel=2)
         return [source if hasattr(source, "frames") else self.load_image(source) for source in sources]  # a Video's
 
-    def _batch(self, requests: Sequence[tuple[ImageInputs, str]]) -> Prepare:
+    def _batch(self, requests: Sequence[tuple[ImageInputs, str | None]]) -> Prepare:
         return lambda: self.processor.collate([self.prepare(image, prompt) for image, prompt in requests])
 
     def generate_ids(

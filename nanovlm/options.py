@@ -15,7 +15,7 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
-from nanovlm.embedded import EMBEDDED, PROMPT
+from nanovlm.embedded import EMBEDDED, PROMPT, default_prompt
 from nanovlm.errors import InputError, UsageError
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = ("int8", "int4")
 MAX_NEW_TOKENS = 128  # of a caption
 CHAT_MAX_NEW_TOKENS = 256
-EVALUATION_MAX_NEW_TOKENS = 64
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 ADAPTER_CONFIGS = ("adapter_config.json", "adapter/adapter_config.json")
 
@@ -119,6 +118,16 @@ class ModelOptions:
 
     def __post_init__(self) -> None:
         check_settings(self)
+
+    @property
+    def prompt(self) -> str:
+        """The prompt that the model was trained to answer; a Hub model is downloaded for it."""
+        folder = self.adapter or self.model
+        if not Path(folder).is_dir():
+            from models.checkpoint import snapshot_path
+
+            folder = snapshot_path(self.model, self.revision)
+        return default_prompt(folder)
 
     @property
     def base(self) -> tuple[str | Path, str | None]:

@@ -87,7 +87,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         action="append",
         metavar="TEXT",
         help="prompt for each image; repeat it to ask several, for which the image is encoded once; a table has a "
-        f"column for each (default: {PROMPT!r})",
+        f"column for each (default: the prompt that the model was trained with, else {PROMPT!r})",
     )
     add("--samples", type=int, default=1, metavar="N", help="answers per image, which is encoded once (default: 1)")
     add(
@@ -169,7 +169,8 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--as-video needs names of frames or videos")
     if not to_files:
         refuse_flags(args, FILE_FLAGS, "files: name a folder, or a file by --out")
-    args.prompts, model, schema = args.prompts or [PROMPT], model_options(args), None
+    model, schema = model_options(args), None
+    args.prompts = args.prompts or [model.prompt]
     if not all(map(str.strip, args.prompts)):
         raise UsageError("--prompt is empty; omit it to have the image described")
     if args.json_schema:

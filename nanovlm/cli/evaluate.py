@@ -4,7 +4,7 @@ import argparse
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,8 @@ from nanovlm.cli.options import (
 )
 from nanovlm.console import count, print_error
 from nanovlm.errors import UsageError
-from nanovlm.options import EVALUATION_MAX_NEW_TOKENS, ReadOptions, check_positive
+from nanovlm.options import ReadOptions, check_positive
+from nanovlm.training.config import RUN_FILE
 
 if TYPE_CHECKING:
     from nanovlm.evaluation import Evaluation
@@ -52,36 +53,60 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--max-new-tokens",
         type=int,
-        default=EVALUATION_MAX_NEW_TOKENS,
         metavar="N",
-        help=f"maximum length of an answer (default: {EVALUATION_MAX_NEW_TOKENS})",
+        help="maximum length of an answer (default: that of the longest reference, and 16 more)",
     )
     add("--json", action="store_true", help="print a JSON object with all answers instead of a table")
-    add("--report", metavar="FILE.html", help="write a page of scores, and of the worst and some random answers")
+    add("--report", metavar="FILE.html", help="write a page of what was taken for what, and of the wrong answers")
 
 
 def run(args: argparse.Namespace) -> int:
     check_flags(args)
     check_data_names(args.data)
-    model, read = model_options(args), from_args(ReadOptions, args)
+    model = model_options(args)
 
-    from nanovlm.evaluation import METRICS, EvaluationOptions, evaluate, load_metric, questions_of
+    from nanovlm.evaluation import METRICS, EvaluationOptions, evaluate, in_words, load_metric, questions_of
     from nanovlm.training.examples import open_data
 
     metrics = dict(map(load_metric, args.metric or ())) or METRICS
+    captioner = load_captioner(model)
+    read = from_args(ReadOptions, args, prompt=captioner.prompt)
     everything, held_out = open_data(args.data, read, args.validation or 0)
+    if not args.validation and (seen := trained_on(Path(model.model), args.data)):
+        print_error(
+            f"note: {model.model} was trained on {', '.join(seen)}: scores on these examples say what it remembers; "
+            "--validation N asks what that run held out"
+        )
     questions = questions_of(held_out if args.validation else everything, args.limit, read.skip_errors)
     options = EvaluationOptions(metrics, args.batch_size, args.max_new_tokens, read.skip_errors)
-    captioner = load_captioner(model)
     result = evaluate(captioner, questions, options)
     if result.skipped:
         print_error(f"{count(len(result.skipped), 'question')} skipped, the first: {result.skipped[0]}")
     print(as_json(str(model.model), result) if args.json else table(result))
+    if advice := result.advice():
+        print_error(f"note: {advice}")
     if args.report:
         from nanovlm.evaluation.report import write_report
 
-        write_report(Path(args.report), f"{model.model} on {', '.join(args.data)}", result)
+        facts = [in_words(result.scores, len(result.answers))]
+        write_report(Path(args.report), f"{model.model} on {', '.join(args.data)}", result, facts=facts)
     return 0
+
+
+def trained_on(folder: Path, data: Sequence[str]) -> list[str]:
+    """Those of the data that run.json in a model's folder names as its training data."""
+    try:
+        named = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))["data"]
+        trained = {_source(text) for text in named}
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    return [text for text in data if _source(text) in trained]
+
+
+def _source(text: str) -> str:
+    """A name of data without its share, absolute if it is a path."""
+    path = text if os.path.exists(text) else text.rpartition("@")[0] or text
+    return os.path.realpath(path) if os.path.exists(path) else path
 
 
 def check_flags(args: argparse.Namespace) -> None:
@@ -97,13 +122,19 @@ def check_flags(args: argparse.Namespace) -> None:
 
 def as_json(model: str, result: "Evaluation") -> str:
     """The scores of all answers, of each source and prompt, and every answer, as a JSON object."""
+    from nanovlm.evaluation.metrics import intervals
+
     answers = [
         {name: getattr(answer.question, name) for name in ("source", "name", "prompt")}
         | {"answer": answer.text, "references": list(answer.question.references), "scores": _numbers(answer.scores)}
         for answer in result.answers
     ]
-    groups = [vars(group) | {"scores": _numbers(group.scores)} for group in result.groups(max_prompts=len(answers))]
+    groups = [
+        {"source": source, "prompt": prompt, "questions": len(group.answers), "scores": _numbers(group.scores)}
+        for source, prompt, group in result.groups(max_prompts=len(answers))
+    ]
     fields: dict[str, Any] = {"model": model, "questions": len(answers), "scores": _numbers(result.scores)}
+    fields["intervals"] = intervals(result.scores, len(answers))
     fields |= {"groups": groups, "answers": answers, "skipped": list(result.skipped)}
     return json.dumps(fields, ensure_ascii=False, indent=2, allow_nan=False)
 
@@ -114,16 +145,21 @@ def _numbers(scores: Mapping[str, float]) -> dict[str, float | None]:
 
 
 def table(result: "Evaluation") -> str:
-    """A row for each source and prompt, and one for all if there are several sources."""
+    """A row for each source and prompt, one for all if there are several sources, and one of 95% intervals."""
+    from nanovlm.evaluation.metrics import intervals  # here, as its package imports torch
+
     if not result.answers:
         return "no questions"
-    groups = result.groups()
+    groups, n = result.groups(), len(result.answers)
     rows = [("", "questions", *result.scores)]
-    for group in groups:
-        name = group.source if group.prompt is None else f"  {_shortened(group.prompt)}"
-        rows.append((name, f"{group.questions:,}", *(f"{value:.3f}" for value in group.scores.values())))
-    if sum(group.prompt is None for group in groups) > 1:
-        rows.append(("all", f"{len(result.answers):,}", *(f"{value:.3f}" for value in result.scores.values())))
+    for source, prompt, group in groups:
+        name = source if prompt is None else f"  {_shortened(prompt)}"
+        rows.append((name, f"{len(group.answers):,}", *(f"{value:.3f}" for value in group.scores.values())))
+    if sum(prompt is None for _, prompt, _ in groups) > 1:
+        rows.append(("all", f"{n:,}", *(f"{value:.3f}" for value in result.scores.values())))
+    found = intervals(result.scores, n)
+    cells = ("{:.3f}-{:.3f}".format(*found[name]) if name in found else "" for name in result.scores)
+    rows.append(("95% interval", "", *cells))
     widths = [max(map(len, column)) for column in zip(*rows)]
     return "\n".join(
         "  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:]))])

@@ -9,7 +9,7 @@ import re
 import string
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain, combinations
 from pathlib import Path
@@ -20,11 +20,29 @@ Metric = Callable[[Sequence[str], Sequence[Sequence[str]]], list[float]]
 PairMetric = Callable[[str, Sequence[str]], float]  # of one answer and its references
 
 ARTICLES = re.compile(r"\b(a|an|the)\b")
+NUMBER = re.compile(r"[^\w\s+-]*([+-]?\d[\d,]*(?:\.\d+)?)[^\w\s]*")  # with what may stand around it, as in ($1,000.50)
+WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation)
+Z_95 = 1.96  # standard deviations to either side that hold 95% of a normal distribution
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 NUMBERS = {"none": 0} | {word: i for i, word in enumerate(DIGITS)}
 VQA_PUNCTUATION = ';/[]"{}()=+\\_-><@`,?!'
 ANLS_THRESHOLD = 0.5
 MAX_NGRAM, CIDER_SIGMA = 4, 6.0
+
+
+def intervals(scores: Mapping[str, float], n: int) -> dict[str, tuple[float, float]]:
+    """The 95% interval of each mean of n scores that is a share of 1, not a loss (Wilson 1927); {} if n is 0.
+
+    It is that of a share of right answers, and wider than needed for scores between 0 and 1.
+    """
+    found = {}
+    for name, share in scores.items() if n else ():
+        if name not in ("loss", "cider") and 0 <= share <= 1:
+            spread = Z_95**2 / n
+            center = (share + spread / 2) / (1 + spread)
+            half = Z_95 * math.sqrt(share * (1 - share) / n + spread / (4 * n)) / (1 + spread)
+            found[name] = max(0.0, center - half), min(1.0, center + half)
+    return found
 
 
 def exact_match(answer: str, references: Sequence[str]) -> float:
@@ -33,13 +51,19 @@ def exact_match(answer: str, references: Sequence[str]) -> float:
 
 
 def token_f1(answer: str, references: Sequence[str]) -> float:
-    """SQuAD's F1 (Rajpurkar et al. 2016): the overlap of words, without case, punctuation, articles; the best one."""
+    """SQuAD's F1 (Rajpurkar et al. 2016): the overlap of words, without case, punctuation, articles; the best one.
+
+    Unlike SQuAD's, a number keeps its sign and its point: 3.50 is not 350, and -5 is not 5.
+    """
     return max(_f1(_squad_words(answer), _squad_words(reference)) for reference in references)
 
 
 def _squad_words(text: str) -> list[str]:
-    text = text.lower().translate(str.maketrans("", "", string.punctuation))
-    return ARTICLES.sub(" ", text).split()
+    words = [
+        number[1].replace(",", "") if (number := NUMBER.fullmatch(word)) else word.translate(WITHOUT_PUNCTUATION)
+        for word in text.lower().split()
+    ]
+    return ARTICLES.sub(" ", " ".join(words)).split()
 
 
 def _f1(answer: list[str], reference: list[str]) -> float:

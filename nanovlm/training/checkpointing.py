@@ -1,7 +1,7 @@
 """Training checkpoints: folder/checkpoints/step-N holds a complete model and all that is needed to resume from it.
 
 Beside the model's own files these are the optimizer's state (optimizer.safetensors), the adapters of a LoRA run, and
-training.json: the step, the settings and the gradient scaler's state.
+trainer.json: the step, the settings, the scores so far and the gradient scaler's state.
 """
 
 import json
@@ -22,9 +22,10 @@ from torch import Tensor
 from models.checkpoint import atomic_dir, load_config, read_object, write_checkpoint_files
 from models.lora import adapters, merge_on_disk, merged_state, read_adapters, write_adapters
 from models.vision_language_model import VisionLanguageModel, load_model
+from nanovlm.embedded import SETTINGS
 from nanovlm.errors import CheckpointError, TrainingError
 
-OPTIMIZER, STATE = "optimizer.safetensors", "training.json"
+OPTIMIZER, STATE = "optimizer.safetensors", "trainer.json"
 
 logger = logging.getLogger(__name__)
 
@@ -38,25 +39,27 @@ class Checkpoint:
     """A training checkpoint in memory."""
 
     path: Path
-    step: int  # steps done
-    settings: dict[str, Any]  # the fields of TrainConfig, "data" and "validation": see TrainingTask
-    scaler: dict[str, Any]  # the state of the float16 gradient scaler
+    state: dict[str, Any]  # trainer.json, see Trainer.save
     weights: dict[str, Tensor]  # the state dict of the model; of a LoRA run, with merged adapters
     optimizer: dict[str, Tensor]  # see optimizer_state
-
-
-def checkpoint_paths(folder: Path) -> list[Path]:
-    """folder/checkpoints/step-N, the newest last."""
-    paths = [path for path in folder.glob("checkpoints/step-*") if path.name.removeprefix("step-").isdecimal()]
-    return sorted(paths, key=_step_of)
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
     return folder / "checkpoints" / f"step-{step}"
 
 
-def _step_of(path: Path) -> int:
-    return int(path.name.removeprefix("step-"))
+def checkpoint_steps(folder: Path) -> list[int]:
+    """The steps N of folder/checkpoints/step-N, the newest last."""
+    names = [path.name.removeprefix("step-") for path in folder.glob("checkpoints/step-*")]
+    return sorted(int(name) for name in names if name.isdecimal())
+
+
+def stored_settings(folder: Path) -> dict[str, Any] | None:
+    """The settings in the newest readable checkpoint: TrainConfig's, "data" and "validation"; None without any."""
+    for step in reversed(checkpoint_steps(folder)):
+        with suppress(CheckpointError):
+            return read_object(checkpoint_path(folder, step) / STATE).get("config", {})
+    return None
 
 
 # ----------------------------------------------------------------------------------------------------------- writing
@@ -68,11 +71,11 @@ def write_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        paths = checkpoint_paths(folder)
+        steps = checkpoint_steps(folder)
         remedy = "free some disk space" if "No space" in str(error) else "correct that"
         raise TrainingError(
             f"{folder} cannot be written: {error}; {remedy} and run the same command again to "
-            + (f"resume from {paths[-1]}" if paths else "start over")
+            + (f"resume from {checkpoint_path(folder, steps[-1])}" if steps else "start over")
         ) from error
 
 
@@ -83,32 +86,29 @@ def disk_space(model: VisionLanguageModel, checkpoints: int) -> int:
     return size * (2 if adapters(model) else 1) + checkpoints * checkpoint
 
 
-@dataclass(frozen=True)
-class BaseModel:
-    """The model that is fine-tuned: a folder or a Hub id at a revision."""
-
-    name: str
-    revision: str | None = None
-
-
 def write_model(
     folder: Path,
     model: VisionLanguageModel,
     tokenizer: str,
     dtype: torch.dtype | None = None,
     *,
-    home: str | None = None,
-    base: BaseModel | None = None,
+    home: Path | None = None,
+    base: str | None = None,
+    prompt: str | None = None,
 ) -> None:
     """Write the files of a model into folder; adapters are merged into its weights, and written beside them, too.
 
-    home is the folder where the trained model will be found. Adapters name the base model.
+    home is the folder where the trained model will be found. Adapters name the base model. The prompt becomes the
+    model's default.
     """
+    if prompt is not None:
+        (folder / SETTINGS).write_text(json.dumps({"prompt": prompt}, ensure_ascii=False) + "\n", encoding="utf-8")
+    where = None if home is None else str(home.resolve())
     if not adapters(model):
-        return write_checkpoint_files(folder, model, tokenizer, dtype, home)
+        return write_checkpoint_files(folder, model, tokenizer, dtype, where)
     with TemporaryDirectory(dir=folder) as scratch:
-        write_checkpoint_files(folder, merge_on_disk(model, Path(scratch), dtype), tokenizer, dtype, home)
-    write_adapters(folder, model, base.name if base else None, base.revision if base else None)
+        write_checkpoint_files(folder, merge_on_disk(model, Path(scratch), dtype), tokenizer, dtype, where)
+    write_adapters(folder, model, base)
 
 
 def optimizer_state(model: VisionLanguageModel, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
@@ -121,17 +121,15 @@ def optimizer_state(model: VisionLanguageModel, optimizer: torch.optim.Optimizer
 def write_training_state(
     folder: Path, model: VisionLanguageModel, optimizer: torch.optim.Optimizer, state: dict[str, Any]
 ) -> None:
-    """Write what a checkpoint holds beside the model; state has "step", "config" and "scaler"."""
+    """Write what a checkpoint holds beside the model."""
     save_file({name: tensor.cpu() for name, tensor in optimizer_state(model, optimizer)}, folder / OPTIMIZER)
     (folder / STATE).write_text(json.dumps(state, indent=2) + "\n")
 
 
-def save_checkpoint(
-    folder: Path, step: int, keep: int, write: Callable[[Path], None], best_step: int | None = None
-) -> None:
+def save_checkpoint(folder: Path, step: int, keep: int, best: int | None, write: Callable[[Path], None]) -> None:
     """Make folder/checkpoints/step-N of the files that `write` puts into a folder: all of them, or none.
 
-    Afterwards the oldest checkpoints are removed; `keep` stay, and that of best_step.
+    Afterwards the oldest checkpoints are removed; `keep` stay, and that of the step `best`.
     """
     path = checkpoint_path(folder, step)
     for leftover in path.parent.glob(".*.tmp"):  # of a run that was killed while it wrote a checkpoint
@@ -141,10 +139,10 @@ def save_checkpoint(
             shutil.rmtree(path)
         with atomic_dir(path) as files:
             write(files)
-    until_now = [other for other in checkpoint_paths(folder) if _step_of(other) <= step]
+    until_now = [other for other in checkpoint_steps(folder) if other <= step]
     for other in until_now[:-keep]:
-        if _step_of(other) != best_step:
-            shutil.rmtree(other, ignore_errors=True)
+        if other != best:
+            shutil.rmtree(checkpoint_path(folder, other), ignore_errors=True)
 
 
 # ----------------------------------------------------------------------------------------------------------- reading
@@ -156,7 +154,8 @@ def load_newest(folder: Path, model: VisionLanguageModel) -> Checkpoint | None:
     CheckpointError if all are damaged, or if the newest belongs to another model.
     """
     damaged: list[str] = []
-    for path in reversed(checkpoint_paths(folder)):
+    for step in reversed(checkpoint_steps(folder)):
+        path = checkpoint_path(folder, step)
         try:
             checkpoint = read_checkpoint(path, model)
             for message in damaged:
@@ -169,19 +168,10 @@ def load_newest(folder: Path, model: VisionLanguageModel) -> Checkpoint | None:
     return None
 
 
-def stored_settings(folder: Path) -> dict[str, Any] | None:
-    """The settings in the newest of folder/checkpoints, see Checkpoint.settings; None if there are none to read."""
-    for path in reversed(checkpoint_paths(folder)):
-        with suppress(DamagedCheckpointError), _damage(path):
-            return read_object(path / STATE).get("config", {})
-    return None
-
-
 def read_checkpoint(path: Path, model: VisionLanguageModel) -> Checkpoint:
     """Read a checkpoint of the same model; CheckpointError if it is of another, DamagedCheckpointError if damaged."""
     with _damage(path):
         cfg, state = load_config(path), read_object(path / STATE)
-        settings = state.get("config", {})
     stored, wanted = cfg.to_dict(), model.cfg.to_dict()
     for name in wanted.keys() - {"lm_tokenizer"}:  # which says where the tokenizer is found, not what it is
         if stored.get(name) != wanted[name]:
@@ -189,29 +179,21 @@ def read_checkpoint(path: Path, model: VisionLanguageModel) -> Checkpoint:
                 f"{path} holds a model with {name}={stored.get(name)}, but this one has {name}={wanted[name]}; "
                 "train it in another folder"
             )
-    rank = settings.get("lora_rank") or 0
+    rank = state.get("config", {}).get("lora_rank") or 0
     if ({module.rank for module in adapters(model).values()} or {0}) != {rank}:
         raise CheckpointError(
             f"{path} was trained with lora_rank={rank}; resume with the same, or train in another folder"
         )
     with _damage(path):
         weights = load_model(path, model.cfg, model.image_token_id, device=model.device).state_dict()
-        optimizer = _read_optimizer(path / OPTIMIZER)
-    return Checkpoint(path, _step_of(path), settings, state.get("scaler") or {}, weights, optimizer)
-
-
-def _read_optimizer(path: Path) -> dict[str, Tensor]:
-    try:
-        return load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from None
+        return Checkpoint(path, state, weights, load_file(path / OPTIMIZER))
 
 
 @contextmanager
 def _damage(path: Path) -> Iterator[None]:
     try:
         yield
-    except (OSError, CheckpointError) as error:
+    except (OSError, SafetensorError, CheckpointError) as error:
         raise DamagedCheckpointError(f"{path} is damaged: {error}") from None
 
 
@@ -245,9 +227,9 @@ def restore_optimizer(
     """Load the state of optimizer and scaler; CheckpointError if it is of another optimizer."""
     ours, stored = dict(optimizer_state(model, optimizer)), checkpoint.optimizer
     if ours.keys() != stored.keys():
-        before = f"{checkpoint.path} was trained with optimizer={checkpoint.settings.get('optimizer')}"
+        before = f"{checkpoint.path} was trained with optimizer={checkpoint.state['config'].get('optimizer')}"
         raise CheckpointError(f"{before}; resume with the same, or train in another folder")
     for name, value in stored.items():
         ours[name].copy_(value)
-    if scaler.is_enabled() and checkpoint.scaler:
-        scaler.load_state_dict(checkpoint.scaler)
+    if scaler.is_enabled() and checkpoint.state.get("scaler"):
+        scaler.load_state_dict(checkpoint.state["scaler"])

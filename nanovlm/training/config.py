@@ -1,6 +1,6 @@
 """The settings of a training run: TrainConfig says how to learn, FinetuneOptions which model learns from which data.
 
-Each field carries its default, type, help text, limits and what it needs to have an effect. The flags of train.py, the
+Each field carries its default, type, limits and, if it has a flag, that flag's help text. The flags of train.py, the
 keys of run.json and the keyword arguments of Python are made from them.
 """
 
@@ -19,19 +19,17 @@ from nanovlm.options import setting as bounded
 MUON_LR = 5e-4  # of fine-tuning by Muon, for the embedded model
 EPOCHS, MAX_STEPS = 45, 4500  # by default each example is shown 45 times, in at least FINETUNING's steps
 PATH = (str, os.PathLike)
-TURNED_OFF_BY = {"validation": 0, "lora_rank": 0, "schedule": "cosine"}  # see `setting`
+RUN_FILE = "run.json"  # beside a trained model: the flags of its training
+PARTS = {"vision": "vision_encoder", "projector": "MP", "language": "decoder"}  # as --freeze names them
 
 
-def setting(default: Any, help: str, *, needs: str = "", **options: Any) -> Any:
-    """A field with a flag, see `models.config.setting`; a number without a lower bound is at least 0, and finite.
-
-    needs names another setting, without which or with whose value in TURNED_OFF_BY this one has no effect.
-    """
+def setting(default: Any, help: str = "", **options: Any) -> Any:
+    """A field, with a flag if it has a help text; a number without a lower bound is at least 0, and finite."""
     if isinstance(default, int | float) and not options.keys() & {"minimum", "above"}:
         options["minimum"] = 0
     if isinstance(default, float) and not options.keys() & {"maximum", "below"}:
         options["below"] = math.inf
-    return bounded(default, help, needs=needs, **options)
+    return bounded(default, help, **options)
 
 
 @dataclass(frozen=True)
@@ -51,15 +49,12 @@ class TrainConfig:
     gradient_accumulation_steps: int = setting(
         1, "batches per optimizer step, whose gradients are summed; memory is that of one batch", minimum=1
     )
-    pack: int = setting(
-        0, "pack examples into rows of up to N tokens that do not attend to each other; 0 pads instead", needs="data"
-    )
+    pack: int = setting(0, "pack examples into rows of up to N tokens that do not attend to each other; 0 pads instead")
     augment: float = setting(
         0.0,
         "from an image's second epoch on, move and scale it by up to this share, rotate it by up to 100 times as many "
         "degrees, and change brightness and contrast by up to half as much",
         below=0.5,
-        needs="data",
     )
     lr: float = setting(
         1e-3,
@@ -67,57 +62,33 @@ class TrainConfig:
         "lm_hidden_dim of the model",
         above=0,
     )
-    vision_lr_scale: float = setting(1.0, "learning rate of the vision encoder as a multiple of lr; 0 freezes it")
-    projector_lr_scale: float = setting(1.0, "the same for the modality projector")
-    language_lr_scale: float = setting(1.0, "the same for the language model")
-    lora_rank: int = setting(
-        0, "train LoRA adapters of this rank instead of the weights; 0 trains the weights", needs="data"
+    freeze: Sequence[str] = setting(
+        (),
+        f"parts of the model that are not trained: {', '.join(PARTS)}",
+        limits=f"among {', '.join(PARTS)}, but not all three: something must be trained",
+        fits=lambda parts: set(parts) < set(PARTS),
+        metavar="PART",
+        nargs="+",
     )
-    lora_alpha: float = setting(16.0, "LoRA: adapters are scaled by lora_alpha / lora_rank", above=0, needs="lora_rank")
-    train_embeddings: bool = setting(
-        True, "LoRA: also train token embeddings and head in full, needed to learn new tokens", needs="lora_rank"
-    )
-    schedule: str = setting(
-        "wsd",
-        "learning rate schedule: wsd (warm-up, stable, linear decay) or cosine (warm-up, cosine decay)",
-        choices=("wsd", "cosine"),
-    )
-    warmup_steps: int = setting(100, "steps over which the learning rate rises linearly")
-    decay: float = setting(
-        0.4, "wsd: share of all steps, at the end, over which the learning rate falls to 0", maximum=1, needs="schedule"
-    )
-    optimizer: str = setting(
-        "adamw",
-        "adamw, or muon for the matrices of linear layers; with --data the default is what the model was trained by",
-        choices=("adamw", "muon"),
-    )
-    weight_decay: float = setting(0.1, "weight decay, applied to matrices only")
-    beta2: float = setting(0.99, "beta2 of AdamW", below=1)
-    max_grad_norm: float = setting(1.0, "clip gradients to this norm", above=0)
-    dtype: str = setting(
-        "auto",
-        "autocast dtype; weights and optimizer state stay float32. auto takes bfloat16 where the device is fast in it",
-        choices=("auto", "float32", "bfloat16", "float16"),
-    )
-    gradient_checkpointing: bool = setting(False, "recompute the blocks' activations in the backward pass: less memory")
+    lora_rank: int = setting(0, "train LoRA adapters of this rank instead of the weights; 0 trains the weights")
+    lora_alpha: float = setting(16.0, above=0)  # adapters are scaled by lora_alpha / lora_rank
+    train_embeddings: bool = setting(True)  # LoRA: embeddings and head learn in full, as new words need it
+    warmup_steps: int = setting(100)
+    decay: float = setting(0.4, maximum=1)  # share of all steps, at the end, in which the learning rate falls to 0
+    optimizer: str = setting("adamw", choices=("adamw", "muon"))  # muon: matrices of linear layers; others by AdamW
+    weight_decay: float = setting(0.1)  # of matrices only
+    beta2: float = setting(0.99, below=1)
+    max_grad_norm: float = setting(1.0, above=0)
+    # of autocast; weights and optimizer state stay float32. auto takes bfloat16 where the device is fast in it
+    dtype: str = setting("auto", choices=("auto", "float32", "bfloat16", "float16"))
+    gradient_checkpointing: bool = setting(False)  # recompute activations in the backward pass: less memory
     seed: int = setting(0, "random seed of initial weights, data order and dropout", below=2**63)
-    save_every: int = setting(500, "steps between checkpoints", minimum=1)
-    keep_checkpoints: int = setting(2, "number of newest checkpoints to keep", minimum=1)
-    log_every: int = setting(50, "steps between progress lines", minimum=1)
-    keep_best: bool = setting(
-        True, "also keep the checkpoint of the best evaluation, whose model is the final one", needs="validation"
+    save_every: int = setting(
+        0, "steps between checkpoints, each of which is scored on the held-out examples; 0 is a tenth of all steps"
     )
-    validate_every: int = setting(
-        500, "steps between evaluations on held-out examples; 0 is a tenth of all steps", needs="validation"
-    )
-    validation_batches: int = setting(
-        8, "batches of held-out examples per evaluation of the loss; 0 is all of them", needs="validation"
-    )
-    validation_questions: int = setting(
-        32,
-        "held-out questions answered and scored at each evaluation, and all by the final model; 0 answers none",
-        needs="validation",
-    )
+    keep_checkpoints: int = setting(2, minimum=1)  # the newest; the best is kept, too
+    log_every: int = setting(50, minimum=1)  # steps between progress lines
+    validation_questions: int = setting(32)  # held-out questions answered at each checkpoint; at the end all are
     report_to: str = setting(
         "none",
         "also log metrics with wandb or trackio, offline unless WANDB_MODE says otherwise (extra: track)",
@@ -126,37 +97,27 @@ class TrainConfig:
     num_workers: int = setting(1, "processes that prepare batches; 0 prepares them in the training process")
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "freeze", tuple(self.freeze))  # JSON gives back a list
         check_settings(self)
         if self.optimizer == "muon" and self.lora_rank:
             raise InputError("optimizer=muon trains whole matrices; omit it with lora_rank, or choose adamw")
-        if not any(self.lr_scales.values()):
-            raise InputError("vision_lr_scale=0 with the other two scales at 0 trains nothing; raise one of the three")
 
     @property
-    def lr_scales(self) -> dict[str, float]:
-        """The model's three parts and their learning rates, as multiples of lr."""
-        return {
-            "vision_encoder": self.vision_lr_scale,
-            "MP": self.projector_lr_scale,
-            "decoder": self.language_lr_scale,
-        }
+    def trained_parts(self) -> list[str]:
+        """The model's modules that are trained."""
+        return [module for name, module in PARTS.items() if name not in self.freeze]
 
     @property
-    def evaluation_interval(self) -> int:
-        """Steps between evaluations."""
-        return self.validate_every or max(1, self.max_steps // 10)
+    def interval(self) -> int:
+        """Steps between checkpoints."""
+        return self.save_every or max(1, self.max_steps // 10)
 
     def lr_at(self, step: int) -> float:
-        """The learning rate of a step, counted from 0; both schedules warm up linearly and reach 0 after the last step.
+        """The learning rate of a step, counted from 0: warm-up, stable, linear decay (Hägele et al. 2024).
 
-        wsd (warmup-stable-decay, Hägele et al. 2024) is constant until its decay; until then a run can be resumed with
-        another max_steps as if it had had that from the start. cosine is that of Loshchilov and Hutter 2017.
+        Until its decay, a run can be resumed with another max_steps as if it had had that from the start.
         """
-        if self.schedule == "cosine":
-            progress = max(0, step - self.warmup_steps) / max(1, self.max_steps - self.warmup_steps)
-            decay = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
-        else:
-            decay = (self.max_steps - step) / max(1.0, self.decay * self.max_steps)
+        decay = (self.max_steps - step) / max(1.0, self.decay * self.max_steps)
         return self.lr * min(1.0, (step + 1) / (self.warmup_steps + 1), decay)
 
 
@@ -178,26 +139,13 @@ class FinetuneOptions:
         Path(), "folder for the model, checkpoints and metrics; a run found there is resumed", metavar="FOLDER"
     )
     model: str | os.PathLike[str] = setting(  # noqa: RUF009
-        str(EMBEDDED),
-        "the model to fine-tune",
-        metavar="FOLDER_OR_HUB_ID",
-        needs="data",
-        default_text="the embedded model",
+        str(EMBEDDED), "the model to fine-tune", metavar="FOLDER_OR_HUB_ID", default_text="the embedded model"
     )
-    revision: str | None = setting(None, "branch, tag or commit of a Hub model", metavar="REVISION", needs="data")
     backbones: Sequence[str | os.PathLike[str]] | None = setting(
         None,
         "start a new model from a pretrained SigLIP and Llama, folders or Hub ids, instead of --model",
-        needs="data",
         nargs=2,
         metavar=("VISION", "LANGUAGE"),
-    )
-    format: str | None = setting(
-        None,
-        "layout of images and chats to train in: smolvlm is that of transformers' SmolVLM, which llama.cpp and others "
-        "read (default: the model's own; nanovlm with --backbones)",
-        choices=("nanovlm", "smolvlm"),
-        needs="data",
     )
     device: str = setting("auto", "where to train", choices=("auto", "cpu", "cuda", "mps"))
     validation: float | None = setting(
@@ -206,22 +154,15 @@ class FinetuneOptions:
         "most 200, but none of fewer than 100 examples or of streamed data)",
         metavar="N_OR_SHARE",
         minimum=0,
-        needs="data",
     )
-    metric: Sequence[str] = setting(
-        (),
-        "score answers to held-out questions by exact_match, f1, vqa_accuracy, anls, cider, or a "
-        "module:function(answer, references) of your own (default: all five); the first, or loss, chooses the best "
-        "evaluation (default: f1)",
+    metric: str = setting(
+        "f1",
+        "the best model is the last checkpoint with the highest of this metric over held-out answers: f1, exact_match, "
+        "vqa_accuracy, anls, cider or module:function(answer, references); or with the lowest held-out loss",
         metavar="NAME",
-        needs="validation",
-        action="append",
     )
-    epochs: float | None = setting(
-        None, "show each example N times, instead of --max-steps", above=0, below=math.inf, needs="data"
-    )
+    epochs: float | None = setting(None, "show each example N times, instead of --max-steps", above=0, below=math.inf)
     read: ReadOptions = field(default_factory=ReadOptions)
-    evaluation_flags: Sequence[str] = ()  # that were typed, and have no effect unless examples are held out
     flags: Mapping[str, Any] | None = None  # for run.json, from which the command line repeats the run
     automatic: Sequence[str] = ()  # settings of TrainConfig that follow from the model and the data, see `choose`
 
@@ -238,10 +179,7 @@ FINETUNING = TrainConfig(
     lr=8e-4,
     warmup_steps=20,
     decay=0.6,
-    save_every=100,
     log_every=10,
-    validate_every=0,
-    validation_batches=0,
 )
 AUTOMATIC = ("optimizer", "lr", "max_steps")
 REFERENCE_WIDTH = 192  # lm_hidden_dim of the embedded model, for which the default learning rates were tuned

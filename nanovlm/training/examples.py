@@ -24,15 +24,8 @@ def resumed_options(options: FinetuneOptions) -> FinetuneOptions:
 
 
 def open_examples(options: FinetuneOptions, *, skip_sources: bool = False) -> tuple[list[Subset], list[Subset]]:
-    """The training examples and the held-out examples of each source.
-
-    UsageError for flags that have no effect because nothing is held out.
-    """
-    training, held_out = open_data(options.data, options.read, options.validation, skip_sources=skip_sources)
-    if options.evaluation_flags and not held_out:
-        flag = options.evaluation_flags[0]
-        raise UsageError(f"{flag} has no effect without --validation: nothing of these data is held out by default")
-    return training, held_out
+    """The training examples and the held-out examples of each source."""
+    return open_data(options.data, options.read, options.validation, skip_sources=skip_sources)
 
 
 def open_data(

@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +17,19 @@ from models.checkpoint import WEIGHTS, atomic_write, checkpoint_dtype, load_conf
 from models.vision_language_model import VisionLanguageModel, load_model
 from nanovlm.captioner import Captioner
 from nanovlm.console import print_text
-from nanovlm.data import Batches, Mixture, Stream
+from nanovlm.data import Batches, Mixture, Stream, Subset
 from nanovlm.data.examples import ExampleError
 from nanovlm.data.validate import check_data
 from nanovlm.device import choose_device
 from nanovlm.errors import MissingCaptionsError, TrainingError, UsageError, is_out_of_memory
-from nanovlm.evaluation import METRICS, Evaluation, EvaluationOptions, evaluate, load_metric
+from nanovlm.evaluation import Evaluation, EvaluationOptions, evaluate, load_metric
 from nanovlm.evaluation.evaluate import Question, QuestionList, example_questions
 from nanovlm.evaluation.metrics import Metric
 from nanovlm.options import check_output_folder
-from nanovlm.processing.convert import check_format, convert_layout
 from nanovlm.processing.processor import Processor
 from nanovlm.processing.tokenizer import Tokenizer
-from nanovlm.synthetic import recipe
-from nanovlm.training.checkpointing import BaseModel, checkpoint_paths, stored_settings, write_errors, write_model
-from nanovlm.training.config import FinetuneOptions, TrainConfig, choose
+from nanovlm.training.checkpointing import checkpoint_steps, stored_settings, write_errors
+from nanovlm.training.config import RUN_FILE, FinetuneOptions, TrainConfig, choose
 from nanovlm.training.distributed import training_lock
 from nanovlm.training.examples import (
     count_steps_per_epoch,
@@ -48,10 +45,6 @@ from nanovlm.training.loop import Trainer, TrainingTask
 from nanovlm.training.metrics import LOSS, check_installed
 
 STREAMED_BATCHES = 8  # of held-out examples of a stream, whose number is unknown
-MAX_ANSWER_TOKENS = 64
-RUN_FILE = "run.json"
-BEST_METRIC = "f1"  # says which evaluation is the best, unless another is named
-
 BASE = "base"  # folder of the model that a LoRA run started from, if it is in no other
 
 logger = logging.getLogger(__name__)
@@ -77,7 +70,7 @@ def memory_errors() -> Iterator[None]:
             line = str(error).strip().splitlines()[-1]
             raise TrainingError(f"{line}; memory may have run out: --num-workers 0 needs less") from error
         if is_out_of_memory(error):
-            remedy = "lower --batch-size and raise --gradient-accumulation-steps, or add --gradient-checkpointing"
+            remedy = "lower --batch-size and raise --gradient-accumulation-steps"
             raise TrainingError(f"not enough memory; {remedy}") from error
         raise
 
@@ -101,53 +94,40 @@ def start(options: FinetuneOptions, cfg: TrainConfig) -> Trainer:
     check_installed(cfg)
     check_folder(options.out, options.data)
     model, task, cfg = prepare(options, cfg) if options.data else prepare_scenes(options, cfg)
-    if cfg.lora_rank and starts_anew(options) and os.environ.get("RANK", "0") == "0":
+    is_main = os.environ.get("RANK", "0") == "0"
+    if cfg.lora_rank and options.backbones and is_main:
         with write_errors(options.out), training_lock(options.out):  # without its base an adapter is of no use
             model.save_pretrained(options.out / BASE, tokenizer=task.tokenizer)
     model.to(choose_device(options.device))
     run = Trainer(model, task, cfg)
-    write_run_file(options, cfg)
+    if options.flags is not None and is_main:  # for --config, and for who asks what a model was trained on
+        chosen = [name for name in options.automatic if name != "max_steps" or options.epochs is None]
+        settings = {**options.flags, **{name: getattr(cfg, name) for name in chosen}}
+        if options.data:
+            settings["data"] = list(map(absolute, options.data))
+        with write_errors(options.out), atomic_write(options.out / RUN_FILE) as new:
+            new.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     return run
 
 
-def write_run_file(options: FinetuneOptions, cfg: TrainConfig) -> None:
-    """Write run.json, from which the command line repeats the run; only the main process does."""
-    if options.flags is not None and os.environ.get("RANK", "0") == "0":
-        chosen = [name for name in options.automatic if name != "max_steps" or options.epochs is None]
-        flags = {**options.flags, **{name: getattr(cfg, name) for name in chosen}}
-        with write_errors(options.out), atomic_write(options.out / RUN_FILE) as new:
-            new.write_text(json.dumps(flags, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+def absolute(text: str | os.PathLike[str]) -> str:
+    """The name of some data, with its share if any, by which it is found from every folder."""
+    path, _ = parse_data(text)
+    return os.path.abspath(path) + os.fspath(text)[len(path) :] if os.path.exists(path) else os.fspath(text)
 
 
 def prepare(options: FinetuneOptions, cfg: TrainConfig) -> tuple[VisionLanguageModel, TrainingTask, TrainConfig]:
-    """The model, its task, and cfg adapted to the width of the model and to the number of held-out examples."""
+    """The model, its task, and cfg adapted to the width of the model and to the number of examples."""
     options = resumed_options(options)
     training, held_out = open_examples(options)
+    if options.metric != FinetuneOptions.metric and not held_out:
+        raise UsageError("--metric has no effect: nothing of these data is held out; add --validation N, or omit it")
     model, processor, dtype = load_start(options)
     mixture, skip = Mixture(training, cfg.seed), options.read.skip_errors
     cfg, reasons = choose_settings(options, cfg, processor.cfg.lm_hidden_dim, mixture)
     n_parts = 1
     if any(isinstance(subset.source, Stream) for subset in training):  # each process that prepares batches reads a part
         n_parts = world_size() * max(1, cfg.num_workers)
-    evaluation: dict[str, Any] = {}
-    if held_out:
-        is_streamed = any(isinstance(subset.source, Stream) for subset in held_out)
-        if not is_streamed:
-            held_out = [replace(subset, weight=None) for subset in held_out]  # each is asked once, whatever its share
-        unseen = Mixture(held_out, cfg.seed)
-        # the size of a stream is unknown; this many examples are read of it, and a small one shows some again
-        n = sum(map(len, held_out)) or cfg.batch_size * (cfg.validation_batches or STREAMED_BATCHES)
-        positions = unseen.distinct(n) if is_streamed else range(n)
-        all_batches = math.ceil(len(positions) / cfg.batch_size)
-        cfg = replace(cfg, validation_batches=min(cfg.validation_batches or all_batches, all_batches))
-        # packed as the training batches are: padded ones might need more memory
-        evaluation["validation"] = Batches(unseen, processor, cfg.batch_size, skip, cfg.pack, positions=positions)
-        metrics = dict(load_metric(name) for name in options.metric if name != LOSS)
-        by_loss = LOSS in options.metric[:1] or not cfg.validation_questions
-        evaluation["best_metric"] = LOSS if by_loss else next(iter(metrics), BEST_METRIC)
-        metrics = metrics or METRICS
-        evaluation["answer_questions"], asked = answer_scorer(unseen, positions, processor, metrics, cfg)
-        cfg = replace(cfg, validation_questions=asked)
     task = TrainingTask(
         Batches(mixture, processor, cfg.batch_size, skip, cfg.pack, cfg.augment, n_parts),
         processor.tokenizer.to_json(),
@@ -155,8 +135,9 @@ def prepare(options: FinetuneOptions, cfg: TrainConfig) -> tuple[VisionLanguageM
         save_dtype=dtype,
         data_fingerprint=fingerprint(training, n_parts),
         n_held_out=sum(map(len, held_out)) if options.validation is None else options.validation,
-        write_model=partial(write_model, home=str(options.out.resolve()), base=base_model(options)),
-        **evaluation,
+        base=base_model(options),
+        prompt=options.read.prompt,
+        **(held_out_task(options, cfg, held_out, processor) if held_out else {}),
     )
     if os.environ.get("RANK", "0") == "0":
         logger.info(describe_data(mixture, held_out, cfg, options.validation))
@@ -165,8 +146,50 @@ def prepare(options: FinetuneOptions, cfg: TrainConfig) -> tuple[VisionLanguageM
     return model, task, cfg
 
 
+def held_out_task(
+    options: FinetuneOptions, cfg: TrainConfig, held_out: Sequence[Subset], processor: Processor
+) -> dict[str, Any]:
+    """The part of a TrainingTask that scores a model on held-out examples."""
+    is_streamed = any(isinstance(subset.source, Stream) for subset in held_out)
+    if not is_streamed:
+        held_out = [replace(subset, weight=None) for subset in held_out]  # each is asked once, whatever its share
+    unseen = Mixture(held_out, cfg.seed)
+    # the size of a stream is unknown; this many examples are read of it, and a small one shows some again
+    n = sum(map(len, held_out)) or cfg.batch_size * STREAMED_BATCHES
+    positions = unseen.distinct(n) if is_streamed else range(n)
+    metrics = dict(load_metric(name) for name in dict.fromkeys((options.metric, "f1", "exact_match")) if name != LOSS)
+    metric = LOSS if options.metric == LOSS else next(iter(metrics))
+    # packed as the training batches are: padded ones might need more memory
+    batches = Batches(unseen, processor, cfg.batch_size, options.read.skip_errors, cfg.pack, positions=positions)
+    return {
+        "validation": batches,
+        "n_validation": math.ceil(len(positions) / cfg.batch_size),
+        "answer_questions": answer_scorer(unseen, positions, processor, metrics, cfg.validation_questions),
+        "metric": metric,
+    }
+
+
+def answer_scorer(
+    held_out: Mixture, positions: Sequence[int], processor: Processor, metrics: dict[str, Metric], n: int
+) -> Callable[[VisionLanguageModel, bool], Evaluation]:
+    """A model's scored answers to the first n questions of the held-out examples at positions, or to all."""
+    questions: list[Question] = []
+    for position in positions:
+        with suppress(ExampleError):
+            questions += example_questions(held_out.example(position), "held out")
+    how = EvaluationOptions(metrics, skip_errors=True, show_progress=False)
+
+    def answer(model: VisionLanguageModel, everything: bool) -> Evaluation:
+        asked = questions if everything else questions[:n]
+        return evaluate(Captioner(model, processor), QuestionList(asked), how)
+
+    return answer
+
+
 def prepare_scenes(options: FinetuneOptions, cfg: TrainConfig) -> tuple[VisionLanguageModel, TrainingTask, TrainConfig]:
     """The embedded model with random weights, and its task: drawn scenes."""
+    from nanovlm.synthetic import recipe
+
     model, processor = recipe.make_model(cfg.seed)
     get_batch, tokenizer = recipe.SceneBatches(processor, cfg.batch_size, cfg.seed), processor.tokenizer.to_json()
     return model, TrainingTask(get_batch, tokenizer, options.out, save_dtype=recipe.CHECKPOINT_DTYPE), cfg
@@ -185,7 +208,7 @@ def choose_settings(
     if resumed := stored_settings(options.out):
         optimizer = resumed.get("optimizer")
     else:
-        optimizer = None if options.backbones else find_optimizer(snapshot_path(options.model, options.revision))
+        optimizer = None if options.backbones else find_optimizer(snapshot_path(options.model))
     return choose(cfg, automatic, width=width, optimizer=optimizer, steps_per_epoch=steps_per_epoch)
 
 
@@ -199,23 +222,16 @@ def find_optimizer(folder: Path) -> str | None:
     return found[1] if found else None
 
 
-def starts_anew(options: FinetuneOptions) -> bool:
-    """Whether training starts from a model that no folder holds: joined backbones, or one in another layout."""
-    return options.backbones is not None or options.format == "smolvlm"
-
-
-def base_model(options: FinetuneOptions) -> BaseModel:
-    """The model to start from, a folder by its full path."""
-    if starts_anew(options):
-        return BaseModel(str((options.out / BASE).resolve()))
-    folder = Path(options.model)
-    return BaseModel(str(folder.resolve()) if folder.is_dir() else os.fspath(options.model), options.revision)
+def base_model(options: FinetuneOptions) -> str:
+    """The model to start from, as adapters name it: a folder by its full path, or a Hub id."""
+    folder = options.out / BASE if options.backbones else Path(options.model)
+    return str(folder.resolve()) if options.backbones or folder.is_dir() else os.fspath(options.model)
 
 
 def check_folder(folder: Path, data: Sequence[str | os.PathLike[str]]) -> None:
     """UsageError or InputError for a folder to which a model cannot be written, or only over something else."""
     check_output_folder(folder)
-    if (folder / WEIGHTS).exists() and not checkpoint_paths(folder):
+    if (folder / WEIGHTS).exists() and not checkpoint_steps(folder):
         raise UsageError(f"--out {folder} holds a model but no checkpoints to resume from; name another folder")
     if folder.resolve() in [Path(parse_data(text)[0]).resolve() for text in data]:
         raise UsageError(f"--out {folder} holds the data; name another folder for the model")
@@ -227,39 +243,9 @@ def load_start(options: FinetuneOptions) -> tuple[VisionLanguageModel, Processor
     if options.backbones:
         with torch.random.fork_rng():  # the projector and the rows of new tokens are the same at every start
             torch.manual_seed(0)
-            vision, language = options.backbones
-            captioner = Captioner.from_backbones(vision, language, format=options.format or "nanovlm")
+            captioner = Captioner.from_backbones(*options.backbones)
         return captioner.model, captioner.processor, torch.float32
-    folder = snapshot_path(options.model, options.revision)
+    folder = snapshot_path(options.model)
     cfg = load_config(folder)
-    if options.format:
-        check_format(cfg, options.format)
     tokenizer = Tokenizer.from_pretrained(folder, cfg)
-    model, processor = load_model(folder, cfg, tokenizer.image_token_id), Processor(cfg, tokenizer)
-    if options.format == "smolvlm":
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            model, processor = convert_layout(model, tokenizer)
-    return model, processor, checkpoint_dtype(folder)
-
-
-def answer_scorer(
-    held_out: Mixture, positions: Sequence[int], processor: Processor, metrics: dict[str, Metric], cfg: TrainConfig
-) -> tuple[Callable[[VisionLanguageModel, bool], Evaluation] | None, int]:
-    """A model's scored answers to some questions of the held-out examples at positions, or to all; how many are some.
-
-    These are cfg.validation_questions, or all where there are fewer.
-    """
-    if not cfg.validation_questions:
-        return None, 0
-    questions: list[Question] = []
-    for position in positions:
-        with suppress(ExampleError):
-            questions += example_questions(held_out.example(position), "held out")
-    how = EvaluationOptions(metrics, max_new_tokens=MAX_ANSWER_TOKENS, skip_errors=True, show_progress=False)
-
-    def answer(model: VisionLanguageModel, everything: bool) -> Evaluation:
-        asked = questions if everything else questions[: cfg.validation_questions]
-        return evaluate(Captioner(model, processor), QuestionList(asked), how)
-
-    return answer, min(cfg.validation_questions, len(questions))
+    return load_model(folder, cfg, tokenizer.image_token_id), Processor(cfg, tokenizer), checkpoint_dtype(folder)

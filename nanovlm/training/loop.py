@@ -4,7 +4,7 @@ Notable features:
 - a batch is a pure function of its number, so that a resumed run equals an uninterrupted one bit for bit
 - gradient accumulation weighted by answer tokens: cutting a batch into several changes nothing
 - data parallelism under torchrun, bfloat16 and float16 autocast
-- held-out loss and scored answers, the best model kept; metrics.jsonl, wandb or trackio, report.html
+- each checkpoint is scored on held-out examples, and the best one becomes the model, also of a run that is stopped
 """
 
 import logging
@@ -26,29 +26,14 @@ from nanovlm.device import BusyMonitor, choose_training_dtype
 from nanovlm.errors import TrainingError
 from nanovlm.evaluation import Evaluation
 from nanovlm.options import check_output_folder
+from nanovlm.training import checkpointing
 from nanovlm.training.backward import autocast, backward, count_answer_tokens, count_tokens, to_device
-from nanovlm.training.checkpointing import (
-    Checkpoint,
-    DamagedCheckpointError,
-    checkpoint_path,
-    checkpoint_paths,
-    disk_space,
-    load_newest,
-    read_checkpoint,
-    restore_model,
-    restore_optimizer,
-    save_checkpoint,
-    write_errors,
-    write_model,
-    write_training_state,
-)
+from nanovlm.training.checkpointing import Checkpoint, DamagedCheckpointError, checkpoint_path, write_errors
 from nanovlm.training.config import TrainConfig
 from nanovlm.training.distributed import DistributedContext
 from nanovlm.training.loader import Batch, TrainingInterrupted, catch_stop_signals, load_batches
-from nanovlm.training.metrics import LOSS, REPORT, BestTracker, MetricsLogger, StepMetrics, report_run
+from nanovlm.training.metrics import LOSS, REPORT, MetricsLogger, StepMetrics, report_run
 from nanovlm.training.optimizer import accelerated, freeze, make_optimizer
-
-ModelWriter = Callable[[Path, VisionLanguageModel, str, torch.dtype | None], None]
 
 logger = logging.getLogger(__name__)
 
@@ -59,9 +44,7 @@ class TrainingTask:
 
     get_batch(0), get_batch(1), ... must be a pure function of the number. validation(0), ... are held-out batches.
     answer_questions gives a model's scored answers to held-out questions: to some of them, or to all if True follows.
-    best_metric, of these answers or the loss, says which evaluation is the best.
-    data_fingerprint identifies the examples, so that a resumed run can report that they have changed; n_held_out is the
-    number, or the share, of those held out, so that a resumed run can hold out the same.
+    data_fingerprint and n_held_out, a number or a share, are kept for the run that resumes this one.
     """
 
     get_batch: Callable[[int], Batch]
@@ -69,11 +52,13 @@ class TrainingTask:
     folder: Path
     save_dtype: torch.dtype | None = None  # of the final model's weights; None keeps float32
     validation: Callable[[int], Batch] | None = None
+    n_validation: int = 0  # batches
     answer_questions: Callable[[VisionLanguageModel, bool], Evaluation] | None = None
-    best_metric: str = LOSS
+    metric: str = LOSS  # of these answers, or the loss: says which checkpoint is the best
     data_fingerprint: str | None = None
     n_held_out: float = 0
-    write_model: ModelWriter = write_model
+    base: str | None = None  # the model that adapters belong to
+    prompt: str | None = None  # becomes the model's default prompt
 
 
 class Trainer:
@@ -96,100 +81,69 @@ class Trainer:
         self.scaler = torch.amp.GradScaler(model.device.type, enabled=self.dtype == torch.float16)
         self.busy = BusyMonitor(torch.get_num_threads())
         freeze(model, cfg)
-        if not checkpoint_paths(task.folder):  # those of a run that is resumed have their space
-            check_output_folder(task.folder, disk_space(model, cfg.keep_checkpoints + 1))  # one more during a save
+        if not checkpointing.checkpoint_steps(task.folder):  # those of a run that is resumed have their space
+            check_output_folder(task.folder, checkpointing.disk_space(model, cfg.keep_checkpoints + 2))
         with write_errors(task.folder):  # before any work
             task.folder.mkdir(parents=True, exist_ok=True)
         self.context.claim(task.folder)
-        self._start_or_resume(load_newest(task.folder, model))
-
-    def _start_or_resume(self, checkpoint: Checkpoint | None) -> None:
-        """Weights, optimizer and the best evaluation so far, of the checkpoint if there is one."""
-        model, cfg, folder = self.model, self.cfg, self.task.folder
-        self.first_step = checkpoint.step if checkpoint else 0
-        self.best = BestTracker(folder, cfg, self.task.best_metric, self.first_step)
+        self.step = 0  # steps done
+        self.scores: dict[int, float] = {}  # by step: task.metric on the held-out examples
+        checkpoint = checkpointing.load_newest(task.folder, model)
         if checkpoint:
-            restore_model(checkpoint, model)
+            checkpointing.restore_model(checkpoint, model)
         self.context.broadcast_weights(model)
         self.optimizer = make_optimizer(model, cfg)
         if checkpoint:
-            restore_optimizer(checkpoint, model, self.optimizer, self.scaler)
-            if self.context.is_main:
-                self._log_resumed(checkpoint)
+            self._resume(checkpoint)
 
     def run(self) -> VisionLanguageModel:
-        """Train until cfg.max_steps, write the model to task.folder and return it.
+        """Train until cfg.max_steps, write the best model to task.folder and return it.
 
-        With cfg.keep_best and held-out examples it has the weights of the best evaluation, else those of the last step.
-        The model returned is the same object; with cfg.lora_rank another, merged from the first, which is then of no
-        use. After SIGINT or SIGTERM a checkpoint is saved and TrainingInterrupted is raised. TrainingError if the run
-        diverges or files cannot be written.
+        The best is the checkpoint with the best score, the last of equals; without held-out examples the last one. The
+        model returned is the same object; with cfg.lora_rank another, merged from the first, which is then of no use.
+        SIGINT and SIGTERM end the run after a checkpoint, with the best model so far and TrainingInterrupted.
+        TrainingError if the run diverges or files cannot be written.
         """
         with self.context.lock:
-            self._train()
+            stopped = self._train()
+            best = self._restore_best()
             if self.context.is_main:
-                self.write_results()
+                self._write_results(best, stopped)
+        if stopped:
+            raise TrainingInterrupted(128 + stopped)
         return merge(self.model, consume=True) if adapters(self.model) else self.model
 
-    def _train(self) -> None:
-        cfg, model, context = self.cfg, self.model, self.context
+    def _train(self) -> int:
+        """Train; the number of the signal that ended it early, or 0."""
+        cfg, context, first = self.cfg, self.context, self.step
         with (
-            accelerated(model, cfg),
+            accelerated(self.model, cfg),
             load_batches(self.task.get_batch, self._batch_numbers(), cfg.num_workers) as batches,
             catch_stop_signals() as signals,
             closing(context),
             context.peer_errors(),
-            closing(MetricsLogger(self.task.folder, cfg, self.first_step, context)) as metrics,
+            closing(MetricsLogger(self.task.folder, cfg, first, context)) as metrics,
         ):
-            if self.first_step == 0:
-                self._evaluate_at(0, metrics)
-            model.train()
-            done = self.first_step
-            for step in range(self.first_step, cfg.max_steps):
-                metrics.start_step()
-                metrics.log_step(self.training_step(step, batches))
-                done = step + 1
-                last = done == cfg.max_steps
-                is_best = (done % cfg.evaluation_interval == 0 or last) and self._evaluate_at(done, metrics)
-                (stop_requested,) = context.sum(len(signals))
-                if done % cfg.save_every == 0 or last or is_best or stop_requested:
-                    self.save(done)
-                if stop_requested and not last:
-                    self._interrupt(done, signals)
-            model.eval()
-            self._restore_best(done)
+            while True:
+                is_last = self.step >= cfg.max_steps
+                (n_signals,) = context.sum(len(signals))
+                is_due = is_last or self.step % cfg.interval == 0
+                if is_due and (self.step > first or first == 0):
+                    self._evaluate(metrics)
+                if (is_due or n_signals) and self.step > first:
+                    self.save()
+                if is_last:
+                    return 0
+                if n_signals:
+                    return signals[0] if signals else signal.SIGTERM
+                metrics.log_step(self._training_step(batches))
 
-    def _evaluate_at(self, step: int, metrics: MetricsLogger) -> bool:
-        """Evaluate the model after `step` steps; whether it is the best so far, and so to be kept."""
-        loss, answers = self.evaluate()
-        metrics.log_evaluation(step, loss, answers)
-        value, name = loss, self.task.best_metric
-        if name != LOSS and self.task.answer_questions:
-            (value,) = self.context.sum(answers.scores.get(name, math.nan) if answers else 0.0)
-        return value is not None and self.best.add(step, value) and self.cfg.keep_best
-
-    def _restore_best(self, step: int) -> None:
-        """Give the model, which has those of `step`, the weights of the best evaluation."""
-        best, cfg, model = self.best, self.cfg, self.model
-        if best.step is None or not cfg.keep_best:
-            return
-        if best.step != step:
-            try:
-                restore_model(read_checkpoint(checkpoint_path(self.task.folder, best.step), model), model)
-            except DamagedCheckpointError as error:
-                logger.warning(f"{error}; the final model is that of step {step} instead of the best")
-                return
-        if self.context.is_main:
-            value = f"{best.metric.replace('_', ' ')}, {best.value:.4f}"
-            logger.info(f"the final model is that of step {best.step}, with the best validation {value}")
-            if not best.improved:
-                logger.warning(f"before training it was {best.start:.4f}: the model has not become better")
-
-    def training_step(self, step: int, batches: Iterator[Batch]) -> StepMetrics:
-        """Forward and backward passes, gradient clipping and an AdamW step; TrainingError if the run diverges."""
+    def _training_step(self, batches: Iterator[Batch]) -> StepMetrics:
+        """Forward and backward passes, gradient clipping and a step of the optimizer; TrainingError if it diverges."""
         cfg, model, context = self.cfg, self.model, self.context
-        torch.manual_seed(cfg.seed + step + (context.rank << 40))  # makes dropout a function of the step
-        lr = cfg.lr_at(step)
+        model.train()
+        torch.manual_seed(cfg.seed + self.step + (context.rank << 40))  # makes dropout a function of the step
+        lr = cfg.lr_at(self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group["lr_scale"]
         inputs = [to_device(batch, model.device) for batch in islice(batches, cfg.gradient_accumulation_steps)]
@@ -201,29 +155,34 @@ class Trainer:
         loss, tokens = context.sum(loss, sum(count_tokens(batch) for batch in inputs))
         self.scaler.unscale_(self.optimizer)
         grad_norm = nn.utils.clip_grad_norm_(model.parameters(), cfg.max_grad_norm).item()
-        self._check_finite(step, loss, grad_norm)
+        self._check_finite(loss, grad_norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()
-        return StepMetrics(step + 1, loss, lr, grad_norm, int(tokens))
+        self.step += 1
+        return StepMetrics(self.step, loss, lr, grad_norm, int(tokens))
 
     @torch.no_grad()
-    def evaluate(self) -> tuple[float | None, Evaluation | None]:
-        """The mean loss over the answer tokens of the held-out batches; on the main process, scored answers."""
-        task, loss, answers = self.task, None, None
+    def _evaluate(self, metrics: MetricsLogger) -> None:
+        """Measure loss and answers on held-out examples, and note the score of this step."""
+        task, answers = self.task, None
         self.model.eval()
-        if task.validation:
-            loss = self._validation_loss(task.validation)
+        loss = self.validation_loss() if task.validation else None
         if task.answer_questions and self.context.is_main:
             answers = task.answer_questions(self.model, False)
-        self.model.train()
-        return loss, answers
+        metrics.log_evaluation(self.step, loss, answers)
+        score = loss
+        if task.metric != LOSS:  # known to the main process alone
+            (score,) = self.context.sum(answers.scores.get(task.metric, math.nan) if answers else 0.0)
+        if score is not None and math.isfinite(score):
+            self.scores[self.step] = score
 
-    def _validation_loss(self, get_batch: Callable[[int], Batch]) -> float | None:
-        context, model = self.context, self.model
-        total = tokens = 0.0
-        for i in range(context.rank, self.cfg.validation_batches, context.world_size):
-            batch = to_device(get_batch(i), model.device)
+    def validation_loss(self) -> float | None:
+        """The mean loss over the answer tokens of the held-out batches."""
+        context, model, total, tokens = self.context, self.model, 0.0, 0.0
+        assert self.task.validation is not None
+        for i in range(context.rank, self.task.n_validation, context.world_size):
+            batch = to_device(self.task.validation(i), model.device)
             n = count_answer_tokens(batch)
             with autocast(model.device, self.dtype):
                 total += n * model(**batch, targets_only=True)[1].item()
@@ -231,71 +190,111 @@ class Trainer:
         total, tokens = context.sum(total, tokens)
         return total / tokens if tokens else None
 
-    def save(self, step: int) -> None:
-        """Write the checkpoint of `step` steps, on the main process."""
+    @property
+    def best(self) -> int | None:
+        """The step of the best checkpoint, the last of equals; None before any was scored."""
+        sign = -1 if self.task.metric == LOSS else 1
+        scored = {step: sign * score for step, score in self.scores.items() if step > 0}
+        return max(scored, key=lambda step: (scored[step], step), default=None)
+
+    def save(self) -> None:
+        """Write the checkpoint of this step, on the main process."""
         if not self.context.is_main:
             return
-        task, model = self.task, self.model
-        settings = asdict(self.cfg) | {"data": task.data_fingerprint, "validation": task.n_held_out}
-        state = {"step": step, "config": settings, "scaler": self.scaler.state_dict()}
+        task = self.task
+        state = {
+            "step": self.step,
+            "config": asdict(self.cfg) | {"data": task.data_fingerprint, "validation": task.n_held_out},
+            "metric": task.metric,
+            "scores": list(self.scores.items()),
+            "scaler": self.scaler.state_dict(),
+        }
 
         def write(files: Path) -> None:
-            task.write_model(files, model, task.tokenizer, None)
-            write_training_state(files, model, self.optimizer, state)
+            checkpointing.write_model(files, self.model, task.tokenizer, base=task.base, prompt=task.prompt)
+            checkpointing.write_training_state(files, self.model, self.optimizer, state)
 
-        best_step = self.best.step if self.cfg.keep_best else None
-        save_checkpoint(task.folder, step, self.cfg.keep_checkpoints, write, best_step)
+        checkpointing.save_checkpoint(task.folder, self.step, self.cfg.keep_checkpoints, self.best, write)
 
-    def write_results(self) -> None:
-        """Write the final model; answer all held-out questions with it, and report them."""
-        folder, task, model = self.task.folder, self.task, self.model
-        with write_errors(folder), atomic_dir(folder) as files:
-            task.write_model(files, model, task.tokenizer, task.save_dtype)
-        if task.answer_questions:
-            try:
-                kept_step = self.best.step if self.cfg.keep_best else None
-                report_run(folder, task.answer_questions(model, True), kept_step)
-            except Exception as error:  # the model is written, and the run a success
-                logger.warning(f"no {REPORT}: {type(error).__name__}: {error}")
-
-    def _log_resumed(self, checkpoint: Checkpoint) -> None:
-        folder, stored, data = self.task.folder, checkpoint.settings, self.task.data_fingerprint
-        changed = [f"{k}={v} instead of {stored[k]}" for k, v in asdict(self.cfg).items() if stored.get(k, v) != v]
+    def _resume(self, checkpoint: Checkpoint) -> None:
+        """Take up optimizer, step and scores of a checkpoint, and say what has changed."""
+        task, cfg, state = self.task, self.cfg, checkpoint.state
+        checkpointing.restore_optimizer(checkpoint, self.model, self.optimizer, self.scaler)
+        self.step = state["step"]
+        if state["metric"] == task.metric:
+            is_kept = {step: step == 0 or checkpoint_path(task.folder, step).is_dir() for step, _ in state["scores"]}
+            self.scores = {step: score for step, score in state["scores"] if is_kept[step]}
+        if not self.context.is_main:
+            return
+        stored = state["config"] | {"freeze": tuple(state["config"]["freeze"])}
+        changed = [f"{k}={v} instead of {stored[k]}" for k, v in asdict(cfg).items() if stored.get(k, v) != v]
         remedy, use = "", "training goes on with it"
-        if checkpoint.step >= self.cfg.max_steps:
+        if self.step >= cfg.max_steps:
             remedy = "; the run is finished: to train on, raise --max-steps or --epochs, or name another --out"
             use = "nothing is learned from it"
         changes = f", with {', '.join(changed)}" if changed else ""
-        logger.info(f"resumed {folder} at step {checkpoint.step}{changes}{remedy}")
-        if stored.get("data", data) != data:
-            logger.warning(f"the data has changed: it is {data} instead of {stored['data']}; {use}")
+        logger.info(f"resumed {task.folder} at step {self.step}{changes}{remedy}")
+        if stored.get("data", task.data_fingerprint) != task.data_fingerprint:
+            logger.warning(f"the data has changed: it is {task.data_fingerprint} instead of {stored['data']}; {use}")
+
+    def _restore_best(self) -> int:
+        """Give the model the weights of the best checkpoint, and return its step; this one if none was scored."""
+        best, model = self.best, self.model
+        model.eval()
+        if best is None or best == self.step:
+            return self.step
+        try:
+            path = checkpoint_path(self.task.folder, best)
+            checkpointing.restore_model(checkpointing.read_checkpoint(path, model), model)
+        except DamagedCheckpointError as error:
+            logger.warning(f"{error}; the final model is that of step {self.step} instead of the best")
+            return self.step
+        return best
+
+    def _write_results(self, best: int, stopped: int) -> None:
+        """Write the final model, of the step `best`; unless stopped, answer all held-out questions with it."""
+        task, folder = self.task, self.task.folder
+        with write_errors(folder), atomic_dir(folder) as files:
+            checkpointing.write_model(
+                files, self.model, task.tokenizer, task.save_dtype, home=folder, base=task.base, prompt=task.prompt
+            )
+        score = self.scores.get(best)
+        if stopped:
+            name = signal.Signals(stopped).name
+            logger.info(f"{name}: stopped at step {self.step}; run the same command again to go on from there")
+        if score is None:
+            logger.info(f"{folder} holds the model of step {best}")
+        else:
+            value = f"{task.metric.replace('_', ' ')} {score:.4f}"
+            logger.info(f"{folder} holds the model of step {best}, the best by held-out {value}")
+            start = self.scores.get(0, score)
+            if start == score if best == 0 else (start <= score if task.metric == LOSS else start >= score):
+                logger.warning(f"before training it was {start:.4f}: the model has not become better")
+        if task.answer_questions and not stopped:
+            try:
+                report_run(folder, task.answer_questions(self.model, True), task.metric, best)
+            except Exception as error:  # the model is written, and the run a success
+                logger.warning(f"no {REPORT}: {type(error).__name__}: {error}")
 
     def _batch_numbers(self) -> range:
-        """The numbers of this process's batches, from the first step to the last."""
+        """The numbers of this process's batches, from this step to the last."""
         world_size = self.context.world_size
         per_step = self.cfg.gradient_accumulation_steps * world_size
-        return range(self.first_step * per_step + self.context.rank, self.cfg.max_steps * per_step, world_size)
+        return range(self.step * per_step + self.context.rank, self.cfg.max_steps * per_step, world_size)
 
-    def _check_finite(self, step: int, loss: float, grad_norm: float) -> None:
+    def _check_finite(self, loss: float, grad_norm: float) -> None:
         # float16 overflows now and then: the scaler skips that step and lowers its scale, which ends at 1
         may_overflow = self.scaler.is_enabled() and self.scaler.get_scale() > 1
         if math.isfinite(loss) and (math.isfinite(grad_norm) or may_overflow):
             return
-        resumes = [f"resume from {path}" for path in reversed(checkpoint_paths(self.task.folder)[-2:])]
+        paths = [checkpoint_path(self.task.folder, step) for step in checkpointing.checkpoint_steps(self.task.folder)]
         remedy = f"lower lr={self.cfg.lr} and run again to "
-        remedy += ", or move it away first to ".join(resumes) or "start over"
-        if step == 0:
+        remedy += ", or move it away first to ".join(f"resume from {path}" for path in paths[:-3:-1]) or "start over"
+        if self.step == 0:
             remedy = (
-                "nothing has been learned yet, so lr is not the reason: try --dtype float32, look at the examples with "
-                "--check-data, or start from another model"
+                "nothing has been learned yet, so lr is not the reason: look at the examples with --check-data, or "
+                "start from another model"
             )
         raise TrainingError(
-            f"training diverged: step {step} has loss {loss} and gradient norm {grad_norm:.3g}; {remedy}"
+            f"training diverged: step {self.step} has loss {loss} and gradient norm {grad_norm:.3g}; {remedy}"
         )
-
-    def _interrupt(self, step: int, signals: list[int]) -> None:
-        number = signal.Signals(signals[0] if signals else signal.SIGTERM)
-        if self.context.is_main:
-            done = f"stopped and saved {self.task.folder} at step {step}"
-            logger.info(f"{number.name}: {done}; run the same command again to resume")
-        raise TrainingInterrupted(128 + number)

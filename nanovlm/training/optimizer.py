@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from models.lora import adapt
 from models.vision_language_model import VisionLanguageModel
 from nanovlm.device import fast_bfloat16
-from nanovlm.training.config import TrainConfig
+from nanovlm.training.config import PARTS, TrainConfig
 from nanovlm.training.cpu_ops import cpu_ops
 
 MUON_LR_SCALE = 3.0  # Muon takes larger steps than AdamW; the other parameters keep AdamW's learning rate
@@ -24,43 +24,49 @@ RMS_OF_ADAMW = 0.2  # of an update of AdamW, which Muon's are scaled to (Liu et 
 
 
 def freeze(model: VisionLanguageModel, cfg: TrainConfig) -> None:
-    """Freeze the parts whose lr_scale is 0, train the others: their weights, or with lora_rank adapters beside them.
+    """Freeze the parts of cfg.freeze, train the others: their weights, or with lora_rank adapters beside them.
 
     A frozen part gets no gradients, and a frozen encoder keeps no activations.
     """
     if cfg.lora_rank:
         torch.manual_seed(cfg.seed)
-        parts = [part for part, lr_scale in cfg.lr_scales.items() if lr_scale]
-        adapt(model, cfg.lora_rank, cfg.lora_alpha, parts, cfg.train_embeddings)
+        adapt(model, cfg.lora_rank, cfg.lora_alpha, cfg.trained_parts, cfg.train_embeddings)
         return
-    for part, lr_scale in cfg.lr_scales.items():
-        getattr(model, part).requires_grad_(lr_scale > 0)
+    for part in PARTS.values():
+        getattr(model, part).requires_grad_(part in cfg.trained_parts)
 
 
 def make_optimizer(model: VisionLanguageModel, cfg: TrainConfig) -> torch.optim.AdamW:
     """AdamW (Loshchilov and Hutter 2019) with weight decay on matrices only: not on norms, biases and embeddings.
 
-    With cfg.optimizer "muon" the matrices of the Linear layers are trained by Muon, at MUON_LR_SCALE times the learning
-    rate. The "lr_scale" of a parameter group is that of its part of the model, a multiple of the step's learning rate.
+    With cfg.optimizer "muon" the matrices of the Linear layers are trained by Muon. The "lr_scale" of a parameter group
+    multiplies the step's learning rate.
     """
     embeddings = {id(model.decoder.token_embedding.weight), id(model.vision_encoder.patch_embedding.position_embedding)}
-    muon = cfg.optimizer == "muon"
+    is_muon = cfg.optimizer == "muon"
     groups: list[dict[str, Any]] = []
-    for part, lr_scale in cfg.lr_scales.items():
+    for part in cfg.trained_parts:
         trained = [p for p in getattr(model, part).parameters() if p.requires_grad]
-        matrices = [p for p in trained if p.ndim == 2 and id(p) not in embeddings]
-        kernels = [p for p in trained if p.ndim > 2 and id(p) not in embeddings]
+        decayed = [p for p in trained if p.ndim >= 2 and id(p) not in embeddings]
+        linear = [p for p in decayed if p.ndim == 2 and is_muon]
+        by_adamw = [p for p in decayed if not (p.ndim == 2 and is_muon)]
         others = [p for p in trained if p.ndim < 2 or id(p) in embeddings]
-        linear = {"params": matrices, "lr_scale": MUON_LR_SCALE * lr_scale, "orthogonal": True}
-        decayed = {"params": kernels if muon else matrices + kernels, "lr_scale": lr_scale, "orthogonal": False}
-        groups += [group | {"weight_decay": cfg.weight_decay} for group in ([linear] if muon else []) + [decayed]]
-        groups += [{"params": others, "weight_decay": 0.0, "lr_scale": lr_scale, "orthogonal": False}]
+        groups += [
+            _group(linear, cfg.weight_decay, orthogonal=True),
+            _group(by_adamw, cfg.weight_decay),
+            _group(others, 0.0),
+        ]
     groups = [group for group in groups if group["params"]]
-    optimizer = (Muon if muon else torch.optim.AdamW)(groups, lr=cfg.lr, betas=(0.9, cfg.beta2), fused=True)
+    optimizer = (Muon if is_muon else torch.optim.AdamW)(groups, lr=cfg.lr, betas=(0.9, cfg.beta2), fused=True)
     for group in groups:  # checkpoints hold the state of unused parameters, too
         for p in group["params"]:
             optimizer.state[p] = _initial_state(p, group["orthogonal"])
     return optimizer
+
+
+def _group(params: list[torch.nn.Parameter], weight_decay: float, orthogonal: bool = False) -> dict[str, Any]:
+    lr_scale = MUON_LR_SCALE if orthogonal else 1.0
+    return {"params": params, "weight_decay": weight_decay, "lr_scale": lr_scale, "orthogonal": orthogonal}
 
 
 def _initial_state(p: torch.nn.Parameter, orthogonal: bool) -> dict[str, torch.Tensor]:
