@@ -69,8 +69,7 @@ def run(args: argparse.Namespace) -> int:
     from nanovlm.training.examples import open_data
 
     metrics = dict(map(load_metric, args.metric or ())) or METRICS
-    captioner = load_captioner(model)
-    read = from_args(ReadOptions, args, prompt=captioner.prompt)
+    read = from_args(ReadOptions, args, prompt=model.prompt)
     everything, held_out = open_data(args.data, read, args.validation or 0)
     if not args.validation and (seen := trained_on(Path(model.model), args.data)):
         print_error(
@@ -79,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
         )
     questions = questions_of(held_out if args.validation else everything, args.limit, read.skip_errors)
     options = EvaluationOptions(metrics, args.batch_size, args.max_new_tokens, read.skip_errors)
-    result = evaluate(captioner, questions, options)
+    result = evaluate(load_captioner(model), questions, options)
     if result.skipped:
         print_error(f"{count(len(result.skipped), 'question')} skipped, the first: {result.skipped[0]}")
     print(as_json(str(model.model), result) if args.json else table(result))

@@ -192,9 +192,10 @@ class Trainer:
 
     @property
     def best(self) -> int | None:
-        """The step of the best checkpoint, the last of equals; None before any was scored."""
-        sign = -1 if self.task.metric == LOSS else 1
-        scored = {step: sign * score for step, score in self.scores.items() if step > 0}
+        """The step of the best checkpoint that is there, or of this model, the last of equals; None without scores."""
+        sign, folder = -1 if self.task.metric == LOSS else 1, self.task.folder
+        is_there = {step: step == self.step or checkpoint_path(folder, step).is_dir() for step in self.scores if step}
+        scored = {step: sign * self.scores[step] for step in is_there if is_there[step]}
         return max(scored, key=lambda step: (scored[step], step), default=None)
 
     def save(self) -> None:
@@ -222,8 +223,7 @@ class Trainer:
         checkpointing.restore_optimizer(checkpoint, self.model, self.optimizer, self.scaler)
         self.step = state["step"]
         if state["metric"] == task.metric:
-            is_kept = {step: step == 0 or checkpoint_path(task.folder, step).is_dir() for step, _ in state["scores"]}
-            self.scores = {step: score for step, score in state["scores"] if is_kept[step]}
+            self.scores = dict(state["scores"])
         if not self.context.is_main:
             return
         stored = state["config"] | {"freeze": tuple(state["config"]["freeze"])}

@@ -22,7 +22,7 @@ from nanovlm.training.config import TrainConfig
 from nanovlm.training.distributed import DistributedContext
 
 METRICS, REPORT = "metrics.jsonl", "report.html"
-SHOWN_ANSWERS = 4  # to held-out questions, at each evaluation
+SHOWN_ANSWERS = 2  # to held-out questions, at each evaluation
 FIRST_STEPS = 5  # after them a line says what the run needs
 LOSS = "loss"  # lower is better; of every other metric, higher is
 

@@ -189,7 +189,7 @@ def test_invalid_ranks_and_parts_raise(tiny_model, adapted):
 
 
 RUN = {"max_steps": 3, "warmup_steps": 0, "save_every": 3, "dtype": "float32", "num_workers": 0}
-CFG = TrainConfig(lr=1e-2, decay=0, lora_rank=2, vision_lr_scale=0, **RUN)
+CFG = TrainConfig(lr=1e-2, decay=0, lora_rank=2, freeze=["vision"], **RUN)
 
 
 @torch.no_grad()

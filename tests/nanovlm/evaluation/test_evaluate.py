@@ -9,7 +9,8 @@ from nanovlm import EMBEDDED
 from nanovlm.chat_session import ChatSession
 from nanovlm.cli import main as cli
 from nanovlm.data import ReadOptions
-from nanovlm.evaluation import EvaluationOptions, evaluate, questions_of
+from nanovlm.evaluation import Evaluation, EvaluationOptions, evaluate, questions_of
+from nanovlm.evaluation.evaluate import Answer, Question
 from nanovlm.training.examples import open_data
 from support import noise_image
 from support.data import write
@@ -54,7 +55,7 @@ def test_answers_are_those_of_the_captioner_asked_one_by_one(embedded):
 def test_scores_are_means_for_each_source_and_prompt(embedded):
     metrics = {"length": lambda answers, references: [float(len(truths[0])) for truths in references]}
     result = ask(embedded, "cards", "chat.json", metrics=metrics)
-    groups = {(group.source, group.prompt): (group.questions, group.scores["length"]) for group in result.groups()}
+    groups = {(source, prompt): (len(g.answers), g.scores["length"]) for source, prompt, g in result.groups()}
     assert groups == {
         ("cards", None): (2, 7),
         ("chat.json", None): (2, 5),
@@ -62,9 +63,8 @@ def test_scores_are_means_for_each_source_and_prompt(embedded):
         ("chat.json", "How many objects are there?"): (1, 4),
     }
     assert result.scores == {"length": 6}
-    assert [answer.question.source for answer in result.worst(2)] == ["chat.json", "chat.json"]
-    folded = result.groups(max_prompts=1)[-1]
-    assert (folded.prompt, folded.questions) == ("(other prompts)", 1)
+    _, prompt, folded = result.groups(max_prompts=1)[-1]
+    assert (prompt, len(folded.answers)) == ("(other prompts)", 1)
 
 
 def test_an_unusable_example_is_named_or_skipped(embedded):
@@ -77,17 +77,17 @@ def test_an_unusable_example_is_named_or_skipped(embedded):
     assert "has an empty answer" in ask(embedded, "cards", skip_errors=True).skipped[0], "as in training"
 
 
-def test_a_report_shows_every_answer_with_its_image():
+def test_a_report_shows_every_wrong_answer_with_its_image():
     assert cli.main(["evaluate", "--data", "cards", "chat.json", *FLAGS, "--report", "report.html"]) == 0
     page = Path("report.html").read_text(encoding="utf-8")
-    assert page.count("<figure>") == 2 * 4 and "cards/1.png" in page and page.count("base64,") == 2 * 4
+    assert page.count("<figure>") == 4 and "cards/1.png" in page and page.count("base64,") == 4
 
 
 def test_the_command_prints_a_table_and_json(capsys):
     assert cli.main(["evaluate", "--data", "cards", "chat.json", *FLAGS]) == 0
     out, err = capsys.readouterr()
-    assert [line.split()[0] for line in out.splitlines()[1:]] == ["cards", "chat.json", "What", "How", "all"]
-    assert err == ""
+    assert [line.split()[0] for line in out.splitlines()[1:]] == ["cards", "chat.json", "What", "How", "all", "95%"]
+    assert "no answer is right" in err
     Path("mine.py").write_text("def short(answer, _):\n    return len(answer) < 1000\nnan = lambda *_: float('nan')\n")
     flags = ["--metric", "mine:short", "--metric", "mine:nan", "--metric", "anls", "--validation", "1", "--json"]
     assert cli.main(["evaluate", "--data", "cards", *FLAGS, *flags]) == 0
@@ -115,3 +115,31 @@ def test_wrong_use_is_one_line(capsys, flags, words):
     assert cli.main(["evaluate", "--data", "cards", "--device", "cpu", *flags]) == 2
     err = capsys.readouterr().err
     assert len(err.splitlines()) == 1 and all(word in err for word in words), err
+
+
+def test_answers_are_as_long_as_the_longest_reference_and_a_bit(embedded):
+    """A perfect model of long captions would be wrong by a limit."""
+    lengths = []
+    metrics = {"length": lambda answers, references: [lengths.append(len(text.split())) or 0.0 for text in answers]}
+    Path("cards/0.txt").write_text("word " * 150)
+    (subsets, _) = open_data(["cards"], ReadOptions(), 0)
+    asked, limits = questions_of(subsets), []
+    captions = embedded.captions
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(embedded, "captions", lambda *a, **kw: limits.append(kw["max_new_tokens"]) or captions(*a, **kw))
+        evaluate(embedded, asked, EvaluationOptions(metrics, show_progress=False))
+    assert limits == [len(embedded.tokenizer.encode("word " * 150)) + 16] or limits[0] > 150
+
+
+@pytest.mark.parametrize(
+    ("texts", "words"),
+    [
+        (["a", "a"], "no answer is right, and all are 'a'"),
+        (["a", "b"], "no answer is right: compare answers and references"),
+        (["a", "r"], None),
+    ],
+)
+def test_a_model_that_is_never_right_is_told_what_to_do(texts, words):
+    answers = [Answer(Question("s", "n", [], "q", ["r"]), text, {"exact_match": float(text == "r")}) for text in texts]
+    advice = Evaluation(answers).advice()
+    assert advice is None if words is None else advice.startswith(words)

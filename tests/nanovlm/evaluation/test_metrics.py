@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 
 from nanovlm.errors import InputError
-from nanovlm.evaluation.metrics import METRICS, edit_distance, load_metric
+from nanovlm.evaluation.metrics import METRICS, edit_distance, intervals, load_metric
 
 ANSWERS = ["a cat on a mat", "a dog runs", "Two red birds sit on a wire.", "", "the man's hat is blue blue blue"]
 REFERENCES = [
@@ -27,6 +27,25 @@ def test_f1_is_squads():
     """Words count as often as they occur in both; the figures are computed by hand."""
     assert METRICS["f1"](["The cat!", "in the Norman era", "x"], [["a cat"], ["Norman, era"], ["y"]]) == [1.0, 0.8, 0.0]
     assert METRICS["f1"](ANSWERS, REFERENCES) == pytest.approx([1, 4 / 5, 10 / 11, 0, 4 / 5])
+
+
+@pytest.mark.parametrize(
+    ("answer", "reference", "score"),
+    [
+        ("$3.50", "$350", 0), ("$3.50", "3.50", 1), ("-5", "5", 0), ("+5", "-5", 0), ("1,000", "1000", 1), ("7.", "7", 1),
+        ("5%", "5", 1), ("t-shirt", "tshirt", 1), ("The end.", "end", 1),
+    ],
+)  # fmt: skip
+def test_f1_keeps_the_sign_and_the_point_of_a_number(answer, reference, score):
+    assert METRICS["f1"]([answer], [[reference]]) == [score]
+
+
+def test_the_interval_is_wilsons():
+    """Figures of 8 and 10 right of 10, and 160 of 200."""
+    assert intervals({"f1": 0.8}, 10)["f1"] == pytest.approx((0.4902, 0.9433), abs=1e-4)
+    assert intervals({"f1": 1.0, "cider": 1.0, "loss": 0.5}, 10) == {"f1": (pytest.approx(0.7225, abs=1e-4), 1.0)}
+    assert intervals({"f1": 0.8}, 200)["f1"] == pytest.approx((0.7391, 0.8495), abs=1e-4)
+    assert intervals({"f1": 0.8}, 0) == {}
 
 
 def test_vqa_accuracy_grows_by_three_tenths_for_each_of_ten_people_who_agree():

@@ -22,7 +22,7 @@ from support.logs import log_lines
 
 DEFAULTS = {
     "warmup_steps": 0, "decay": 0, "lr": 1e-3, "num_workers": 0, "log_every": 1, "dtype": "float32",
-    "max_steps": 4, "validate_every": 2,
+    "max_steps": 4, "save_every": 2,
 }  # fmt: skip
 TOKENIZER = json.dumps({"added_tokens": [{"content": "<|image|>", "id": 3}], "model": {"vocab": {}}})
 N_VALIDATION = 48  # the first row of the held-out batches
@@ -59,7 +59,8 @@ def run(folder, settings, rows=1, stop_at=None, kill_at=None, apart=False, bucke
     torch.manual_seed(0 if settings.get("lora_rank") else int(os.environ.get("RANK", 0)))
     model = randomize(VisionLanguageModel(VLMConfig(**TINY), 3))
     context = DistributedContext(model.device, **({"max_bucketed_bytes": bucket} if bucket else {}))
-    task = TrainingTask(get_batch, TOKENIZER, folder, validation=lambda i: get_batch(N_VALIDATION // rows + i))
+    held_out = {"validation": lambda i: get_batch(N_VALIDATION // rows + i), "n_validation": 8 // rows}
+    task = TrainingTask(get_batch, TOKENIZER, folder, **held_out)
     with log_lines() as lines:
         try:
             Trainer(model, task, TrainConfig(**DEFAULTS | settings), context).run()
