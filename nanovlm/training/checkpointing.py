@@ -186,14 +186,17 @@ def read_checkpoint(path: Path, model: VisionLanguageModel) -> Checkpoint:
         )
     with _damage(path):
         weights = load_model(path, model.cfg, model.image_token_id, device=model.device).state_dict()
-        return Checkpoint(path, state, weights, load_file(path / OPTIMIZER))
+        try:
+            return Checkpoint(path, state, weights, load_file(path / OPTIMIZER))
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{path / OPTIMIZER} cannot be read: {error}") from None
 
 
 @contextmanager
 def _damage(path: Path) -> Iterator[None]:
     try:
         yield
-    except (OSError, SafetensorError, CheckpointError) as error:
+    except (OSError, CheckpointError) as error:
         raise DamagedCheckpointError(f"{path} is damaged: {error}") from None
 
 

@@ -32,8 +32,8 @@ def test_f1_is_squads():
 @pytest.mark.parametrize(
     ("answer", "reference", "score"),
     [
-        ("$3.50", "$350", 0), ("$3.50", "3.50", 1), ("-5", "5", 0), ("+5", "-5", 0), ("1,000", "1000", 1), ("7.", "7", 1),
-        ("5%", "5", 1), ("t-shirt", "tshirt", 1), ("The end.", "end", 1),
+        ("$3.50", "$350", 0), ("$3.50", "3.50", 1), ("-5", "5", 0), ("+5", "-5", 0), ("1,000", "1000", 1),
+        ("7.", "7", 1),        ("5%", "5", 1), ("t-shirt", "tshirt", 1), ("The end.", "end", 1),
     ],
 )  # fmt: skip
 def test_f1_keeps_the_sign_and_the_point_of_a_number(answer, reference, score):

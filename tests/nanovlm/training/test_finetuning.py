@@ -81,7 +81,7 @@ def test_each_held_out_example_of_a_stream_is_asked_once_and_counts_once_in_the_
     scenes(12)
     with tarfile.open("mine.tar", "w") as tar:
         tar.add("mine", "")
-    model, task, cfg = prepared("--data", "mine.tar", "--stream", "--validation", 0.5, "--out", "out")
+    model, task, _ = prepared("--data", "mine.tar", "--stream", "--validation", 0.5, "--out", "out")
     names = [answer.question.name for answer in task.answer_questions(model, True).answers]
     assert 1 < len(names) == len(set(names)) < 12
     assert sum(len(task.validation(i)["input_ids"]) for i in range(task.n_validation)) == len(names)
@@ -354,7 +354,7 @@ def test_a_folder_that_cannot_be_written_is_reported_before_the_first_step(train
     scenes(2)
     Path("out/metrics.jsonl").mkdir(parents=True)  # a folder where a file should go
     code, _, err = train("--data", "mine", *QUICK)
-    assert code == 2 and "metrics.jsonl cannot be read" in err and not Path("out/checkpoints").exists()
+    assert code == 1 and "metrics.jsonl cannot be read" in err and not Path("out/checkpoints").exists()
 
 
 def test_a_killed_worker_is_one_line_with_a_remedy():
