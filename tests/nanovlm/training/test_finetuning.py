@@ -28,6 +28,7 @@ from nanovlm.training.config import ADAPTERS, EPOCHS, FINETUNING, MAX_STEPS, MUO
 from nanovlm.training.examples import open_data
 from nanovlm.training.finetuning import FinetuneOptions, base_model, memory_errors, prepare
 from nanovlm.training.loop import Trainer
+from support import ROOT
 from support.cli import assert_usage_error
 
 QUICK = ["--max-steps", "3", "--batch-size", "4", "--num-workers", "0", "--device", "cpu", "--out", "out"]
@@ -132,7 +133,7 @@ def test_every_run_writes_the_file_that_repeats_it(train):
     code, _, err = train("--config", "out/run.json", "--out", "third", "--max-steps", "1", "--data", "mine")
     assert code == 0 and "step 1/1" in err and "scenes" not in err
     for text, words in (
-        ('{"recipe": "scenes", "max_steps": "x"}', "--max-steps x must be a whole number"),
+        ('{"recipe": "scenes", "out": "o", "max_steps": "x"}', "--max-steps x must be a whole number"),
         ('{"color": "red"}', "run.json has 'color', which is no setting of a run"),
         ("[1]", "run.json must hold an object"),
         ('{"a": ', "run.json cannot be read"),
@@ -424,3 +425,13 @@ def test_the_model_answers_its_training_prompt_and_is_the_best_by_the_metric(tra
     code, out, err = run_script("nanovlm", "evaluate", "--model", "out", "--data", "mine", "--limit", "2")
     assert code == 0 and "1.000" in out and "note: out was trained on mine" in err
     assert "note" not in run_script("nanovlm", "evaluate", "--model", "out", "--data", "mine", "--validation", "3")[2]
+
+
+@pytest.mark.full
+def test_the_small_model_of_the_docs_is_trained(monkeypatch, capsys):
+    scenes(4, LABEL)
+    Path("mine").rename("photos")
+    page = (ROOT / "docs/training.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```py\n(.*?)```", page, re.DOTALL)
+    exec(block, {})
+    assert "exact_match" in capsys.readouterr().out and Path("out/small/model.safetensors").exists()
