@@ -267,8 +267,8 @@ class Trainer:
         else:
             value = f"{task.metric.replace('_', ' ')} {score:.4f}"
             logger.info(f"{folder} holds the model of step {best}, the best by held-out {value}")
-            start = self.scores.get(0, score)
-            if start == score if best == 0 else (start <= score if task.metric == LOSS else start >= score):
+            start = self.scores.get(0)
+            if start is not None and (start <= score if task.metric == LOSS else start >= score):
                 logger.warning(f"before training it was {start:.4f}: the model has not become better")
         if task.answer_questions and not stopped:
             try:
