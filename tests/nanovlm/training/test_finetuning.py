@@ -177,7 +177,7 @@ def test_adapters_learn_and_the_result_is_a_plain_model(train):
 def test_a_held_out_question_without_room_for_an_answer_stops_nothing(train):
     scenes(4, LABEL)
     flags = ["--max-steps", "1", "--batch-size", "1", "--validation", "1", "--prompt", "é" * 478]
-    code, _, err = train("--data", "mine", *QUICK, *flags)
+    code, _, _ = train("--data", "mine", *QUICK, *flags)
     assert code == 0 and Path("out/model.safetensors").exists()
 
 
