@@ -131,6 +131,9 @@ class ModelOptions:
         return name or self.model, revision
 
 
+OWN_SETTINGS = ("max_new_tokens", "start_with", "schema")  # of GenerationOptions; the others are SamplingParams'
+
+
 @dataclass(frozen=True, kw_only=True)
 class GenerationOptions:
     """How answers are generated: the fields of `SamplingParams`, which they become, and a few more."""
@@ -165,7 +168,8 @@ class GenerationOptions:
 
     def __post_init__(self) -> None:
         check_settings(self)
-        _ = self.sampling  # InputError for a value out of range
+        if any(getattr(self, f.name) != f.default for f in fields(self) if f.name not in OWN_SETTINGS):
+            _ = self.sampling  # InputError for a value out of range; wrong use is noticed before torch is imported
         if self.schema is not None and self.start_with:
             raise InputError("schema excludes start_with, as JSON begins by itself")
         if self.schema is not None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from models.cache import KVCache, PrefillState
 from models.decoding import GenerationMixin
 from models.errors import InputError
+from models.inference.huge_pages import move_to_huge_pages
 from models.inference.kernel_network import KernelNetwork
 from models.inference.proof import proven_network
 from models.inference.quantization import QuantizedLinear, check_format, quantize_linears
@@ -193,6 +194,7 @@ def _build(model: VisionLanguageModel, quantize: str | None) -> _State:
     if quantize == "int8" and kernels is not None:  # elsewhere int8 saves memory, and costs time
         quantize_linears(used.vision_encoder, quantize)
         quantize_linears(used.MP, quantize)
+    move_to_huge_pages([p for m in used.modules() if isinstance(m, QuantizedLinear) for p in m.parameters()])
     quantized = None if kernels is None else proven_network(used, model)
     return _State(quantized or PlainNetwork(used), *versions)
 

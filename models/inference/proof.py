@@ -84,14 +84,14 @@ def _make(block: nn.Module) -> list[tuple]:
 def _excerpt(model: VisionLanguageModel) -> VisionLanguageModel:
     """The model's first and last blocks, few words and small images, with its own modules and weights."""
     cfg, encoder, decoder = model.cfg, model.vision_encoder, model.decoder
-    side = 2 * cfg.mp_pixel_shuffle_factor
+    side = min(2 * cfg.mp_pixel_shuffle_factor, cfg.vit_grid)
     n_rows = min(MAX_ROWS, cfg.lm_vocab_size)
     small = replace(
         cfg,
         vit_n_blocks=min(2, cfg.vit_n_blocks),
         vit_img_size=side * cfg.vit_patch_size,
         max_img_size=None,
-        mp_image_token_length=4,
+        mp_image_token_length=(side // cfg.mp_pixel_shuffle_factor) ** 2,
         lm_n_blocks=min(2, cfg.lm_n_blocks),
         lm_vocab_size=n_rows if type(decoder.head) is nn.Linear else cfg.lm_vocab_size,
         lm_max_position_embeddings=4 * N_TOKENS,
