@@ -45,6 +45,8 @@ def proven_network(model: VisionLanguageModel, source: VisionLanguageModel) -> K
 
 def _why_not(model: VisionLanguageModel, source: VisionLanguageModel) -> str:
     """Why the kernels do not compute what the model's modules do; "" if they do."""
+    if any(module._forward_hooks or module._forward_pre_hooks for module in source.modules()):
+        return "a module has hooks, which the kernels do not call"
     if different := _differing_block(model):
         return f"{different} is not made as the first block"
     is_exact = model is source and model.dtype == torch.float32
@@ -67,14 +69,13 @@ def _differing_block(model: VisionLanguageModel) -> str:
 
 
 def _make(block: nn.Module) -> list[tuple]:
-    """Types, numbers, own functions and hooks of the modules in a block."""
+    """Types, numbers, own functions and shapes of the modules in a block."""
     return [
         (
             name,
             type(module),
             sorted((key, value) for key, value in vars(module).items() if type(value) in (int, float, str)),
             [value for value in vars(module).values() if callable(value) and not isinstance(value, nn.Module)],
-            [*module._forward_hooks.values(), *module._forward_pre_hooks.values()],
             {key: None if p is None else p.shape for key, p in module._parameters.items()},
         )
         for name, module in block.named_modules()

@@ -19,8 +19,6 @@ def counted(embedded):
     captioner, tiles = Captioner(embedded.model, WatchedProcessor(embedded.processor)), []
     encoder = captioner.model.vision_encoder
     hook = encoder.register_forward_pre_hook(lambda module, args: tiles.append(len(args[0])))
-    captioner.inference.refresh()
-    tiles.clear()
     yield captioner, tiles
     hook.remove()
 
