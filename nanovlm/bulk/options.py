@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nanovlm.data.remote import INSTALL_DATA
 from nanovlm.embedded import PROMPT
 from nanovlm.errors import UsageError
 from nanovlm.options import GenerationOptions, check_positive
@@ -17,7 +16,6 @@ from nanovlm.processing.image_loading import IMAGE_EXTENSIONS, readable_extensio
 
 EXISTING = ("skip", "overwrite")
 FAILURES = "failures.jsonl"  # the end of the name of a list of images without a caption
-TABLES = (".jsonl", ".csv", ".parquet")
 SIDECARS, STREAM = "txt", "-"
 
 
@@ -54,7 +52,7 @@ class BulkOptions(GenerationOptions):
 class OutputOptions:
     """Where captions are written, and what happens to captions that exist already."""
 
-    # "txt": a .txt beside each image; "-": JSON lines on standard output; else a .jsonl, .csv or .parquet file
+    # "txt": a .txt beside each image; "-": JSON lines on standard output; else a .jsonl file
     out: str | os.PathLike[str] = SIDECARS
     existing: str = "skip"
     prefix: str = ""
@@ -107,15 +105,10 @@ class OutputOptions:
 
 
 def _check_table(path: Path) -> None:
-    if path.suffix not in TABLES:
-        raise UsageError(f"output {os.fspath(path)!r} is none of {', '.join(TABLES)}, {SIDECARS} or {STREAM}")
+    if path.suffix != ".jsonl":
+        raise UsageError(f"output {os.fspath(path)!r} is none of .jsonl, {SIDECARS} or {STREAM}")
     if path.name.endswith(FAILURES):
         raise UsageError(f"output {path} is named like a list of images that failed; choose another name")
-    if path.suffix == ".parquet":
-        try:
-            import pyarrow  # noqa: F401
-        except ImportError:
-            raise UsageError(f"output {path} needs pyarrow: {INSTALL_DATA}, or use .jsonl or .csv") from None
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,7 @@
 
 An interrupted run resumes where it stopped. With existing="skip", a .txt or a line of a .jsonl that exists is done.
 Otherwise a resume log, FILE.run or captions.run (see `ResumeLog`), says which images are done and what their captions
-replaced. A caption that differs from what the run has seen is never overwritten, so an edit by hand is kept. A .csv or
-.parquet cannot grow line by line, so captions wait in the resume log until the run finishes.
+replaced. A caption that differs from what the run has seen is never overwritten, so an edit by hand is kept.
 """
 
 import hashlib
@@ -17,12 +16,9 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
-from models.checkpoint import atomic_write
 from nanovlm.bulk.inputs import real_place
 from nanovlm.bulk.options import FAILURES, OutputOptions
-from nanovlm.bulk.resume_log import ResumeLog, append_row, read_log, relative, write_atomically
-from nanovlm.bulk.table_files import write_table
-from nanovlm.data.folders import read_table
+from nanovlm.bulk.resume_log import ResumeLog, append_row, json_line, read_log, relative, write_atomically
 from nanovlm.data.source import first_few
 from nanovlm.errors import UsageError
 
@@ -143,9 +139,9 @@ class Sidecars(Output):
 
 
 class Table(Output):
-    """One .jsonl, .csv or .parquet file with columns file_name, relative to it, and text.
+    """One .jsonl file with columns file_name, relative to it, and text.
 
-    Named metadata.*, it makes the folder a Hugging Face imagefolder. Other rows and columns that exist are kept. Of
+    Named metadata.jsonl, it makes the folder a Hugging Face imagefolder. Other rows and columns that exist are kept. Of
     several rows with one file_name the first is used.
     """
 
@@ -157,7 +153,7 @@ class Table(Output):
         self.log: ResumeLog = ResumeLog(path.with_name(f"{path.name}.run"), settings)
         self._read()
         is_skip, has_texts = self.existing == "skip", all(row.get("text") for row in self.rows.values())
-        self.appends_lines = path.suffix == ".jsonl" and is_skip and has_texts
+        self.appends_lines = is_skip and has_texts
         self.done: set[str] = set()
         if not (self.log.is_of_other_run or self.appends_lines):
             self.done |= {name for name, entry in self.log.entries.items() if entry or name in self.rows}
@@ -169,14 +165,6 @@ class Table(Output):
 
     def target(self, image: str) -> Path:
         return self.path
-
-    def reject_reason(self, image: str) -> str | None:
-        try:
-            image.encode()
-        except UnicodeEncodeError:
-            if self.path.suffix != ".jsonl":
-                return f"its name is not valid Unicode, which a {self.path.suffix} file cannot hold; a .jsonl file can"
-        return None
 
     def is_done(self, image: str) -> bool:
         return relative(image, self.folder) in self.done
@@ -198,10 +186,7 @@ class Table(Output):
 
     def _read(self) -> None:
         """Read the rows. UsageError if they are not those of a table of captions."""
-        if self.path.suffix == ".jsonl":
-            self.all_rows = read_log(self.path)
-        else:
-            self.all_rows = read_table(self.path) if self.path.exists() else []
+        self.all_rows = read_log(self.path)
         for number, row in enumerate(self.all_rows, start=1):
             if not isinstance(row.get("file_name"), str):
                 raise UsageError(f"{self.path} has rows without a file_name; name another file")
@@ -244,8 +229,7 @@ class Table(Output):
         rows = list(self.all_rows)
         for place, origin in zip(places, origins):
             rows[place] = self.all_rows[origin]
-        with atomic_write(self.path, is_locked=True) as new:
-            write_table(new, rows, like=self.path)
+        write_atomically(self.path, b"".join(map(json_line, rows)))
 
 
 def _read_bytes(path: Path) -> bytes | None:

@@ -129,8 +129,7 @@ def add_file_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--out",
         metavar="FILE",
-        help="a .jsonl, .csv or .parquet file; txt: a .txt beside each image (default for folders); -: JSON lines on "
-        "standard output",
+        help="a .jsonl file; txt: a .txt beside each image (default for folders); -: JSON lines on standard output",
     )
     add("--extension", metavar="EXT", help="of the files beside images, such as .caption (default: .txt)")
     add(

@@ -1,17 +1,12 @@
 """Captions in files, read and edited as a person does, without the code that writes them."""
 
-import csv
 import json
 from pathlib import Path
 
-import pytest
-
-from nanovlm.bulk.table_files import write_table
-from nanovlm.data.folders import read_table
+from nanovlm.data.jsonl import read_jsonl
 from support.cli import IMAGE_NAMES
 
-PARQUET = pytest.param("captions.parquet", marks=pytest.mark.full)
-OUTPUTS = ["txt", "captions.jsonl", "captions.csv", PARQUET]
+OUTPUTS = ["txt", "captions.jsonl"]
 MODES = ["skip", "overwrite"]
 
 
@@ -25,15 +20,7 @@ def stem(name):
 
 def read_captions(path):
     """The texts of a table by file name, each name once."""
-    if path.suffix == ".parquet":
-        from pyarrow import parquet
-
-        rows = parquet.read_table(path).to_pylist()
-    elif path.suffix == ".csv":
-        with open(path, newline="", encoding="utf-8") as file:
-            rows = list(csv.DictReader(file))
-    else:
-        rows = [json.loads(line) for line in path.read_text("utf-8").split("\n")[:-1]]
+    rows = [json.loads(line) for line in path.read_text("utf-8").split("\n")[:-1]]
     assert len({row["file_name"] for row in rows}) == len(rows)
     return {row["file_name"]: row["text"] for row in rows}
 
@@ -67,10 +54,10 @@ class CaptionFiles:
     def edit(self, **texts):
         """Write texts by the names of their images; other rows and columns of a table stay."""
         if self.is_table:
-            rows = {row["file_name"]: row for row in (read_table(self.path) if self.path.exists() else [])}
+            rows = {row["file_name"]: row for row in (read_jsonl(self.path) if self.path.exists() else [])}
             for name, text in texts.items():
                 rows.setdefault(self.file_name(name), {"file_name": self.file_name(name)})["text"] = text
-            write_table(self.path, list(rows.values()))
+            self.path.write_text("".join(json.dumps(row) + "\n" for row in rows.values()))
             return
         for name, text in texts.items():
             (self.folder / f"{name}{self.extension}").write_text(f"{text}\n", "utf-8")

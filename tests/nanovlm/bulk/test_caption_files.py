@@ -17,27 +17,22 @@ from models.inference.continuous_batching import ContinuousBatch
 from nanovlm import EMBEDDED, SAMPLE
 from nanovlm.bulk.inputs import find_images
 from nanovlm.bulk.resume_log import append_row
-from nanovlm.bulk.table_files import write_table
 from nanovlm.data import ReadOptions, open_source
 from nanovlm.data.file_lock import file_lock
-from nanovlm.data.folders import read_table
+from nanovlm.data.jsonl import read_jsonl
 from nanovlm.errors import CheckpointError
 from support import ROOT, noise_image
-from support.caption_files import MODES, OUTPUTS, PARQUET, CaptionFiles, Killed, read_captions, stem
+from support.caption_files import MODES, OUTPUTS, CaptionFiles, Killed, read_captions, stem
 from support.cli import FAST_FLAGS, IMAGE_NAMES, assert_usage_error, set_stdin, set_stream
 
 pytestmark = pytest.mark.usefixtures("workdir")
 
 full = partial(pytest.param, marks=pytest.mark.full)
 
-TABLES = OUTPUTS[1:]
-QUICK = ["txt", full("captions.jsonl"), "captions.csv", PARQUET]  # sidecars and a table
-
 
 def outputs_and_modes(*default):
     """Every output with every mode; all but the default ones are of the full tier."""
-    kinds = ["txt", "captions.jsonl", "captions.csv", "captions.parquet"]
-    pairs = [pair if pair in default else full(*pair) for pair in product(kinds, MODES)]
+    pairs = [pair if pair in default else full(*pair) for pair in product(OUTPUTS, MODES)]
     return pytest.mark.parametrize(("where", "existing"), pairs)
 
 
@@ -91,18 +86,18 @@ def test_a_folder_gets_a_txt_beside_each_image(generate, folder, files, texts):
     assert files.texts() == training_set(folder) == texts and not files.litter()
 
 
-@pytest.mark.parametrize("where", ["metadata.jsonl", "captions.csv", PARQUET])
+@pytest.mark.parametrize("where", ["metadata.jsonl"])
 def test_a_table_names_each_image_and_its_caption(generate, folder, files, texts, where):
     code, out, _ = generate(folder, "--out", files.out, "--batch-size", "2")
     expected = {name: texts[stem(name)] for name in IMAGE_NAMES}
     assert (code, out) == (0, "") and read_captions(files.path) == expected
     assert not sidecars(folder) and not files.litter()
-    assert where != "metadata.jsonl" or training_set(folder) == texts
+    assert training_set(folder) == texts
     generate(folder, "--out", where)  # in another folder, to which the names are relative
     assert read_captions(Path(where)) == {f"images/{name}": text for name, text in expected.items()}
 
 
-@pytest.mark.parametrize("where", ["txt", full("all.csv")])
+@pytest.mark.parametrize("where", ["txt", full("all.jsonl")])
 def test_two_runs_at_once_are_refused(generate, folder, files, texts, where):
     """One lock file is held; the lock of a killed process is released, and its lock file blocks nobody."""
     lock, target = (f".{where}.lock", files.path) if files.is_table else (".captions.lock", folder)
@@ -134,8 +129,8 @@ def test_lists_patterns_and_names_are_captioned_together(generate, folder, texts
     assert set(captions) == {f"images/{name}" for name in IMAGE_NAMES if name != "d.gif"} | {odd}
     assert captions[odd] == captions["images/a.png"] == texts["a"]
     Path("names").write_text("images/d.gif\n\nimages/a.png\n")
-    assert generate("--from-file", "names", "--out", "listed.csv")[0] == 0
-    assert set(read_captions(Path("listed.csv"))) == {"images/d.gif", "images/a.png"}
+    assert generate("--from-file", "names", "--out", "listed.jsonl")[0] == 0
+    assert set(read_captions(Path("listed.jsonl"))) == {"images/d.gif", "images/a.png"}
     assert generate("good.png", "--out", "txt")[0] == 0 and Path("good.txt").is_file()
 
 
@@ -147,11 +142,11 @@ def test_captions_beside_images_may_have_another_extension(generate, folder, fil
     assert sidecars(folder, ".caption") == texts and files.texts() == {"a": "tags"}
 
 
-@pytest.mark.parametrize("where", TABLES)
+@pytest.mark.parametrize("where", ["captions.jsonl"])
 def test_each_of_several_prompts_has_a_column(generate, folder, files, captions_of):
     prompts = ["What is it?", 'Is it red, "really"?']
     assert generate(folder, "--out", files.out, *(word for text in prompts for word in ("--prompt", text)))[0] == 0
-    for row in read_table(files.path):
+    for row in read_jsonl(files.path):
         answers = [captions_of(str(folder / row["file_name"]), text)[0] for text in prompts]
         assert [row[prompt] for prompt in prompts] == answers
         assert json.loads(row["text"]) == dict(zip(prompts, answers))
@@ -185,12 +180,13 @@ def test_a_reader_that_leaves_ends_a_stream(folder, model_folder):
 # ------------------------------------------------------------------------------------------------- existing captions
 
 
-@outputs_and_modes(("txt", "overwrite"), ("captions.jsonl", "skip"), ("captions.csv", "overwrite"))
+@outputs_and_modes(("txt", "overwrite"), ("captions.jsonl", "skip"), ("captions.jsonl", "overwrite"))
 def test_existing_captions_are_skipped_or_overwritten(generate, folder, files, texts, existing):
     old = {"a": "old words", "d": "older"}
     if files.is_table:
         rows = [{"file_name": files.file_name(name), "text": text, "label": "7"} for name, text in old.items()]
-        write_table(files.path, rows + [{"file_name": "x.png", "text": "x"}])
+        rows.append({"file_name": "x.png", "text": "x"})
+        files.path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     else:
         files.edit(**old)
     code, _, err = generate(folder, "--existing", existing, "--out", files.out)
@@ -198,7 +194,7 @@ def test_existing_captions_are_skipped_or_overwritten(generate, folder, files, t
     expected = texts | {name: text if existing == "skip" else texts[name] for name, text in old.items()}
     if files.is_table:
         expected |= {"x": "x"}  # rows of other images stay
-        assert "label" in read_table(files.path)[0], "and so do other columns"
+        assert "label" in read_jsonl(files.path)[0], "and so do other columns"
     assert files.texts() == expected and not files.litter()
 
 
@@ -209,8 +205,8 @@ def unloadable():
 
 
 def test_a_second_run_does_not_load_the_model(generate, folder, unloadable):
-    generate(folder), generate(folder, "--out", "all.csv")
-    for where in ([], ["--out", "all.csv"]):
+    generate(folder), generate(folder, "--out", "all.jsonl")
+    for where in ([], ["--out", "all.jsonl"]):
         assert generate(folder, *where, model=unloadable) == (0, "", "5 had captions already\n")
     assert generate("good.png", model=unloadable)[0] == CheckpointError.exit_code
 
@@ -263,7 +259,7 @@ def test_a_killed_run_resumes_and_captions_nothing_twice(
 
 def test_other_settings_are_another_run(generate, folder, files, monkeypatch):
     """What a run interrupted by ctrl-c has found is kept, and the next one, with other settings, begins anew."""
-    table, write, lines = folder / "captions.csv", os.write, []
+    table, write, lines = folder / "captions.jsonl", os.write, []
 
     def interrupted(file, line):
         lines.append(line)
@@ -274,7 +270,7 @@ def test_other_settings_are_another_run(generate, folder, files, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", interrupted)
         code, _, err = generate(folder, "--out", table, "--prefix", "1 ")
-    assert code == 130 and "stopped after 1 of 5 images; run the same command to resume" in err and not table.exists()
+    assert code == 130 and "stopped after 1 of 5 images; run the same command to resume" in err
     code, _, err = generate(folder, "--out", table, "--prefix", "2 ")
     assert code == 0 and "1 had captions already" in err
     assert sorted(text[:2] for text in read_captions(table).values()) == ["1 ", "2 ", "2 ", "2 ", "2 "]
@@ -321,7 +317,7 @@ def test_images_that_fail_do_not_count_for_the_limit(generate, folder, files):
         assert (f"{remaining} remain" in err) == bool(remaining)
 
 
-@pytest.mark.parametrize("where", ["captions.jsonl", full("captions.csv"), PARQUET])
+@pytest.mark.parametrize("where", ["captions.jsonl"])
 def test_rows_of_a_finished_table_follow_the_images(generate, folder, files, monkeypatch):
     """Captions that end early come first, between rows of other images; at the end all are sorted, even if a run is
     killed just then, or the disk is full."""
@@ -344,7 +340,7 @@ def test_rows_of_a_finished_table_follow_the_images(generate, folder, files, mon
     kept = Path(err.partition("the captions are kept in ")[2].partition(";")[0])
     assert code == 1 and b'"text"' in kept.read_bytes()
     assert generate(folder, "--out", files.out)[0] == 0
-    names = [row["file_name"] for row in read_table(files.path)]
+    names = [row["file_name"] for row in read_jsonl(files.path)]
     images = [os.path.relpath(path, folder) for path in find_images([str(folder)]).paths]
     assert [name for name in names if name in images] == images and len(images) == 17
     assert (names[0], names[2]) == ("zebra.png", "x.png"), "rows of other images keep their places"
@@ -355,7 +351,7 @@ def test_rows_of_a_finished_table_follow_the_images(generate, folder, files, mon
 # ----------------------------------------------------------------------------------------------------------- failures
 
 
-@pytest.mark.parametrize("where", QUICK)
+@pytest.mark.parametrize("where", OUTPUTS)
 def test_images_that_fail_are_listed_and_do_not_stop_the_run(generate, folder, files, texts):
     whole = (folder / "a.png").read_bytes()
     (folder / "torn.png").write_bytes(whole[: len(whole) // 2])
@@ -381,7 +377,7 @@ def test_images_that_fail_are_listed_and_do_not_stop_the_run(generate, folder, f
 
 
 @pytest.mark.parametrize("existing", ["skip", full("overwrite")])
-@pytest.mark.parametrize("where", ["txt", "captions.jsonl", full("captions.csv"), PARQUET])
+@pytest.mark.parametrize("where", OUTPUTS)
 def test_an_empty_caption_is_a_failure_that_the_next_run_tries_again(generate, silent_model, where, existing):
     (folder := Path("scenes")).mkdir()
     for name in ("a.png", "b.png"):
@@ -424,10 +420,8 @@ def test_two_images_do_not_share_a_txt(generate, folder, files, texts):
 
 def test_a_file_name_that_is_not_unicode_goes_into_jsonl(generate, folder, texts):
     (folder / os.fsdecode(b"\xff.png")).write_bytes((folder / "a.png").read_bytes())
-    for name, code, more in (("all.jsonl", 0, {"\udcff": texts["a"]}), ("all.csv", 1, {})):
-        result = generate(folder, "--out", folder / name)
-        assert result[0] == code and ("not valid Unicode" in result[2]) == bool(code)
-        assert CaptionFiles(folder, name).texts() == texts | more
+    assert generate(folder, "--out", folder / "all.jsonl")[0] == 0
+    assert CaptionFiles(folder, "all.jsonl").texts() == texts | {"\udcff": texts["a"]}
     assert generate(folder)[0] == 0 and (folder / os.fsdecode(b"\xff.txt")).is_file()
 
 
@@ -445,9 +439,9 @@ def test_failures_are_reported_even_if_their_file_cannot_be_written(generate, fo
     assert files.texts() == texts
 
 
-@pytest.mark.parametrize("where", QUICK)
+@pytest.mark.parametrize("where", OUTPUTS)
 def test_a_full_disk_names_the_file_and_how_to_resume(generate, folder, files, texts, one_worker, monkeypatch, where):
-    """The disk is full after two captions, and again when the table is completed; each time the command is repeated."""
+    """The disk is full after two captions; then the command is repeated."""
     command, written = [folder, "--out", files.out], []
 
     def after_two(patch, name):
@@ -467,12 +461,6 @@ def test_a_full_disk_names_the_file_and_how_to_resume(generate, folder, files, t
     line = err.splitlines()[-1]
     assert code == 1 and "2 of 5 captions are written; free some space and run the same command to resume" in line
     assert (f"{files.out}: No space left on device; " if files.is_table else ".txt: No space left") in line
-    if where in ("captions.csv", "captions.parquet"):  # a .jsonl is replaced only if its rows are out of order
-        with monkeypatch.context() as patch:
-            after_two(patch, "replace")
-            code, _, err = generate(*command)
-        assert code == 1 and f"{files.out}: No space left on device; " in err
-        assert "run the same command to resume" in err
     code, _, err = generate(*command)
     assert code == 0 and files.texts() == texts and not files.litter()
 
@@ -504,15 +492,14 @@ def test_a_line_that_is_written_in_part_is_a_full_disk(tmp_path, monkeypatch):
 
 
 DAMAGED = {
-    "latin.csv": ("file_name,text\na.png,été\n".encode("latin-1"), "cannot be read"),
+    "latin.jsonl": ('{"file_name": "a.png", "text": "été"}\n'.encode("latin-1"), "cannot be read"),
     "words.jsonl": ("hello\nworld", "line 1"),
     "others.jsonl": ('{"a": 1}\n', "rows without a file_name"),
     "numbers.jsonl": ('{"file_name": "a.png", "text": 3}\n', "row 1, has a text of another type"),
-    "words.parquet": ("PAR1 and no more", "cannot be read"),
 }
 
 
-@pytest.mark.parametrize("name", [full(name) if name.endswith(".parquet") else name for name in DAMAGED])
+@pytest.mark.parametrize("name", DAMAGED)
 def test_a_table_that_is_damaged_or_not_ours_is_reported_before_any_work_and_kept(generate, folder, files, name):
     content, words = DAMAGED[name]
     Path(name).write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -525,7 +512,7 @@ def test_a_table_that_is_damaged_or_not_ours_is_reported_before_any_work_and_kep
 @pytest.mark.parametrize("content", ['{"a": 1}\n', '{"settings": {}}\n{"b": 2}\n', "words\n"])
 def test_a_file_with_the_name_of_the_resume_log_is_kept(generate, folder, content):
     overwrite = ["--existing", "overwrite"]
-    for target, argv in ((folder / "captions.run", overwrite), (Path("all.csv.run"), ["--out", "all.csv"])):
+    for target, argv in ((folder / "captions.run", overwrite), (Path("all.jsonl.run"), ["--out", "all.jsonl"])):
         target.write_text(content)
         assert_usage_error(generate(folder, *argv), target.name)
         assert target.read_text() == content
@@ -567,12 +554,12 @@ TWO_PROMPTS = ["--prompt", "What?", "--prompt", "Where?"]
         (["images", "--samples", "2", "--temperature", "1"], "--samples 2"),
         (["images", "-"], "an image without a name"),
         (["images", "--batch-size", "0"], "batch size 0 is less than 1"),
-        (["images", "--out", "all.xml"], ".jsonl, .csv, .parquet"),
+        (["images", "--out", "all.csv"], "is none of .jsonl, txt or -"),
         (["images", "--prefix", "\udcff"], "not valid Unicode"),
         (["good.png", *TWO_PROMPTS, "--samples", "2"], "--samples 2 of 2 prompts; ask for samples of one at a time"),
         (["images", *TWO_PROMPTS, "--prefix", "a"], "--prompt: answers to several are JSON, to which no text"),
         (["images", *TWO_PROMPTS, "--prompt", "What?"], "--prompt is given twice, or is file_name or text"),
-        (["--out", "all.csv"], "no images"),
+        (["--out", "all.jsonl"], "no images"),
         (["nowhere", "gone.png", "--out", "all.jsonl"], "nowhere: no such file or folder; correct the path"),
         (["--from-file", "nowhere"], "list of names 'nowhere': No such file"),
         (["images", "--out", "failures.jsonl"], "is named like a list of images that failed"),

@@ -8,8 +8,7 @@ import pytest
 
 from nanovlm.bulk.options import OutputOptions
 from nanovlm.bulk.outputs import open_output
-from nanovlm.bulk.table_files import write_table
-from support.caption_files import MODES, OUTPUTS, PARQUET, CaptionFiles, Killed
+from support.caption_files import MODES, OUTPUTS, CaptionFiles, Killed
 
 
 class Files(CaptionFiles):
@@ -38,7 +37,7 @@ class Files(CaptionFiles):
         return todo
 
 
-@pytest.fixture(params=["txt", pytest.param("captions.jsonl", marks=pytest.mark.full), "captions.csv", PARQUET])
+@pytest.fixture(params=OUTPUTS)
 def kind(request):
     return request.param
 
@@ -68,7 +67,7 @@ def test_an_edit_after_an_interrupted_run_survives_the_next_run(files, existing,
 
 
 @pytest.mark.parametrize("existing", MODES)
-@pytest.mark.parametrize("kind", OUTPUTS[2:])
+@pytest.mark.parametrize("kind", OUTPUTS[1:])
 def test_a_table_edited_during_the_run_keeps_the_edits(files, existing, caplog):
     files.edit(a="" if existing == "skip" else "old", x="other")
     output = files.begin(existing, a="new", b="new")
@@ -190,26 +189,3 @@ def test_files_follow_the_umask(files):
         os.umask(before)
     written = [path for path in files.folder.iterdir() if path.is_file()]
     assert len(written) == 1 and {path.stat().st_mode & 0o777 for path in written} == {0o640}
-
-
-@pytest.mark.parametrize("kind", ["captions.csv"])
-@pytest.mark.parametrize("delimiter", [",", ";", "\t"])
-def test_a_table_keeps_its_delimiter_and_its_byte_order_mark_out_of_the_names(files, delimiter):
-    files.path.write_text(f"file_name{delimiter}text\na.png{delimiter}é\n", "utf-8-sig")
-    assert files.run("overwrite", {"a": "2"}) == ["a"]
-    written = f"\ufefffile_name{delimiter}text\r\na.png{delimiter}2\r\n"
-    assert files.path.read_bytes().decode() == written
-
-
-def test_a_parquet_table_keeps_its_types_and_what_they_cannot_hold_is_json(tmp_path):
-    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    old, new = tmp_path / "a.parquet", tmp_path / "b.parquet"
-    maps = pyarrow.array([[("a", 1)], None], pyarrow.map_("string", "int32"))
-    columns = {"n": pyarrow.array([1, 2], "int8"), "m": maps}
-    parquet.write_table(pyarrow.table(columns, metadata={"huggingface": "x"}), old)
-    rows = [row | {"mixed": value, "empty": {}} for row, value in zip(parquet.read_table(old).to_pylist(), [1, "a"])]
-    write_table(new, rows, like=old)
-    table = parquet.read_table(new)
-    assert table.schema.metadata[b"huggingface"] == b"x" and table.to_pylist()[1]["n"] == 2
-    assert [table.schema.field(name).type for name in columns] == [column.type for column in columns.values()]
-    assert (table["mixed"].to_pylist(), table["empty"].to_pylist()) == (["1", '"a"'], ["{}", "{}"])
