@@ -84,6 +84,11 @@ class OutputOptions:
         """Whether captions are printed on standard output."""
         return self.out == STREAM
 
+    @property
+    def way_on(self) -> str:
+        """What to do after a run that was stopped."""
+        return "run the same command to " + ("resume" if self.existing == "skip" else "start over")
+
     def _check_extension(self) -> None:
         if self.out != SIDECARS:
             raise UsageError(

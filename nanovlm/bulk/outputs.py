@@ -1,11 +1,9 @@
-"""Where captions are written: a .txt beside each image, or one table. Every file is replaced atomically.
+"""Where captions are written: a text file beside each image, or one .jsonl table.
 
-An interrupted run resumes where it stopped. With existing="skip", a .txt or a line of a .jsonl that exists is done.
-Otherwise a resume log, FILE.run or captions.run (see `ResumeLog`), says which images are done and what their captions
-replaced. A caption that differs from what the run has seen is never overwritten, so an edit by hand is kept.
+A caption that exists and is not empty is done, so an interrupted run resumes where it stopped.
 """
 
-import hashlib
+import errno
 import json
 import logging
 import os
@@ -16,11 +14,12 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
+from models.checkpoint import atomic_write
 from nanovlm.bulk.inputs import real_place
 from nanovlm.bulk.options import FAILURES, OutputOptions
-from nanovlm.bulk.resume_log import ResumeLog, append_row, json_line, read_log, relative, write_atomically
-from nanovlm.data.source import first_few
+from nanovlm.data.jsonl import read_jsonl, repair_jsonl
 from nanovlm.errors import UsageError
+from nanovlm.processing.image_loading import printable
 
 logger = logging.getLogger(__name__)
 
@@ -28,15 +27,10 @@ logger = logging.getLogger(__name__)
 class Output:
     """Where the captions of a run go; folder is that of the run's own files."""
 
-    log: ResumeLog | None = None
-
     def __init__(self, folder: Path, options: OutputOptions):
-        self.folder, self.options, self.existing = folder, options, options.existing
+        self.folder, self.options = folder, options
+        self.overwrites = options.existing == "overwrite"
         self.failures = folder / FAILURES  # which lists the images without a caption
-
-    @property
-    def resume_log(self) -> Path | None:
-        return None if self.log is None else self.log.path
 
     def target(self, image: str) -> Path:
         """The file that the caption of an image goes into."""
@@ -54,21 +48,19 @@ class Output:
         """Store a caption, so that no interruption loses it."""
         raise NotImplementedError
 
-    def finish(self, images: Sequence[str] = (), is_whole: bool = True) -> None:
-        """Complete the run, and sort a table's rows in the order of images; is_whole: none is left for a later run."""
-        if self.log is not None and is_whole:
-            self.log.finish()
+    def finish(self, images: Sequence[str]) -> None:
+        """Complete the run, and sort a table's rows in the order of images."""
 
 
-def open_output(options: OutputOptions, folder: Path, settings: Mapping[str, str]) -> Output:
-    """Open the output that options name; folder is where sidecars' own files go, settings tell runs apart."""
+def open_output(options: OutputOptions, folder: Path) -> Output:
+    """Open the output that options name; folder is where sidecars' own files go."""
     if options.is_stream:
         if sys.stdout is None:
             raise UsageError("captions go to standard output, but it is closed; name a table by --out captions.jsonl")
         return Stream(folder, options)
     if options.table is not None:
-        return Table(options.table, options, settings)
-    return Sidecars(folder, options, settings)
+        return Table(options.table, options)
+    return Sidecars(folder, options)
 
 
 class Stream(Output):
@@ -84,21 +76,9 @@ class Stream(Output):
 class Sidecars(Output):
     """A .txt, or a file with another extension, of the same name beside each image."""
 
-    def __init__(self, folder: Path, options: OutputOptions, settings: Mapping[str, str]):
+    def __init__(self, folder: Path, options: OutputOptions):
         super().__init__(folder, options)
         self.owners: dict[str, str] = {}  # the image of each .txt
-        if self.existing != "skip":
-            self.log = ResumeLog(folder / "captions.run", settings)
-            if self.log.is_of_other_run:
-                self.log.start_over()
-            self._check_last_entry(self.log)
-
-    def _check_last_entry(self, log: ResumeLog) -> None:
-        """Find out whether the last caption was written before a run was killed: its file then changed."""
-        if (name := log.unconfirmed) is not None:
-            entry, target = log.entries[name], self.target(os.path.join(self.folder, name))
-            if entry.get("before") != entry.get("after") and entry.get("before") == _digest(_read_bytes(target)):
-                log.discard(name)
 
     def target(self, image: str) -> Path:
         return Path(image).with_suffix(self.options.extension)
@@ -115,53 +95,35 @@ class Sidecars(Output):
         return None
 
     def is_done(self, image: str) -> bool:
-        is_logged = self.log is None or relative(image, self.folder) in self.log.entries
-        return is_logged and self.target(image).is_file()
+        target = self.target(image)
+        return not self.overwrites and target.is_file() and target.stat().st_size > 0
 
     def write(self, image: str, caption: str) -> None:
         target = self.target(image)
-        old = _read_bytes(target)
-        if self.log is None:
-            if old is None:
-                write_atomically(target, f"{caption}\n".encode())
-            else:
-                logger.warning("%s was written by somebody else during this run; it is kept", target)
+        if self.is_done(image):
+            logger.warning("%s was written by somebody else during this run; it is kept", target)
             return
-        new = f"{caption}\n".encode()
-        name = relative(image, self.folder)
-        self.log.add(name, before=_digest(old), after=_digest(new))
-        try:
-            write_atomically(target, new)
-        except Exception:
-            with suppress(OSError):  # of a full disk; the next run discards the last entry
-                self.log.discard(name)
-            raise
+        with atomic_write(target, is_locked=True) as new:
+            new.write_bytes(f"{caption}\n".encode())
 
 
 class Table(Output):
-    """One .jsonl file with columns file_name, relative to it, and text.
+    """One .jsonl file with columns file_name, relative to it, and text; other rows and columns that exist are kept.
 
-    Named metadata.jsonl, it makes the folder a Hugging Face imagefolder. Other rows and columns that exist are kept. Of
-    several rows with one file_name the first is used.
+    Named metadata.jsonl, it makes the folder a Hugging Face imagefolder. A caption is added as a line; at the end of
+    the run it moves to the image's first row, if there was one.
     """
 
-    def __init__(self, path: Path, options: OutputOptions, settings: Mapping[str, str]):
+    def __init__(self, path: Path, options: OutputOptions):
         super().__init__(path.parent, options)
         self.failures = path.with_name(f"{path.name}.{FAILURES}")  # others may write tables to the folder, too
         self.path = path
         _check_writable(path)
-        self.log: ResumeLog = ResumeLog(path.with_name(f"{path.name}.run"), settings)
-        self._read()
-        is_skip, has_texts = self.existing == "skip", all(row.get("text") for row in self.rows.values())
-        self.appends_lines = is_skip and has_texts
-        self.done: set[str] = set()
-        if not (self.log.is_of_other_run or self.appends_lines):
-            self.done |= {name for name, entry in self.log.entries.items() if entry or name in self.rows}
-        else:
-            self._merge()
-            self.log.finish()
-        if is_skip:
-            self.done |= {name for name, row in self.rows.items() if row.get("text")}
+        done = {_file_name(row) for row in self._read() if row.get("text")}
+        self.done = set() if self.overwrites else done
+        self.written: dict[str, str] = {}
+        if path.exists() and (removed := repair_jsonl(path)):  # shown, in case it was edited by hand
+            logger.warning("%s: removed its unfinished last line: %s", path, removed.decode(errors="replace"))
 
     def target(self, image: str) -> Path:
         return self.path
@@ -171,81 +133,94 @@ class Table(Output):
 
     def write(self, image: str, caption: str) -> None:
         name = relative(image, self.folder)
-        if self.appends_lines:
-            append_row(self.path, {"file_name": name, "text": caption, **self.options.fields(caption)})
-        else:
-            self.log.add(name, before=_text(self.rows.get(name, {})), text=caption)
+        append_row(self.path, {"file_name": name, "text": caption, **self.options.fields(caption)})
+        self.written[name] = caption
 
-    def finish(self, images: Sequence[str] = (), is_whole: bool = True) -> None:
-        if self.appends_lines:
-            self._read()
-            self._replace_sorted(images)
-            return
-        self._merge(images)
-        super().finish(images, is_whole)
+    def finish(self, images: Sequence[str]) -> None:
+        """Move captions to their images' rows, and sort the rows of images in the places they have together."""
+        before = self._read()  # again, as rows may have been edited during the run
+        rows = self._merged(before)
+        order = {relative(image, self.folder): i for i, image in enumerate(images)}
+        places = [i for i, row in enumerate(rows) if _file_name(row) in order]
+        in_order = sorted((rows[i] for i in places), key=lambda row: order[_file_name(row)])
+        for place, row in zip(places, in_order):
+            rows[place] = row
+        if rows != before:
+            with atomic_write(self.path, is_locked=True) as new:
+                new.write_bytes(b"".join(map(json_line, rows)))
 
-    def _read(self) -> None:
-        """Read the rows. UsageError if they are not those of a table of captions."""
-        self.all_rows = read_log(self.path)
-        for number, row in enumerate(self.all_rows, start=1):
+    def _merged(self, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The rows with each new caption in its image's first row, unless that got a text meanwhile."""
+        merged: list[dict[str, Any]] = []
+        first: dict[str, int] = {}  # place of each image's first row
+        for row in rows:
+            name = _file_name(row)
+            place = first.setdefault(name, len(merged))
+            has_more = row.keys() - {"file_name", "text", *self.options.columns}
+            if place == len(merged) or has_more:
+                merged.append(row)
+            elif not merged[place].get("text") or (self.overwrites and name in self.written):
+                merged[place] = merged[place] | row
+            elif (name, row.get("text")) not in self.written.items():
+                merged.append(row)
+        return merged
+
+    def _read(self) -> list[dict[str, Any]]:
+        """The rows. UsageError if they are not those of a table of captions."""
+        rows = read_jsonl(self.path, torn_tail="drop") if self.path.exists() else []
+        for number, row in enumerate(rows, start=1):
             if not isinstance(row.get("file_name"), str):
                 raise UsageError(f"{self.path} has rows without a file_name; name another file")
             if not isinstance(row.get("text"), (str, NoneType)):
                 raise UsageError(f"{self.path}, row {number}, has a text of another type; name another file")
-        self.rows = {_file_name(row): row for row in reversed(self.all_rows)}
-
-    def _merge(self, images: Sequence[str] = ()) -> None:
-        """Move captions from the resume log into the table, except where a row has changed since, and sort its rows.
-
-        The table is read again: a row may have been edited during the run. Merging twice changes nothing, so the run
-        may be killed anywhere in between.
-        """
-        pending = {name: entry for name, entry in self.log.entries.items() if entry}
-        if not pending:
-            return
-        self._read()
-        changed = []
-        for name, entry in pending.items():
-            row = self.rows.get(name)
-            if row is None:
-                self.rows[name] = {"file_name": name, "text": entry["text"], **self.options.fields(entry["text"])}
-                self.all_rows.append(self.rows[name])
-            elif _text(row) == entry.get("before", ""):
-                row |= {"text": entry["text"], **self.options.fields(entry["text"])}
-            elif _text(row) != entry["text"]:
-                changed.append(name)
-        if changed:
-            logger.warning("%s: kept %d texts that changed meanwhile: %s", self.path, len(changed), first_few(changed))
-        self._replace_sorted(images, has_changed=True)
-
-    def _replace_sorted(self, images: Sequence[str], has_changed: bool = False) -> None:
-        """Write all rows, those of images in their order, in the places that these rows have together."""
-        order = {relative(image, self.folder): i for i, image in enumerate(images)}
-        names = [_file_name(row) for row in self.all_rows]
-        places = [i for i, name in enumerate(names) if name in order]
-        origins = sorted(places, key=lambda i: order[names[i]])
-        if not has_changed and origins == places:
-            return
-        rows = list(self.all_rows)
-        for place, origin in zip(places, origins):
-            rows[place] = self.all_rows[origin]
-        write_atomically(self.path, b"".join(map(json_line, rows)))
+        return rows
 
 
-def _read_bytes(path: Path) -> bytes | None:
-    return path.read_bytes() if path.is_file() else None
+class FailureLog:
+    """The images of this run that have no caption, and why, in a .jsonl file, if it is given."""
+
+    def __init__(self, path: Path | None):
+        self.path = path
+        self.count, self.empty, self.is_written = 0, 0, False
+        if self.path is not None:
+            with suppress(OSError):  # the folder may be read-only
+                self.path.unlink(missing_ok=True)
+
+    def add(self, image: str, reason: str, is_empty: bool = False) -> None:
+        self.count += 1
+        self.empty += is_empty
+        logger.warning("%s: %s", printable(image), reason)
+        if self.path is not None:
+            with suppress(OSError):  # it was logged, at least
+                append_row(self.path, {"file_name": relative(image, self.path.parent), "reason": reason})
+                self.is_written = True
 
 
-def _digest(content: bytes | None) -> str | None:
-    return None if content is None else hashlib.sha256(content).hexdigest()
+def relative(image: str | os.PathLike[str], folder: Path) -> str:
+    """The path of an image relative to a folder, with / on every system."""
+    return Path(os.path.relpath(image, folder)).as_posix()
+
+
+def append_row(path: Path, row: Mapping[str, Any]) -> None:
+    """Add a line to a .jsonl file by one write, so that a kill leaves a whole line, or one that is found unfinished."""
+    line = json_line(row)
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0), 0o666)
+    try:
+        if os.write(file, line) < len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+    finally:
+        os.close(file)
+
+
+def json_line(row: Mapping[str, Any]) -> bytes:
+    try:
+        return json.dumps(row, ensure_ascii=False, default=str).encode() + b"\n"
+    except UnicodeEncodeError:  # a file name that is not valid Unicode
+        return json.dumps(row, default=str).encode() + b"\n"
 
 
 def _file_name(row: Mapping[str, Any]) -> str:
     return Path(os.path.normpath(row["file_name"])).as_posix()
-
-
-def _text(row: Mapping[str, Any]) -> str:
-    return row.get("text") or ""
 
 
 def _check_writable(path: Path) -> None:

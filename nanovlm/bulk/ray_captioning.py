@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 from nanovlm.bulk.captioning import BulkCaptioner, EmptyCaptionError, failure_reason
 from nanovlm.bulk.inputs import read_names
 from nanovlm.bulk.options import FAILURES, BulkOptions, BulkReport, OutputOptions
+from nanovlm.bulk.outputs import json_line
 from nanovlm.bulk.remote_inputs import RemoteImage, find_remote, is_container, read_images
-from nanovlm.bulk.resume_log import json_line
-from nanovlm.bulk.run import Progress, run_settings
+from nanovlm.bulk.run import Progress
 from nanovlm.bulk.shards import Done, ShardFolder
 from nanovlm.captioner import Captioner
 from nanovlm.data.file_lock import file_lock
@@ -88,7 +88,6 @@ def caption_on_ray(
     names_file: str | os.PathLike[str] | None = None,
     recursive: bool = True,
     limit: int | None = None,
-    model_settings: Mapping[str, object] | None = None,
 ) -> BulkReport:
     """Caption the images that files, folders, patterns, tars and parquet files name, by path or URI, into shards.
 
@@ -96,8 +95,7 @@ def caption_on_ray(
     prefix is used. If the run is interrupted, the same call resumes it: images that are in shards are done, all
     others are tried again. limit is the largest number of images to caption now, divided among tars and
     parquet files; the same call then goes on. A shard whose worker has died MAX_ATTEMPTS times fails. UsageError if
-    there is no cluster, or the output folder holds captions of other settings; an error of the model or of the output
-    ends the run.
+    there is no cluster; an error of the model or of the output ends the run.
     """
     options, output = options or BulkOptions(), output or OutputOptions()
     folder = ShardFolder(os.fspath(ray_options.out), ray_options.shard_format)
@@ -105,7 +103,6 @@ def caption_on_ray(
     files, others = find_remote([*names, *read_names(names_file)], recursive, exclude=folder.uri)
     folder.create()
     with file_lock(Path(folder.path, ".captions.lock"), folder.uri) if folder.is_local else nullcontext():
-        folder.check_settings(run_settings(options, output, model_settings or {}))
         done, started = folder.done(), time.perf_counter()
         todo, remaining = _limited(_todo(files, done), limit)
         reports, failures = [ShardReport(-1, failures=[(name, None, reason) for name, reason in others.missing])], []

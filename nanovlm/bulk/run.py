@@ -4,16 +4,14 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict
 from pathlib import Path
 
 from nanovlm.bulk.captioning import BulkCaptioner, EmptyCaptionError, failure_reason
 from nanovlm.bulk.inputs import ImageList, find_images, read_names
 from nanovlm.bulk.options import BulkOptions, BulkReport, OutputOptions
-from nanovlm.bulk.outputs import Output, Sidecars, Table, open_output
-from nanovlm.bulk.resume_log import FailureLog
+from nanovlm.bulk.outputs import FailureLog, Output, Sidecars, open_output
 from nanovlm.captioner import Captioner
 from nanovlm.console import progress_bar
 from nanovlm.data.file_lock import file_lock
@@ -37,16 +35,15 @@ def caption_images(
     names_file: str | os.PathLike[str] | None = None,
     recursive: bool = True,
     limit: int | None = None,
-    model_settings: Mapping[str, object] | None = None,
 ) -> BulkReport:
     """Caption every image that files, folders and patterns name, into files.
 
     captioner may be a function that loads one: it is called only if an image has no caption yet. names_file lists more
     names, see `read_names`. recursive includes subfolders. limit is the largest number of captions to write now; the
-    same call then captions the next images. If the run is interrupted, even by `kill -9`, the same call resumes it; two
-    calls are the same if their options, except batch_size, and model_settings (which model, say) are equal. Images that
-    fail are counted, and listed in failures.jsonl or, beside a table, TABLE.failures.jsonl. UsageError if the output
-    cannot be written or another run writes to it. OutputError if it could not be written on.
+    same call then captions the next images. If the run is interrupted, even by `kill -9`, the same call resumes it:
+    captions that exist are done, unless output.existing is overwrite. Images that fail are counted, and listed in
+    failures.jsonl or, beside a table, TABLE.failures.jsonl. UsageError if the output cannot be written or another run
+    writes to it. OutputError if it could not be written on.
     """
     check_positive({"limit": limit})
     options, output = options or BulkOptions(), output or OutputOptions()
@@ -55,19 +52,11 @@ def caption_images(
     with ExitStack() as stack:
         for target, lock in _lock_files(output, folders).items():
             stack.enter_context(file_lock(lock, target))
-        settings = run_settings(options, output, model_settings or {})
         try:
-            opened = open_output(output, Path(folders[0]), settings)
-        except OSError as error:  # a killed run's files are put in order first
-            raise _output_error(error, output.table or Path(folders[0]), "no caption is written") from error
+            opened = open_output(output, Path(folders[0]))
+        except OSError as error:  # a killed run's table is put in order first
+            raise _output_error(error, output.table or Path(folders[0]), "no caption is written", output) from error
         return _caption_found(captioner, images, limit, options, opened)
-
-
-def run_settings(options: BulkOptions, output: OutputOptions, model_settings: Mapping[str, object]) -> dict[str, str]:
-    """The settings that two runs must share for the second to resume the first."""
-    settings = {name: value for name, value in asdict(options).items() if name != "batch_size"}
-    settings |= {name: getattr(output, name) for name in ("existing", "prefix", "extension")}
-    return {name: str(value) for name, value in (settings | dict(model_settings)).items()}
 
 
 def _find(
@@ -85,7 +74,7 @@ def _find(
 
 
 def _folders(names: Sequence[str | os.PathLike[str]]) -> list[str]:
-    """The folders that the run's own files belong to; the first one holds its log and its failures."""
+    """The folders that the run's own files belong to; the first one holds its failures."""
     return [os.fspath(name) for name in names if os.path.isdir(name)] or ["."]
 
 
@@ -124,17 +113,15 @@ def _caption_found(
         paths = todo[tried : tried + limit - captioned]
         captioned += _write_captions(bulk, paths, output, failures)
         tried += len(paths)
-    remaining = len(todo) - tried
     try:
-        output.finish(images.paths, is_whole=not remaining)
+        output.finish(images.paths)
     except OSError as error:
-        target, log = output.target("") if isinstance(output, Table) else output.folder, output.resume_log
-        kept = log if log is not None and log.exists() else target
-        raise _output_error(error, target, f"the captions are kept in {kept}") from error
+        so_far = f"{captioned} of {len(todo)} captions are written"
+        raise _output_error(error, output.target(""), so_far, output.options) from error
     return BulkReport(
         captioned=captioned,
         already_done=len(accepted) - len(todo),
-        remaining=remaining,
+        remaining=len(todo) - tried,
         failed=failures.count,
         empty=failures.empty,
         repeated=sum(bulk.repetitions) if bulk else 0,
@@ -158,14 +145,13 @@ def _write_captions(bulk: BulkCaptioner, paths: Sequence[str], output: Output, f
                     failures.add(path, failure_reason(error, path), is_empty=isinstance(error, EmptyCaptionError))
                 progress.update(failures.count - already_failed)
         except KeyboardInterrupt:
-            logger.warning("stopped after %d of %d images; run the same command to resume", captioned, len(paths))
+            logger.warning("stopped after %d of %d images; %s", captioned, len(paths), output.options.way_on)
             raise
         except BrokenPipeError:  # the reader of a stream has left, as `head` does
             raise
         except OSError as error:
-            raise _output_error(
-                error, output.target(path), f"{captioned} of {len(paths)} captions are written"
-            ) from error
+            so_far = f"{captioned} of {len(paths)} captions are written"
+            raise _output_error(error, output.target(path), so_far, output.options) from error
     return captioned
 
 
@@ -180,10 +166,10 @@ def _write(output: Output, path: str, caption: str) -> Exception | None:
     return None
 
 
-def _output_error(error: OSError, target: Path, so_far: str) -> OutputError:
+def _output_error(error: OSError, target: Path, so_far: str, options: OutputOptions) -> OutputError:
     """The error of a run that cannot go on, which names its file, what is done and how to resume."""
     way_out = "free some space" if error.errno in DISK_FULL else "make it writable"
-    return OutputError(f"{target}: {error.strerror or error}; {so_far}; {way_out} and run the same command to resume")
+    return OutputError(f"{target}: {error.strerror or error}; {so_far}; {way_out} and {options.way_on}")
 
 
 class Progress:

@@ -4,14 +4,13 @@ import hashlib
 import json
 import os
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
+from nanovlm.bulk.outputs import json_line
 from nanovlm.bulk.remote_inputs import RemoteImage, open_filesystem
-from nanovlm.bulk.resume_log import json_line
 from nanovlm.errors import OutputError, UsageError
 
 COLUMNS = ("file_name", "member", "text")
-SETTINGS = "run.json"
 
 Done = dict[str, set[str | None]]  # members by file name; None stands for a file of one image
 
@@ -31,18 +30,6 @@ class ShardFolder:
             self.filesystem.makedirs(self.path, exist_ok=True)
         except OSError as error:
             raise UsageError(f"{self.uri}: the folder cannot be made: {error.strerror or error}") from None
-
-    def check_settings(self, settings: Mapping[str, str]) -> None:
-        """Write down the settings of a first run. UsageError if the folder holds captions of other settings."""
-        path = f"{self.path}/{SETTINGS}"
-        if not self.filesystem.exists(path):
-            return self.write(SETTINGS, json.dumps(settings, indent=1).encode())
-        stored = json.loads(self.filesystem.cat_file(path))
-        names = [name for name in settings if stored.get(name) != settings[name]]
-        if names:
-            changes = ", ".join(f"{name} {stored.get(name)!r}, not {settings[name]!r}" for name in names)
-            raise UsageError(f"{self.uri} holds captions of another run: {changes}; name another folder")
-        return None
 
     def done(self) -> Done:
         """The members by file_name that shards hold. UsageError if a shard cannot be read."""

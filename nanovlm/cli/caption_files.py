@@ -16,7 +16,6 @@ from nanovlm.errors import UsageError
 from nanovlm.options import GenerationOptions, check_positive
 from nanovlm.processing.image_loading import HEIF_EXTENSIONS, INSTALL_HEIC
 
-MODEL_SETTINGS = ("model", "adapter", "revision", "max_tiles", "upscale")  # that a resumed run shares
 ADDRESS = re.compile(r"auto|local|ray://.+|[^/\s]+:\d+")  # of a Ray cluster
 NOT_ON_RAY = ("json", "existing", "extension", "as_video")  # flags of one machine
 MIN_RATED_CAPTIONS, MIN_RATED_SECONDS = 10, 1.0  # of a run whose summary tells its rate
@@ -30,15 +29,14 @@ def caption_files(args: argparse.Namespace, generation: GenerationOptions) -> in
     output, options = output_options(args, generation.schema), bulk_options(args, generation)
     load = partial(load_captioner, model, args.prompts, generation.max_new_tokens, own_images=not on_ray)
     selection = {"names_file": args.from_file, "recursive": args.recursive is not False, "limit": args.limit}
-    settings = {name: getattr(model, name) for name in MODEL_SETTINGS}
     caption: Callable[..., BulkReport]
     if on_ray:
         from nanovlm.bulk.ray_captioning import RayOptions, caption_on_ray
 
         cluster = from_args(RayOptions, args, address=args.ray or None)
-        caption = partial(caption_on_ray, load, args.images, cluster, options, output, model_settings=settings)
+        caption = partial(caption_on_ray, load, args.images, cluster, options, output)
     else:
-        caption = partial(caption_images, load, args.images, options, output, model_settings=settings)
+        caption = partial(caption_images, load, args.images, options, output)
     if on_ray and model.model == EMBEDDED and model.adapter is None:
         print_error(EMBEDDED_NOTE)  # here, as the workers print theirs elsewhere
     report = caption(**selection)
@@ -118,15 +116,14 @@ def summary(report: BulkReport, existing: str) -> str:
         parts.append(f"{report.captioned:,} captioned in {report.seconds:.0f} s{rate}")
     if report.repeated:
         parts.append(f"{report.repeated:,} ended early as they repeated themselves")
-    if report.already_done and existing == "skip":
+    if report.already_done:
         parts.append(f"{report.already_done:,} had captions already")
-    elif report.already_done:
-        parts.append(f"{report.already_done:,} were done by this command before")
     if report.failed:
         empty = f" ({report.empty:,} with an empty caption)" if report.empty else ""
         parts.append(f"{report.failed:,} failed{empty}" + (f", see {report.failures}" if report.failures else ""))
     if report.remaining:
-        parts.append(f"{report.remaining:,} remain; run the same command for the next")
+        hint = "; run the same command for the next" if existing == "skip" else ""
+        parts.append(f"{report.remaining:,} remain{hint}")
     hints = dict.fromkeys(HEIF_EXTENSIONS, f" (to read them: {INSTALL_HEIC})")
     parts += [f"{n:,} {extension} left out{hints.get(extension, '')}" for extension, n in report.left_out.items()]
     return "; ".join(parts) or "no images"

@@ -7,7 +7,6 @@ from nanovlm.data.jsonl import read_jsonl
 from support.cli import IMAGE_NAMES
 
 OUTPUTS = ["txt", "captions.jsonl"]
-MODES = ["skip", "overwrite"]
 
 
 class Killed(BaseException):
@@ -33,7 +32,6 @@ class CaptionFiles:
         self.is_table = kind != "txt"
         self.path = folder / kind
         self.out = self.path if self.is_table else kind  # the value of --out
-        self.log = folder / (f"{kind}.run" if self.is_table else "captions.run")
         self.failures = folder / (f"{kind}.failures.jsonl" if self.is_table else "failures.jsonl")
 
     def failed(self):

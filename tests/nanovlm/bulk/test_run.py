@@ -3,7 +3,7 @@
 import logging
 
 from nanovlm.bulk import BulkOptions, OutputOptions, caption_images
-from nanovlm.bulk.run import Progress, run_settings
+from nanovlm.bulk.run import Progress
 from nanovlm.data.jsonl import read_jsonl
 from support.cli import IMAGE_NAMES, FakeTerminal, set_stream
 
@@ -18,18 +18,6 @@ def test_a_folder_is_captioned_from_python(image_folder, captions_of):
     assert (report.captioned, report.already_done, report.failed) == (5, 0, 1)
     assert report.seconds > 0 and 0 < report.utilization <= 1 and report.per_minute > 0
     assert [row["file_name"] for row in read_jsonl(report.failures)] == ["bad.png"]
-
-
-def test_runs_are_the_same_whatever_the_batch_size():
-    def settings(model="a", **options):
-        return run_settings(BulkOptions(**options), OutputOptions(), {"model": model})
-
-    assert settings(batch_size=1) == settings(batch_size=2) and "batch_size" not in settings()
-    others = [
-        {"prompt": "?"}, {"model": "b"}, {"seed": 1}, {"max_new_tokens": 3}, {"start_with": "A"},
-        {"trim_incomplete": True},
-    ]  # fmt: skip
-    assert all(settings(**other) != settings() for other in others)
 
 
 def test_progress_is_a_line_now_and_then_where_there_is_no_terminal(caplog):
