@@ -1,21 +1,22 @@
-"""Captions of many images on a Ray cluster: map_batches of Ray Data gives shards of work to actors that hold a model.
+"""Captions of many images on a Ray cluster: map_batches of Ray Data gives parts of the work to actors with a model.
 
-Each actor captions a shard with a `BulkCaptioner` and writes files of captions whole, so no interruption loses one that
-is written. If a worker dies, its shard is captioned again. Each run reads tars and parquet files from their start to
-find what is new in them, and failures.jsonl lists the failures of the last run alone.
+Each actor captions a part with a `BulkCaptioner` and writes its captions as one parquet file, whole, so no interruption
+loses one that is written. If a worker dies, its part is captioned again. failures.jsonl lists the failures of the last
+run alone.
 """
 
+import hashlib
 import logging
 import os
 import re
 import socket
 import time
 import traceback
+import uuid
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,12 +24,11 @@ from nanovlm.bulk.captioning import BulkCaptioner, EmptyCaptionError, failure_re
 from nanovlm.bulk.inputs import read_names
 from nanovlm.bulk.options import FAILURES, BulkOptions, BulkReport, OutputOptions
 from nanovlm.bulk.outputs import json_line
-from nanovlm.bulk.remote_inputs import RemoteImage, find_remote, is_container, read_images
+from nanovlm.bulk.remote_inputs import find_remote, open_filesystem, read_image
 from nanovlm.bulk.run import Progress
-from nanovlm.bulk.shards import Done, ShardFolder
 from nanovlm.captioner import Captioner
 from nanovlm.data.file_lock import file_lock
-from nanovlm.errors import MissingExtraError, NanoVLMError, UsageError
+from nanovlm.errors import MissingExtraError, NanoVLMError, OutputError, UsageError
 from nanovlm.options import check_positive
 from nanovlm.processing.image_loading import printable
 
@@ -37,16 +37,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SHARD_SIZE = 1000  # images; fewer where workers would be idle
+PART_SIZE = 1000  # images; fewer where workers would be idle
 MAX_CPUS_PER_WORKER = 4
-MAX_ATTEMPTS = 4  # at a shard whose worker dies each time
+MAX_ATTEMPTS = 4  # at a part whose worker dies each time
 ROUNDS = 2  # the attempts of one round may all be at a machine that is gone, before Ray knows it
-WORKER_DIED = f"the worker died {MAX_ATTEMPTS} times at this shard, perhaps of a lack of memory; try smaller shards"
+WORKER_DIED = f"the worker died {MAX_ATTEMPTS} times at it or at images beside it, perhaps of a lack of memory"
 
 Files = Mapping[str, "OpenFile"]  # by URI
-# Files of images, or one tar or parquet file; its members to skip; how many images to caption, None for all
-Shard = tuple[Files, set[str | None], int | None]
-Settings = tuple[Callable[[], Captioner], BulkOptions, OutputOptions, ShardFolder]
 
 
 @dataclass(frozen=True)
@@ -55,26 +52,79 @@ class RayOptions:
 
     out: str | os.PathLike[str]  # a folder, or the URI of one
     address: str | None = None  # as of ray.init; None: a running cluster, or else this machine
-    shard_format: str = "parquet"  # or jsonl
-    shard_size: int | None = None  # images; None: at most SHARD_SIZE
     cpus_per_worker: int | None = None  # None: 1 beside a GPU, else at most MAX_CPUS_PER_WORKER
     device: str = "auto"  # auto: GPUs if the cluster has any
 
     def __post_init__(self) -> None:
-        check_positive({"shard size": self.shard_size, "cpus per worker": self.cpus_per_worker})
-        if self.shard_format not in ("parquet", "jsonl"):
-            raise UsageError(f"shard format {self.shard_format!r} is none of parquet, jsonl")
+        check_positive({"cpus per worker": self.cpus_per_worker})
+
+
+class CaptionFolder:
+    """The output folder: parquet files of rows with file_name and text, each written whole."""
+
+    def __init__(self, uri: str):
+        self.filesystem, path, prefix = open_filesystem(uri)
+        self.path = path.rstrip("/")
+        self.uri, self.is_local = prefix + self.path, not prefix
+
+    def create(self) -> None:
+        """Make the folder. UsageError if that is not possible."""
+        try:
+            self.filesystem.makedirs(self.path, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"{self.uri}: the folder cannot be made: {error.strerror or error}") from None
+
+    def done(self) -> set[str]:
+        """The files that have a caption. UsageError if a file of captions cannot be read."""
+        from pyarrow import ArrowException
+        from pyarrow.parquet import read_table
+
+        done: set[str] = set()
+        for path in self.filesystem.ls(self.path, detail=False):
+            if not path.endswith(".parquet"):
+                continue
+            try:
+                with self.filesystem.open(path) as file:
+                    done.update(read_table(file, columns=["file_name"])["file_name"].to_pylist())
+            except (ArrowException, KeyError, OSError) as error:
+                raise UsageError(f"{path} is not a file of captions: {error}; move it away") from None
+        return done
+
+    def write_captions(self, group: Sequence[str], texts: Mapping[str, str]) -> None:
+        """Write the texts of a group of files, which names the parquet file: doing it again replaces it."""
+        import pyarrow
+        from pyarrow.parquet import write_table
+
+        columns = {"file_name": list(texts), "text": list(texts.values())}
+        write_table(pyarrow.table(columns), sink := pyarrow.BufferOutputStream())
+        number = hashlib.sha256("\n".join(group).encode(errors="surrogateescape")).hexdigest()[:16]
+        self.write(f"part-{number}.parquet", sink.getvalue().to_pybytes() if texts else b"")
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write a file so that it is never seen in parts, or delete it if it would be empty. OutputError if not."""
+        path, new = f"{self.path}/{name}", f"{self.path}/.{name}.{uuid.uuid4().hex}"
+        try:
+            if data:
+                self.filesystem.pipe_file(new, data)
+                self.filesystem.mv(new, path)
+            elif self.filesystem.exists(path):
+                self.filesystem.rm_file(path)
+        except OSError as error:
+            raise OutputError(f"{self.uri}/{name}: {error}; run the same command to resume") from error
+
+
+Settings = tuple[Callable[[], Captioner], BulkOptions, OutputOptions, CaptionFolder]
 
 
 @dataclass
-class ShardReport:
-    """What a worker did with a shard; error ends the run."""
+class PartReport:
+    """What a worker did with a part; error ends the run."""
 
     number: int
     captioned: int = 0
     empty: int = 0
     repeated: int = 0
-    failures: list[tuple[str, str | None, str]] = field(default_factory=list)  # file, member and reason
+    failures: list[tuple[str, str]] = field(default_factory=list)  # file and reason
     error: Exception | None = None
 
 
@@ -89,25 +139,27 @@ def caption_on_ray(
     recursive: bool = True,
     limit: int | None = None,
 ) -> BulkReport:
-    """Caption the images that files, folders, patterns, tars and parquet files name, by path or URI, into shards.
+    """Caption the images that files, folders and patterns name, by path or URI, into a folder of parquet files.
 
     load makes the captioner of a worker, so it must be something that pickle knows on every machine. Of output, only
-    prefix is used. If the run is interrupted, the same call resumes it: images that are in shards are done, all
-    others are tried again. limit is the largest number of images to caption now, divided among tars and
-    parquet files; the same call then goes on. A shard whose worker has died MAX_ATTEMPTS times fails. UsageError if
-    there is no cluster; an error of the model or of the output ends the run.
+    prefix is used. If the run is interrupted, the same call resumes it: images that are in the parquet files are done,
+    all others are tried again. limit is the largest number of images to caption now; the same call then goes on. A
+    part whose worker has died MAX_ATTEMPTS times fails. UsageError if there is no cluster; an error of the model or of
+    the output ends the run.
     """
     options, output = options or BulkOptions(), output or OutputOptions()
-    folder = ShardFolder(os.fspath(ray_options.out), ray_options.shard_format)
+    folder = CaptionFolder(os.fspath(ray_options.out))
     settings = load, options, output, folder
-    files, others = find_remote([*names, *read_names(names_file)], recursive, exclude=folder.uri)
+    files, others = find_remote([*names, *read_names(names_file)], recursive)
     folder.create()
     with file_lock(Path(folder.path, ".captions.lock"), folder.uri) if folder.is_local else nullcontext():
         done, started = folder.done(), time.perf_counter()
-        todo, remaining = _limited(_todo(files, done), limit)
-        reports, failures = [ShardReport(-1, failures=[(name, None, reason) for name, reason in others.missing])], []
+        missing = [uri for uri in files if uri not in done]
+        todo = missing[:limit]
+        reports: list[PartReport] = []
+        failures = [_failure_row(*failure) for failure in others.missing]
         try:
-            for report in chain(reports.copy(), _run(files, todo, done, ray_options, settings) if todo else ()):
+            for report in _run({uri: files[uri] for uri in todo}, ray_options, settings) if todo else ():
                 reports.append(report)
                 failures += [_failure_row(*failure) for failure in report.failures]
         finally:
@@ -115,8 +167,8 @@ def caption_on_ray(
     captioned = sum(report.captioned for report in reports)
     return BulkReport(
         captioned=captioned,
-        already_done=sum(len(done.get(uri, ())) for uri in files),
-        remaining=remaining,
+        already_done=len(files) - len(missing),
+        remaining=len(missing) - len(todo),
         failed=len(failures),
         empty=sum(report.empty for report in reports),
         repeated=sum(report.repeated for report in reports),
@@ -126,77 +178,45 @@ def caption_on_ray(
     )
 
 
-def _todo(files: Files, done: Done) -> list[str]:
-    """Images without a caption, and all tars and parquet files: what is new in them is found by reading."""
-    return [uri for uri in files if is_container(uri) or uri not in done]
-
-
-def _limited(uris: Sequence[str], limit: int | None) -> tuple[dict[str, int | None], int]:
-    """How many images to caption of each file, None for all; and how many images, or tars and so on, are left."""
-    if limit is None:
-        return dict.fromkeys(uris), 0
-    containers = [uri for uri in uris if is_container(uri)]
-    images = [uri for uri in uris if not is_container(uri)]
-    todo: dict[str, int | None] = dict.fromkeys(images[:limit], 1)
-    left = limit - len(todo)
-    for i, uri in enumerate(containers):
-        if share := left * (i + 1) // len(containers) - left * i // len(containers):
-            todo[uri] = share
-    return todo, len(uris) - len(todo)
-
-
-def _failure_row(file_name: str, member: str | None, reason: str) -> dict[str, Any]:
-    logger.warning("%s: %s", printable("/".join(filter(None, (file_name, member)))), reason)
-    return {"file_name": file_name, **({} if member is None else {"member": member}), "reason": reason}
+def _failure_row(file_name: str, reason: str) -> dict[str, str]:
+    logger.warning("%s: %s", printable(file_name), reason)
+    return {"file_name": file_name, "reason": reason}
 
 
 @dataclass
 class Worker:
-    """An actor, which captions shards with one model, at most `size` images at once."""
+    """An actor, which captions parts with one model."""
 
-    shards: Sequence[Shard]
+    parts: Sequence[Files]
     settings: Settings
-    size: int
     cores: int
     captioner: Captioner | None = None
 
-    def __call__(self, batch: Mapping[str, Sequence[int]]) -> dict[str, list[ShardReport]]:
-        number = int(batch["shard"][0])
+    def __call__(self, batch: Mapping[str, Sequence[int]]) -> dict[str, list[PartReport]]:
+        number = int(batch["part"][0])
         try:
             report = self.caption(number)
         except Exception as error:  # raised again where the run was started
             error.add_note(f"in a worker:\n{traceback.format_exc()}")
-            report = ShardReport(number, error=error)
+            report = PartReport(number, error=error)
         return {"report": [report]}
 
-    def caption(self, number: int) -> ShardReport:
-        """Caption the images of a shard and write them to the folder, in their order."""
-        (files, skip, limit), report = self.shards[number], ShardReport(number)
-        images = islice((image for uri, file in files.items() for image in read_images(uri, file, skip)), limit)
-        while first := next(images, None):
-            self._caption_group(chain([first], islice(images, self.size - 1)), report)
-        return report
-
-    def _caption_group(self, images: Iterable[RemoteImage], report: ShardReport) -> None:
-        group: dict[str, RemoteImage] = {}
+    def caption(self, number: int) -> PartReport:
+        """Caption the images of a part and write them to the folder, in their order."""
         load, options, output, folder = self.settings
+        files, report = self.parts[number], PartReport(number)
         self.captioner = self.captioner or load()
-        bulk = BulkCaptioner(
-            self.captioner,
-            options,
-            cores=self.cores,
-            read=lambda name: group[name].open(),
-        )
-        for name, result in bulk.captions(group.setdefault(image.name, image).name for image in images):
-            group[name].content, group[name].result = b"", result
-        captioned = [image for image in group.values() if isinstance(image.result, str)]
-        folder.write_shard(list(group), captioned, output.decorate)
-        report.captioned += len(captioned)
-        report.repeated += sum(bulk.repetitions)
-        for name, image in group.items():
-            if isinstance(image.result, Exception):
-                report.failures.append((image.file_name, image.member, failure_reason(image.result, name)))
-                report.empty += isinstance(image.result, EmptyCaptionError)
+        bulk = BulkCaptioner(self.captioner, options, cores=self.cores, read=lambda uri: read_image(uri, files[uri]))
+        texts: dict[str, str] = {}
+        for uri, result in bulk.captions(files):
+            if isinstance(result, str):
+                texts[uri] = output.decorate(result)
+            else:
+                report.failures.append((uri, failure_reason(result, uri)))
+                report.empty += isinstance(result, EmptyCaptionError)
+        folder.write_captions(list(files), {uri: texts[uri] for uri in files if uri in texts})
+        report.captioned, report.repeated = len(texts), sum(bulk.repetitions)
+        return report
 
 
 def plan_workers(machines: Sequence[Mapping[str, float]], options: RayOptions) -> tuple[int, int, int]:
@@ -237,33 +257,28 @@ def _connect(address: str | None) -> Any:
     return ray
 
 
-def _run(
-    files: Files, todo: Mapping[str, int | None], done: Done, options: RayOptions, settings: Settings
-) -> Iterator[ShardReport]:
-    """Caption files in shards on the cluster; a report for each shard, as they finish."""
+def _run(files: Files, options: RayOptions, settings: Settings) -> Iterator[PartReport]:
+    """Caption files in parts on the cluster; a report for each part, as they finish."""
     ray = _connect(options.address)
     count, cpus, gpus = plan_workers([node["Resources"] for node in ray.nodes() if node["Alive"]], options)
-    images = [uri for uri in todo if not is_container(uri)]
-    size = options.shard_size or max(1, min(SHARD_SIZE, -(-len(images) // (4 * count))))
-    containers = [uri for uri in todo if is_container(uri)]
-    shards: list[Shard] = [({uri: files[uri]}, done.get(uri, set()), todo[uri]) for uri in containers]
-    groups = [images[i : i + size] for i in range(0, len(images), size)]
-    shards += [({uri: files[uri] for uri in group}, set(), None) for group in groups]
+    size = max(1, min(PART_SIZE, -(-len(files) // (4 * count))))
+    uris = list(files)
+    parts = [{uri: files[uri] for uri in uris[i : i + size]} for i in range(0, len(uris), size)]
     warnings.filterwarnings("ignore", "`ray_remote_args` is deprecated")  # it has max_task_retries
-    lost, failed = dict(enumerate(shards)), 0
+    lost, failed = dict(enumerate(parts)), 0
     try:
-        with Progress(len(shards), unit="shard") as progress:
+        with Progress(len(parts), unit="part") as progress:
             for _ in range(ROUNDS):
                 if not lost:
                     break
-                rows = ray.data.from_items([{"shard": i} for i in lost], override_num_blocks=len(lost))
+                rows = ray.data.from_items([{"part": i} for i in lost], override_num_blocks=len(lost))
                 rows.context.enable_progress_bars = False
                 rows.context.autoscaling_config.actor_pool_util_upscaling_threshold = 1.0  # all workers are busy
-                rows.context.max_errored_blocks = -1  # a shard whose worker dies each time gives no report
+                rows.context.max_errored_blocks = -1  # a part whose worker dies each time gives no report
                 reports = rows.map_batches(
                     Worker,
                     batch_size=1,
-                    fn_constructor_args=(shards, settings, options.shard_size or SHARD_SIZE, cpus),
+                    fn_constructor_args=(parts, settings, cpus),
                     compute=ray.data.ActorPoolStrategy(min_size=1, max_size=count, max_tasks_in_flight_per_actor=1),
                     num_cpus=cpus,
                     num_gpus=gpus,
@@ -277,11 +292,11 @@ def _run(
                     yield report
                     progress.update(failed := failed + len(report.failures))
     except KeyboardInterrupt:
-        n_done = len(shards) - len(lost)
-        logger.warning("stopped after %d of %d shards; run the same command to resume", n_done, len(shards))
+        n_done = len(parts) - len(lost)
+        logger.warning("stopped after %d of %d parts; run the same command to resume", n_done, len(parts))
         raise
     except ray.exceptions.RayError as error:
         reason = str(error).strip().partition("\n")[0]
         raise NanoVLMError(f"the Ray cluster failed: {reason}; run the same command to resume") from error
-    for number, (uris, _, _) in lost.items():
-        yield ShardReport(number, failures=[(uri, None, WORKER_DIED) for uri in uris])
+    for number, part in lost.items():
+        yield PartReport(number, failures=[(uri, WORKER_DIED) for uri in part])

@@ -37,7 +37,6 @@ HELP = "Caption images, or answer a prompt about each; without arguments, the sa
 EXAMPLE = "nanovlm caption photos --out photos/metadata.jsonl"
 
 FILE_FLAGS = ("existing", "prefix", "extension", "batch_size", "limit", "recursive")
-RAY_FLAGS = ("shard_format", "shard_size", "cpus_per_worker")
 LENGTHS: dict[str, tuple[str, dict[str, int]]] = {  # prompt, and how long its answers may be
     "short": ("Describe this picture in a few words.", {"max_new_tokens": 48}),
     "normal": (PROMPT, {}),
@@ -156,11 +155,9 @@ def add_ray_flags(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const="",
         metavar="ADDRESS",
-        help="caption folders, tars and parquet files, by path or URI, on the cluster at this address, into the folder "
-        "or URI --out (default: a cluster that runs already, else this machine)",
+        help="caption files and folders, by path or URI, on the cluster at this address, into parquet files in the "
+        "folder or URI --out (default: a cluster that runs already, else this machine)",
     )
-    add("--shard-format", choices=("parquet", "jsonl"), help="of the files in --out (default: parquet)")
-    add("--shard-size", type=int, metavar="N", help="images in a shard (default: 1000, or fewer to use all workers)")
     add(
         "--cpus-per-worker",
         type=int,
@@ -176,7 +173,7 @@ def run(args: argparse.Namespace) -> int:
     are_several = not args.as_video and any(map(names_several, args.images))
     to_files = on_ray or (args.from_file, args.out) != (None, None) or are_several
     if not on_ray:
-        refuse_flags(args, RAY_FLAGS, "captions on a cluster: add --ray")
+        refuse_flags(args, ["cpus_per_worker"], "captions on a cluster: add --ray")
     if args.as_video and not (to_files or args.images):
         raise UsageError("--as-video needs names of frames or videos")
     if not to_files:

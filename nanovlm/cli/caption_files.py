@@ -22,7 +22,7 @@ MIN_RATED_CAPTIONS, MIN_RATED_SECONDS = 10, 1.0  # of a run whose summary tells 
 
 
 def caption_files(args: argparse.Namespace, generation: GenerationOptions) -> int:
-    """Caption what args name into files, as JSON lines or, on a Ray cluster, into shards; 1 if an image failed."""
+    """Caption what args name into files, as JSON lines, or into parquet files by Ray; 1 if an image failed."""
     on_ray = args.ray is not None
     (check_ray_flags if on_ray else check_file_flags)(args)
     model = model_options(args)
@@ -98,13 +98,13 @@ def check_ray_flags(args: argparse.Namespace) -> None:
         if getattr(args, flag) not in (None, False):
             raise UsageError(f"--{flag.replace('_', '-')} is for one machine; leave it or --ray away")
     check_positive({"--limit": args.limit})
-    if args.out is None or args.out in ("txt", "-") or re.search(r"\.(jsonl|csv|parquet)$", args.out):
+    if args.out is None or args.out in ("txt", "-") or re.search(r"\.(jsonl|parquet)$", args.out):
         given = "missing" if args.out is None else args.out
-        raise UsageError(f"--out {given} with --ray must be a folder, or the URI of one, for the shards")
+        raise UsageError(f"--out {given} with --ray must be a folder, or the URI of one, for parquet files")
     if args.samples != 1 or len(args.prompts) > 1:
         raise UsageError("--ray gives each image one caption; leave out --samples, and run it once for each --prompt")
     if "-" in args.images or not (args.images or args.from_file):
-        raise UsageError("--ray needs names of images, folders, tars or parquet files, or --from-file")
+        raise UsageError("--ray needs names of images or folders, or --from-file")
 
 
 def summary(report: BulkReport, existing: str) -> str:

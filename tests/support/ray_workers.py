@@ -8,18 +8,19 @@ from pathlib import Path
 
 from nanovlm import Captioner
 
+DEADLY_SIZE = 95, 96  # of an image
+
 
 def load_and_die(folder, times):
-    """A captioner whose process is killed, like by the kernel, at the third image it prepares; `times` times in all.
+    """A captioner whose process is killed, like by the kernel, at an image of DEADLY_SIZE; `times` times in all.
 
     The folder remembers which process was killed.
     """
     captioner = Captioner.from_pretrained()
-    prepare, n_prepared = captioner.prepare, []
+    prepare = captioner.prepare
 
     def prepare_or_die(image, prompt):
-        n_prepared.append(image)
-        if len(n_prepared) == 3 and len(list(Path(folder).iterdir())) < times:
+        if image.size == DEADLY_SIZE and len(list(Path(folder).iterdir())) < times:
             Path(folder, str(os.getpid())).touch()
             os.kill(os.getpid(), signal.SIGKILL)
         return prepare(image, prompt)

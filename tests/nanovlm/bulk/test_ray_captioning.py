@@ -1,9 +1,8 @@
-"""Captions on a Ray cluster: two workers on this machine caption files, tars and parquet files, and lose nothing."""
+"""Captions on a Ray cluster: two workers on this machine caption files, and lose nothing."""
 
 import json
 import os
 import random
-import tarfile
 import threading
 from functools import partial
 
@@ -14,12 +13,11 @@ from nanovlm.bulk.ray_captioning import MAX_ATTEMPTS, RayOptions, caption_on_ray
 from nanovlm.cli import main as cli
 from nanovlm.synthetic import draw, random_scene
 from support import ROOT
-from support.ray_workers import load_and_die, load_slowly
+from support.ray_workers import DEADLY_SIZE, load_and_die, load_slowly
 from support.serving import until
 
 pytestmark = pytest.mark.full
 ray = pytest.importorskip("ray", reason="pip install 'nanovlm[ray]'")
-pyarrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
 
 N_IMAGES = 12
@@ -39,62 +37,45 @@ def cluster():
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory):
-    """A folder of images, one of them broken, a tar and a parquet file."""
+    """A folder of images, one of them broken; the third is that at which `load_and_die` dies."""
     folder = tmp_path_factory.mktemp("photos")
     for i in range(N_IMAGES):
-        draw(random_scene(random.Random(i)), 96, 96).save(folder / f"{i:02}.png")
+        draw(random_scene(random.Random(i)), *(DEADLY_SIZE if i == 2 else (96, 96))).save(folder / f"{i:02}.png")
     (folder / "broken.png").write_bytes(b"no image")
-    with tarfile.open(folder / "two.tar", "w") as tar:
-        tar.add(folder / "01.png", "x/one.png")
-        tar.add(folder / "02.png", "x/two.png")
-    cells = [{"bytes": (folder / f"{i:02}.png").read_bytes(), "path": None} for i in (3, 4)]
-    rows = {"image": [*cells, {"bytes": b"no", "path": None}], "id": [7, 8, 9], "text": ["x", "y", "z"]}
-    parquet.write_table(pyarrow.table(rows), folder / "rows.parquet")
     return folder
 
 
 @pytest.fixture(scope="module")
 def expected(photos):
-    """The caption of each image by file name and member, by the captioner alone."""
+    """The caption of each image, by the captioner alone."""
     images = [photos / f"{i:02}.png" for i in range(N_IMAGES)]
-    texts = [text.strip() for text in Captioner.from_pretrained().captions(images)]
-    members = {("two.tar", "x/one.png"): 1, ("two.tar", "x/two.png"): 2, ("rows.parquet", "0"): 3}
-    keys = {(image.name, None): i for i, image in enumerate(images)} | members | {("rows.parquet", "1"): 4}
-    return {(str(photos / name), member): texts[i] for (name, member), i in keys.items()}
+    texts = Captioner.from_pretrained().captions(images)
+    return {str(image): text.strip() for image, text in zip(images, texts)}
 
 
 def captions(out):
-    """All rows of all shards, by file name and member, read without our own code; no image is there twice."""
-    rows = [row for shard in sorted(out.glob("shard-*.parquet")) for row in parquet.read_table(shard).to_pylist()]
-    rows += [json.loads(line) for shard in out.glob("shard-*.jsonl") for line in shard.read_text().splitlines()]
-    texts = {(row["file_name"], row["member"]): row["text"] for row in rows}
+    """The text of each file, read without our own code; no image is there twice."""
+    rows = [row for part in sorted(out.glob("*.parquet")) for row in parquet.read_table(part).to_pylist()]
+    texts = {row["file_name"]: row["text"] for row in rows}
     assert len(texts) == len(rows)
     return texts
 
 
 def failed(out):
     rows = [json.loads(line) for line in (out / "failures.jsonl").read_text().splitlines()]
-    return {(row["file_name"], row.get("member")): row["reason"] for row in rows}
+    return {row["file_name"]: row["reason"] for row in rows}
 
 
 def test_no_image_is_lost_when_a_worker_is_killed(cluster, photos, expected, tmp_path):
     killed, out = tmp_path / "killed", tmp_path / "out"
     killed.mkdir()
-    options = RayOptions(out, cpus_per_worker=1, shard_size=4)
-    report = caption_on_ray(partial(load_and_die, killed, 1), [str(photos)], options)
+    report = caption_on_ray(partial(load_and_die, killed, 1), [str(photos)], RayOptions(out, cpus_per_worker=1))
     assert len(list(killed.iterdir())) == 1
-    assert captions(out) == expected and (report.captioned, report.failed) == (len(expected), 2)
-    assert failed(out) == {
-        (str(photos / "broken.png"), None): "not an image of a known format, or a damaged one",
-        (str(photos / "rows.parquet"), "2"): "not an image of a known format, or a damaged one",
+    assert captions(out) == expected and (report.captioned, report.failed) == (len(expected), 1)
+    assert failed(out) == {str(photos / "broken.png"): "not an image of a known format, or a damaged one"}
+    assert {path.name for path in out.iterdir()} - {path.name for path in out.glob("part-*.parquet")} == {
+        "failures.jsonl"
     }
-    (table,) = [table for shard in out.glob("*.parquet") if "id" in (table := parquet.read_table(shard)).column_names]
-    assert table.select(["id", "input_text"]).to_pylist() == [
-        {"id": 7, "input_text": "x"},
-        {"id": 8, "input_text": "y"},
-    ]
-    others = {path.name for path in out.iterdir()} - {path.name for path in out.glob("shard-*.parquet")}
-    assert others == {"run.json", "failures.jsonl"}
 
 
 @pytest.mark.slow  # three runs of a fresh actor pool, each of some 6 s
@@ -102,46 +83,42 @@ def test_a_limit_is_kept_and_the_next_runs_go_on(cluster, photos, expected, tmp_
     out = tmp_path / "out"
     command = ["caption", str(photos), "--ray", "--out", str(out), "--cpus-per-worker", "1"]
     assert cli.main([*command, "--limit", "5"]) == 0
-    assert len(captions(out)) == 5 and "10 remain" in capsys.readouterr().err
-    assert cli.main([*command, "--limit", "11"]) == 1
-    assert len(captions(out)) == 5 + 10, "the last of these is broken, and one of a tar and one of a table come next"
+    assert len(captions(out)) == 5 and "8 remain" in capsys.readouterr().err
+    assert cli.main([*command, "--limit", "7"]) == 0
+    assert len(captions(out)) == 12 and "1 remain" in capsys.readouterr().err
     assert cli.main(command) == 1 and captions(out) == expected
 
 
-@pytest.mark.slow  # three runs of a fresh actor pool, each of some 6 s
+@pytest.mark.slow  # two runs of a fresh actor pool, each of some 6 s
 def test_a_rerun_captions_what_is_new_and_what_failed(cluster, photos, expected, tmp_path, capsys):
     folder, out = tmp_path / "in", tmp_path / "out"
     folder.mkdir()
-    for name in ("00.png", "01.png", "broken.png", "rows.parquet"):
+    for name in ("00.png", "01.png", "broken.png"):
         (folder / name).write_bytes((photos / name).read_bytes())
-    command = ["caption", str(folder), "--ray", "--out", str(out), "--shard-format", "jsonl"]
+    command = ["caption", str(folder), "--ray", "--out", str(out)]
     assert cli.main(command) == 1
-    first = {shard: shard.read_bytes() for shard in out.glob("shard-*")}
-    assert len(captions(out)) == 4 and len(failed(out)) == 2
+    first = {part: part.read_bytes() for part in out.glob("*.parquet")}
+    assert len(captions(out)) == 2 and len(failed(out)) == 1
     (folder / "broken.png").write_bytes((photos / "05.png").read_bytes())
     (folder / "06.png").write_bytes((photos / "06.png").read_bytes())
-    assert cli.main(command) == 1  # of the cell in the parquet file
+    assert cli.main(command) == 0 and not (out / "failures.jsonl").exists()
     assert "2 captioned" in capsys.readouterr().err.splitlines()[-1]
-    assert {shard: shard.read_bytes() for shard in first} == first
-    texts = {name: text for (name, member), text in captions(out).items() if member is None}
+    assert {part: part.read_bytes() for part in first} == first
     origins = {"00.png": "00.png", "01.png": "01.png", "broken.png": "05.png", "06.png": "06.png"}
-    assert texts == {str(folder / name): expected[str(photos / origin), None] for name, origin in origins.items()}
-    assert list(failed(out)) == [(str(folder / "rows.parquet"), "2")]
-    assert cli.main([*command, "--prompt", "What is it?"]) == 2
-    assert "prompt" in capsys.readouterr().err
+    assert captions(out) == {str(folder / name): expected[str(photos / origin)] for name, origin in origins.items()}
 
 
 @pytest.mark.slow  # a worker is restarted several times
-def test_a_shard_that_kills_every_worker_fails_and_the_others_are_captioned(cluster, photos, tmp_path):
+def test_a_part_that_kills_every_worker_fails_and_the_others_are_captioned(cluster, photos, tmp_path):
     killed, out = tmp_path / "killed", tmp_path / "out"
     killed.mkdir()
-    names = [str(photos / f"{i:02}.png") for i in range(4)]  # the third kills
-    options = RayOptions(out, cpus_per_worker=2, shard_size=3)
-    report = caption_on_ray(partial(load_and_die, killed, MAX_ATTEMPTS), names, options)
+    names = [str(photos / f"{i:02}.png") for i in range(4)]
+    load = partial(load_and_die, killed, MAX_ATTEMPTS)
+    report = caption_on_ray(load, names, RayOptions(out, cpus_per_worker=2))  # one worker, and a part for each image
     assert len(list(killed.iterdir())) == MAX_ATTEMPTS
-    assert (report.captioned, report.failed) == (1, 3)
-    assert list(captions(out)) == [(names[3], None)]
-    assert all("the worker died" in reason for reason in failed(out).values())
+    assert (report.captioned, report.failed) == (3, 1)
+    assert sorted(captions(out)) == [name for name in names if not name.endswith("02.png")]
+    assert list(failed(out)) == [names[2]] and "the worker died" in failed(out)[names[2]]
 
 
 @pytest.mark.slow  # a cluster of its own, which waits until it knows that a machine is gone
@@ -164,10 +141,10 @@ def test_no_image_is_lost_when_a_machine_of_two_is_killed(photos, expected, tmp_
     killer = threading.Thread(target=kill_the_other)
     killer.start()
     try:
-        options = RayOptions(tmp_path / "out", cluster.address, cpus_per_worker=1, shard_size=1)
+        options = RayOptions(tmp_path / "out", cluster.address, cpus_per_worker=1)
         report = caption_on_ray(partial(load_slowly, started), [str(photos)], options)
         killer.join()
     finally:
         ray.shutdown()
         cluster.shutdown()
-    assert killed and captions(tmp_path / "out") == expected and report.failed == 2
+    assert killed and captions(tmp_path / "out") == expected and report.failed == 1
