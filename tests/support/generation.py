@@ -51,3 +51,9 @@ def run(batch, *requests):
     while batch.waiting or batch.running:
         batch.step()
     return [request.output for request in requests]
+
+
+def inputs_of(captioner, images, question):
+    """Model inputs of one question about images: input_ids (1, T), and images (N, 3, S, S) or None."""
+    ids, tiles = captioner.processor.encode(images, question)
+    return {"input_ids": torch.tensor([ids]), "images": torch.cat(tiles) if tiles else None}
