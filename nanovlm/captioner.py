@@ -246,6 +246,8 @@ class Captioner:
         options = generation_options(options, changes)
         if is_one_image(images):
             raise InputError("captions takes several images, such as a list; for one image use caption")
+        if batch_size < 1:
+            raise InputError(f"batch_size={batch_size} must be 1 or more")
         for request in self.run(self._read(pair_prompts(images, prompt), options), batch_size):
             yield self.answer(request, options)
 
@@ -345,8 +347,13 @@ class Captioner:
     def _answers(
         self, prepare: Callable[[], list[Request]], options: GenerationOptions, stats: Stats | None
     ) -> list[Any]:
-        outputs = self.generate(prepare, stats or Stats())
-        requests = list(dict.fromkeys(output.request for output in outputs))
+        requests: list[Request] = []
+
+        def listed() -> list[Request]:
+            requests.extend(prepare())
+            return requests
+
+        list(self.generate(listed, stats or Stats()))
         return [self.answer(request, options) for request in requests]
 
     def answer(self, request: Request, options: GenerationOptions | None = None) -> Any:

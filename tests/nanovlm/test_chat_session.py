@@ -16,7 +16,8 @@ QUESTIONS = ["What is this?", "How many are there? <|image|>", "?", "And where i
 
 
 @pytest.fixture(params=["one tile", "many tiles"])
-def captioner(request, model_and_processor, tiled):
+def captioner(request, model_and_processor, tiled, monkeypatch):
+    monkeypatch.setenv("NANOVLM_CPU_LEVEL", "none")  # the plain modules can be watched
     return Captioner(*(model_and_processor if request.param == "one tile" else tiled))
 
 
