@@ -24,15 +24,15 @@ http = httpx.Client(timeout=60, verify=False, trust_env=False, limits=httpx.Limi
 
 
 class WatchedBatch(ContinuousBatch):
-    """Counts steps; calls before_step() before each of them, and on_add(key, images) for each prompt."""
+    """Counts steps; calls before_step() before each of them, and on_add(request) for each prompt."""
 
-    def __init__(self, model, before_step=lambda: None, on_add=lambda key, images: None, **options):
+    def __init__(self, model, before_step=lambda: None, on_add=lambda request: None, **options):
         super().__init__(model, **options)
         self.n_steps, self.before_step, self.on_add = 0, before_step, on_add
 
-    def add(self, key, input_ids, images=None, **options):
-        self.on_add(key, images)
-        super().add(key, input_ids, images, **options)
+    def add(self, request):
+        self.on_add(request)
+        super().add(request)
 
     def step(self):
         self.before_step()

@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from models.decoding import GREEDY, SamplingParams
+from models.inference.caches import TiledImage
 from models.inference.continuous_batching import ContinuousBatch
+from models.inference.request import Request
 from nanovlm import SAMPLE, ChatSession
 from nanovlm.captioner import Stats
 from nanovlm.errors import InputError
@@ -22,18 +24,18 @@ def test_tokens_that_the_schema_forces_are_read_together_and_change_no_answer(em
     answers, n_steps, eos = [], [], embedded.tokenizer.eos_token_ids
     ids, tiles = embedded.prepare(str(SAMPLE), "What is it?")
     for is_forced in (False, True):
-        batch, outputs, steps = ContinuousBatch(embedded.inference, eos_token_id=eos), {}, 0
-        for key, sampling in enumerate((GREEDY, SamplingParams(temperature=2.0, seed=3), GREEDY)):
+        batch, requests, steps = ContinuousBatch(embedded.inference, eos_token_id=eos), [], 0
+        for sampling in (GREEDY, SamplingParams(temperature=2.0, seed=3), GREEDY):
             (grammar,) = embedded.structured_output.make_processors(SCHEMA, 1)
             process = grammar if is_forced else lambda ids, logits, grammar=grammar: grammar(ids, logits)
-            some = {"max_new_tokens": 20} if key == 2 else {"logits_processor": process}
-            batch.add(key, torch.tensor(ids), torch.cat(tiles), sampling=sampling, **some)
+            requests.append(Request(ids, [TiledImage(torch.cat(tiles))], sampling, grammar=process))
+            batch.add(requests[-1])
+        requests[2].grammar, requests[2].sampler = None, None
         while batch.waiting or batch.running:
-            steps += 1
-            for output in batch.step():
-                outputs.setdefault(output.key, []).append(output.token_id)
-                n_steps += [steps] * (output.key == 0 and output.finished is not None)
-        answers.append(outputs)
+            batch.step()
+            steps += not requests[0].finished
+        n_steps.append(steps)
+        answers.append([request.output for request in requests])
     assert answers[0] == answers[1] and n_steps[1] < n_steps[0], "the keys of the object are forced"
     expected = json.loads(embedded.tokenizer.decode(answers[1][0]))
     assert embedded.caption(SAMPLE, "What is it?", schema=SCHEMA) == expected
