@@ -76,7 +76,8 @@ class InferenceModel(GenerationMixin):
 
     quantize="int8" stores the language model's linear layers in 8 bits and, with kernels, the vision encoder's and the
     projector's, too; activations are then rounded to 8 bits for every matmul (dynamic quantization). "int4" stores
-    those of the language model in 4 bits with a scale and a minimum for 32 weights. Raises InputError for other values.
+    those of the language model in 4 bits with a scale and a minimum for 32 weights, the head in 8 bits. Raises
+    InputError for other values.
     """
 
     def __init__(self, model: VisionLanguageModel, *, quantize: str | None = None):
