@@ -110,7 +110,8 @@ class Captioner:
         tokenizer = Tokenizer.from_pretrained(folder, cfg)
         model = load_model(folder, cfg, tokenizer.image_token_id, dtype, device)
         if options.adapter is not None:
-            from models.lora import merge, read_adapters
+            from models.lora import merge
+            from models.lora.files import read_adapters
 
             read_adapters(options.adapter, model)
             model = merge(model)
@@ -243,7 +244,7 @@ class Captioner:
     def start_ids(self, start_with: str) -> list[int]:
         """Ids of the beginning of an answer; without the spaces at its end, which belong to the word that follows."""
         text = start_with.rstrip()
-        return self.tokenizer.encode(self.tokenizer.answer_prefix + text) if text else []
+        return self.tokenizer.encode_answer(text)[:-1] if text else []
 
     def prepare(self, image: ImageInputs, prompt: str = PROMPT) -> EncodedPrompt:
         """Token ids and tiles of one prompt; thread-safe, so threads may prepare while the model runs."""

@@ -17,9 +17,8 @@ from models.lora import (
     fully_trained,
     merge,
     merged_state,
-    read_adapters,
-    write_adapters,
 )
+from models.lora.files import read_adapters, write_adapters
 from models.vision_language_model import load_model
 from nanovlm.training.config import TrainConfig
 from support import Package
@@ -113,13 +112,13 @@ def test_embeddings_trained_by_peft_are_read_and_written_alike(tiny_model, make_
     if tied:  # PEFT trains them apart by default
         embeddings[1].weight.add_(1)
         theirs.save_pretrained(tmp_path)
-        with pytest.raises(CheckpointError, match=r"different weights for .* tied twin.*lm_tie_weights=true"):
+        with pytest.raises(CheckpointError, match="different weights for .* tied"):
             read_adapters(tmp_path, tiny_model())
 
 
 def test_trained_embeddings_load_only_into_a_model_that_trains_them(adapted, tmp_path):
     write_adapters(tmp_path, adapted(embeddings=True))
-    with pytest.raises(CheckpointError, match=r"holds decoder\.head\.weight, which this model does not train"):
+    with pytest.raises(CheckpointError, match=r"decoder\.\w+\.weight which this model does not train"):
         read_adapters(tmp_path, adapted())
     write_adapters(tmp_path, adapted())
     with pytest.raises(CheckpointError, match=r"decoder\.token_embedding\.weight is missing"):
@@ -142,8 +141,8 @@ def test_round_trip_is_bit_exact(adapted, tiny_model, make_batch, tmp_path, embe
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"use_dora": True}, "use_dora=True is not supported, only False"),
-        ({"peft_type": "IA3"}, "peft_type=IA3 is not supported, only LORA"),
+        ({"use_dora": True}, "use_dora=True is not supported"),
+        ({"peft_type": "IA3"}, "peft_type='IA3' is not supported, only 'LORA'"),
         ({"rank_pattern": {"q_proj": 9}}, "rank_pattern"),
         ({"r": "many"}, "r=many"),
         ({"r": 4}, r"lora_A.weight is \(3, \d+\), not \(4, \d+\)"),
