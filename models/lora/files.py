@@ -167,7 +167,8 @@ def _read_tensors(path: Path, dtype: torch.dtype) -> dict[str, Tensor]:
     state: dict[str, Tensor] = {}
     with opened(path) as file:
         for name in file.keys():  # noqa: SIM118 (no mapping)
-            state[name.removeprefix(PREFIX)] = tensor = file.get_tensor(name)
+            tensor = file.get_tensor(name)
+            state[name.removeprefix(PREFIX).replace(".base_layer.", ".")] = tensor  # PEFT adds it for an adapted head
             if reason := why_unusable(tensor, dtype):
                 raise CheckpointError(f"{path}: {name} {reason}")
     return state
