@@ -112,7 +112,8 @@ class Captioner:
         tokenizer = Tokenizer.from_pretrained(folder, cfg)
         model = load_model(folder, cfg, tokenizer.image_token_id, dtype, device)
         if options.adapter is not None:
-            from models.lora import merge, read_adapters
+            from models.lora import merge
+            from models.lora.files import read_adapters
 
             read_adapters(options.adapter, model)
             model = merge(model)
@@ -373,7 +374,7 @@ class Captioner:
     def _start_ids(self, options: GenerationOptions) -> list[int]:
         """Ids of the beginning of an answer; without the spaces at its end, which belong to the word that follows."""
         text = options.start_with.rstrip()
-        return self.tokenizer.encode(self.tokenizer.answer_prefix + text) if text else []
+        return self.tokenizer.encode_answer(text)[:-1] if text else []
 
     def prepare(self, image: ImageInputs, prompt: str = PROMPT) -> tuple[list[int], list[Tensor]]:
         """Token ids of one prompt, and the tiles of each image."""
@@ -393,7 +394,7 @@ def is_one_image(images: Any) -> bool:
     """Whether it is an image or a `Video`, not several: an array of four dimensions, for example, is a batch."""
     is_one_array = is_array(images) and len(images.shape) < 4
     is_file_or_video = hasattr(images, "read") or hasattr(images, "frames")
-    return is_one_array or is_file_or_video or isinstance(images, (str, bytes, os.PathLike, Image.Image))
+    return is_one_array or is_file_or_video or isinstance(images, (str, bytes, bytearray, dict, os.PathLike, Image.Image))
 
 
 def _prepend(start: Sequence[int], ids: Iterator[int]) -> Iterator[int]:

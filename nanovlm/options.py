@@ -125,7 +125,7 @@ class ModelOptions:
         """The model to load and its revision: without a model, the one that the adapter was trained on, if it says."""
         if self.adapter is None or self.model != EMBEDDED:
             return self.model, self.revision
-        from models.lora import recorded_base
+        from models.lora.files import recorded_base
 
         name, revision = recorded_base(Path(self.adapter))
         return name or self.model, revision

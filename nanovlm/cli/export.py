@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     if not is_model_name(args.model):
         raise UsageError(f"{args.model} must be a folder with config.json, or a Hub id like owner/name")
 
-    from models.lora import ADAPTER_CONFIG, adapter_folder
+    from models.lora.files import ADAPTER_CONFIG, adapter_folder
     from nanovlm.captioner import Captioner
     from nanovlm.export.adapters import export_with_adapters
     from nanovlm.export.onnx import check_onnx_extra, export_onnx

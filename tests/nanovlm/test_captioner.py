@@ -16,7 +16,8 @@ from models.decoding import SamplingParams
 from models.inference.inference_model import InferenceModel
 from models.inference.kernels.load import WITHOUT_BF16_DOT, available_levels
 from models.inference.request import Request
-from models.lora import adapt, adapters, write_adapters
+from models.lora import adapt, adapters
+from models.lora.files import write_adapters
 from nanovlm import SAMPLE, Captioner, ChatSession
 from nanovlm.captioner import Stats
 from nanovlm.device import choose_device, choose_dtype

@@ -6,7 +6,8 @@ import sys
 import pytest
 import torch
 
-from models.lora import adapt, adapters, write_adapters
+from models.lora import adapt, adapters
+from models.lora.files import write_adapters
 from nanovlm import EMBEDDED, SAMPLE, Captioner
 from nanovlm.cli import main as cli
 from nanovlm.cli.serve import add_flags, make_service, model_name, server_options
