@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -41,11 +41,6 @@ class Example:
     hashes: tuple[str, ...] = ()  # of the bytes of each image, if it was opened from data
     columns: str = ""  # of the row that were read
     left_out: tuple[str, ...] = ()  # what of the row was not
-
-    @property
-    def key(self) -> str:
-        """The same for examples of the same images, whatever their names."""
-        return " ".join(self.hashes)
 
     def is_learned(self, k: int) -> bool:
         """Whether the k-th answer is trained on."""
@@ -177,19 +172,20 @@ class Question:
 
 
 def questions(examples: Iterable[tuple[str, Example]]) -> list[Question]:
-    """The questions of examples of named sources; answers to one prompt about one image's bytes are its references.
+    """The questions of examples of named sources; all answers to one prompt about the same images are its references.
 
     In a chat each turn is a question, with the reference answers before it as history. Masked answers are not asked.
     """
     asked: dict[Any, Question] = {}
     for number, (source, example) in enumerate(examples):
         check_answers(example)
+        files = (os.fspath(image) if isinstance(image, (str, os.PathLike)) else "" for image in example.images)
+        images = tuple(file or value for file, value in zip(files, example.hashes))
         for k, (prompt, answer) in enumerate(example.qa_pairs):
             if not example.is_learned(k):
                 continue
             history = tuple(example.qa_pairs[:k]) if example.multi_turn else ()
-            key = (source, example.key or number, prompt, history)
-            before = asked[key].references if key in asked else []
-            name, images = (asked[key].name, asked[key].images) if key in asked else (example.name, example.images)
-            asked[key] = Question(source, name, images, prompt, [*before, answer], history)
+            key = (source, images or number, prompt, history)
+            first = asked.get(key) or Question(source, example.name, example.images, prompt, [], history)
+            asked[key] = replace(first, references=[*first.references, answer])
     return list(asked.values())

@@ -69,12 +69,12 @@ def open_data(
     sources = []
     for text in data:
         path, weight = parse_data(text)
-        sources.append((_open_source(path, read, check), weight))
+        sources.append((open_source(path, read, check), weight))
     _check_options(read, [source for source, _ in sources])
     path, number = _parse_validation(validation)
     train, held_out = split(sources, 0 if path else number)
     if path:
-        own = _open_source(path, read, check)
+        own = open_source(path, read, check)
         if isinstance(own, Stream):
             raise DataError(f"--validation {path} is streamed; name a file or a folder that can be read whole")
         held_out = [Subset(own, own.usable)]
@@ -119,7 +119,8 @@ def _parse_validation(validation: float | str | os.PathLike[str] | None) -> tupl
     return None, number
 
 
-def _open_source(path: str, read: ReadOptions, check: bool) -> Source | Stream:
+def open_source(path: str, read: ReadOptions, check: bool = False) -> Source | Stream:
+    """The examples at a path, all of which are read once unless they are streamed."""
     if path == "scenes" and not os.path.exists(path):
         from nanovlm.synthetic.recipe import scene_source  # here: other data do without the drawer
 

@@ -238,7 +238,8 @@ def _turns_of(columns: _Columns, options: ReadOptions) -> Turns:
         raise ExampleError(f"{columns.name} has no question in {asked}; write one, or remove it")
     else:
         question = clean_text(columns.row[asked], columns.name)
-    question, n_marks, moved = _without_marks(_with_system(columns, [], question), columns.name)
+    question, n_marks, moved = _without_marks(question, columns.name)
+    question = _with_system(columns, [], question)
     texts = columns.row[column]
     texts = texts if isinstance(texts, (list, tuple)) else [texts]
     pairs = [(question, clean_text(text, columns.name)) for text in texts]
@@ -303,7 +304,9 @@ def _chat(chat: Any, columns: _Columns) -> Turns:
             raise ExampleError(f"{name} calls a tool, which is not trained on; remove it")
         content = message.get("content") if message.get("content") is not None else message.get("value")
         if role == "system" and not texts:
-            systems.append(_text_of_parts(content, marked, name))
+            text, n, _ = _without_marks(_text_of_parts(content, marked, name), name)
+            is_moved = is_moved or bool(n)
+            systems.append(text)
             continue
         if role is None or ROLES.get(role) != ("assistant" if len(texts) % 2 else "user"):
             raise ExampleError(
@@ -315,11 +318,9 @@ def _chat(chat: Any, columns: _Columns) -> Turns:
             texts.append(_text_of_parts(content, [], name))
             learned.append(_is_learned(message, name))
             continue
-        question = _text_of_parts(content, marked, name)
-        question = question if texts else _with_system(columns, systems, question)
-        text, n, moved = _without_marks(question, name)
+        text, n, moved = _without_marks(_text_of_parts(content, marked, name), name)
         is_moved = is_moved or moved or bool(n and texts)
-        texts.append(text)
+        texts.append(text if texts else _with_system(columns, systems, text))
     if len(texts) % 2:
         raise ExampleError(f"{name} ends with a question; its answer is missing")
     pairs = list(zip(texts[::2], texts[1::2]))

@@ -97,6 +97,9 @@ class Source:
     lines: list[str] = field(default_factory=list)  # what was read, and what was left out
     reads_json: bool = False  # so that --images has an effect
 
+    def __len__(self) -> int:
+        return len(self.rows)
+
     def __getitem__(self, i: int) -> Example:
         return replace(self.make_example(self.rows[i]), hashes=self.hashes.get(i, ()))
 
