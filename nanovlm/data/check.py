@@ -55,5 +55,7 @@ def check_data(train: Sequence[Subset], held_out: Sequence[Subset], processor: P
     for example, row in shown:
         print_text(f"\n--- {example.name}: {count(len(row.images), 'image')}, {len(row.ids)} tokens")
         for k, (question, answer) in enumerate(example.qa_pairs):
-            print_text(f"    asked:   {question}\n    {'learned' if example.is_learned(k) else 'not learned'}: {answer}")
+            print_text(
+                f"    asked:   {question}\n    {'learned' if example.is_learned(k) else 'not learned'}: {answer}"
+            )
     return 1 if errors and not skip_errors else 0

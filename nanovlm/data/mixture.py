@@ -78,7 +78,9 @@ def open_data(
         if isinstance(own, Stream):
             raise DataError(f"--validation {path} is streamed; name a file or a folder that can be read whole")
         held_out = [Subset(own, own.usable)]
-        trained = {key for source, _ in sources if isinstance(source, Source) for i in source.usable for key in source.keys(i)}
+        trained = {
+            key for source, _ in sources if isinstance(source, Source) for i in source.usable for key in source.keys(i)
+        }
         both = {key for i in own.usable for key in own.keys(i)} & trained
         if both:
             own.lines.append(f"{len(both)} of its images are also trained on")
@@ -174,7 +176,9 @@ def split(
             train.append(Subset(source, (), weight))
             if examples := source.held_out(MAX_HELD_OUT) if validation else []:
                 numbers = range(len(examples))
-                asked = Source(source.path, examples, _as_it_is, usable=numbers, hashes={i: examples[i].hashes for i in numbers})
+                asked = Source(
+                    source.path, examples, _as_it_is, usable=numbers, hashes={i: examples[i].hashes for i in numbers}
+                )
                 held_out.append(Subset(asked, numbers))
             continue
         held = [i for i in source.usable if source.keys(i)[0] in chosen]
@@ -270,6 +274,7 @@ class Mixture:
             i -= len(subset)
         raise AssertionError("a permutation holds indices below its size")
 
+
 def _apportion(shares: Sequence[float]) -> list[int]:
     """SHARE_BLOCK divided by shares, the remainder going to the largest fractions (Hamilton's method)."""
     counts = [int(share * SHARE_BLOCK) for share in shares]
@@ -315,7 +320,9 @@ class Batches:
     def __post_init__(self) -> None:
         self._readers: dict[str, Iterator[tuple[Example | ExampleError, Any]]] = {}
 
-    def __getstate__(self) -> dict[str, Any]:  # an open iterator cannot be pickled: the other process starts from states
+    def __getstate__(
+        self,
+    ) -> dict[str, Any]:  # an open iterator cannot be pickled: the other process starts from states
         return self.__dict__ | {"_readers": {}}
 
     def __call__(self, step: int) -> dict[str, Any]:

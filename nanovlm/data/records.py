@@ -57,7 +57,9 @@ class _Columns:
         """The column of a role: the one of the flag, else the only candidate of the first tier that has any."""
         if given:
             if given not in self.row:
-                raise ExampleError(f"{self.name} has no column {given!r}, only {self.listed()}; {flag} names one of these")
+                raise ExampleError(
+                    f"{self.name} has no column {given!r}, only {self.listed()}; {flag} names one of these"
+                )
             candidates = [given]
         else:
             candidates = next((found for tier in tiers if (found := self.named(tier))), [])
@@ -102,7 +104,9 @@ def to_example(row: Mapping[str, Any], options: ReadOptions) -> Example:
             raise ExampleError(f"{name} names images in its messages and in {columns.read['image']}; remove either")
         images = named or images
         if marked and len(marked) != len(images):
-            raise ExampleError(f"{name} marks the positions of {len(marked)} images, but has {len(images)}; correct either")
+            raise ExampleError(
+                f"{name} marks the positions of {len(marked)} images, but has {len(images)}; correct either"
+            )
         located = [image for value in images for image in _locate(value, name, row["__folder__"])]
         is_chat = columns.read.get("answer") in columns.present(CHATS)
         question = columns.read.get("question", "in the chat" if is_chat else "--prompt")
@@ -110,7 +114,9 @@ def to_example(row: Mapping[str, Any], options: ReadOptions) -> Example:
         return Example(
             located,
             pairs,
-            str(located[0]) if located and isinstance(located[0], str) and "image" in columns.read and not is_chat and named == [] else name,
+            str(located[0])
+            if located and isinstance(located[0], str) and "image" in columns.read and not is_chat and named == []
+            else name,
             is_chat and len(pairs) > 1,
             learned,
             columns=f"image {columns.read.get('image', 'in the chat' if named else 'none')}, question {question}, answer {answer}",
@@ -145,7 +151,11 @@ def _images_of(row: Mapping[str, Any], columns: _Columns, options: ReadOptions) 
 
 def _files_of_sample(files: Mapping[str, Any], columns: _Columns, options: ReadOptions) -> list[Any]:
     """The images among a tar sample's files: one, or pages in the order of their numbers; not a mask beside it."""
-    images = {kind: kind.rpartition(".")[0] for kind in files if f".{kind.rpartition('.')[2].lower()}" in readable_extensions()}
+    images = {
+        kind: kind.rpartition(".")[0]
+        for kind in files
+        if f".{kind.rpartition('.')[2].lower()}" in readable_extensions()
+    }
     images = {kind: stem for kind, stem in images.items() if files[kind] is not None}
     main = [kind for kind, stem in images.items() if not stem]
     pages = [kind for kind, stem in images.items() if re.search(r"\d$", stem)]
@@ -158,7 +168,9 @@ def _files_of_sample(files: Mapping[str, Any], columns: _Columns, options: ReadO
                 f"{columns.name} has the images {' and '.join(chosen)}; --image-column names the one to read"
             )
     if not chosen:
-        raise ExampleError(f"{columns.name} has no image of the types that the first samples have; write one, or remove it")
+        raise ExampleError(
+            f"{columns.name} has no image of the types that the first samples have; write one, or remove it"
+        )
     columns.row |= {kind: True for kind in files if files[kind] is not None and kind not in chosen}  # named as not read
     columns.read["image"] = "files" if len(chosen) > 1 else chosen[0]
     return [files[kind] for kind in sorted(chosen, key=lambda kind: [int(n) for n in re.findall(r"\d+", kind)])]
@@ -199,7 +211,11 @@ def image_names(record: Mapping[str, Any]) -> list[str]:
         chat = columns.row[column]
         for message in chat if isinstance(chat, list) else ():
             content = message.get("content") if isinstance(message, Mapping) else None
-            values += [_image_of_part(part) for part in content if isinstance(part, Mapping)] if isinstance(content, list) else []
+            values += (
+                [_image_of_part(part) for part in content if isinstance(part, Mapping)]
+                if isinstance(content, list)
+                else []
+            )
     flat = [one for value in values for one in (value if isinstance(value, list) else [value])]
     paths = [value.get("url", value.get("path")) if isinstance(value, Mapping) else value for value in flat]
     paths = [path.removeprefix("file://") for path in paths if isinstance(path, str) and path and "\0" not in path]

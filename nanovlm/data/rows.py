@@ -117,13 +117,20 @@ def _open_folder(path: str, options: ReadOptions) -> Rows:
     texts = by_suffix[".txt"]
     stems = {os.path.splitext(image)[0] for image in images}
     captioned = any(os.path.splitext(text)[0] in stems for text in texts)
-    top = {suffix: [file for file in by_suffix[suffix] if os.path.dirname(file) == path.rstrip("/")] for suffix in by_suffix}
+    top = {
+        suffix: [file for file in by_suffix[suffix] if os.path.dirname(file) == path.rstrip("/")]
+        for suffix in by_suffix
+    }
     records = sorted(top.get(".json", []) + top.get(".jsonl", []))
     kinds: list[tuple[str, list[str], Callable[[], Rows]]] = [
         ("metadata tables", by_suffix["metadata"], lambda: _open_metadata(path, by_suffix["metadata"], options)),
         ("images with a .txt beside each", images if captioned else [], lambda: _open_captions(path, images, texts)),
         *(
-            (f"{len(by_suffix[suffix])} {suffix} files", by_suffix[suffix], lambda s=suffix: _open_dataset(path, by_suffix[s], options))
+            (
+                f"{len(by_suffix[suffix])} {suffix} files",
+                by_suffix[suffix],
+                lambda s=suffix: _open_dataset(path, by_suffix[s], options),
+            )
             for suffix in BUILDERS
         ),
         ("tables", top.get(".csv", []), lambda: _open_tables(path, top[".csv"])),

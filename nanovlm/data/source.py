@@ -134,7 +134,9 @@ def read_source(opened: Rows, options: ReadOptions, check: bool = False) -> Sour
         raise DataError(f"{path}: no record can be used, the first: {errors[0]}")
     if len(summary.without_image) == len(usable):
         names = ", ".join(str(name) for name in opened.rows[usable[0]] if not str(name).startswith("__"))
-        raise DataError(f"no images found: no record of {path} names one, only {names}; --image-column names the column")
+        raise DataError(
+            f"no images found: no record of {path} names one, only {names}; --image-column names the column"
+        )
     if errors and not check and not options.skip_errors:
         raise DataError(
             f"{len(errors)} of {count(len(opened.rows), 'record')} of {path} cannot be used, the first: {errors[0]}; "
@@ -256,7 +258,9 @@ def open_stream(opened: Rows, options: ReadOptions) -> Stream:
         raise DataError(f"no images found: {stream.errors[0] if stream.errors else f'{opened.path} has no rows'}")
     n = summary.columns.total()
     if len(summary.without_image) == n:
-        raise DataError(f"no images found: the first {n} records of {opened.path} name none; --image-column names the column")
+        raise DataError(
+            f"no images found: the first {n} records of {opened.path} name none; --image-column names the column"
+        )
     stream.lines = [f"streamed; of the first {n}: {line}" for line in summary.lines()] + opened.notes
     if stream.errors and not options.skip_errors:
         raise DataError(f"{stream.errors[0]}; --on-error skip goes on without it")

@@ -99,7 +99,9 @@ def questions_of(subsets: Sequence[Subset], limit: int | None = None, skip_error
     asked: list[tuple[str, Example]] = []
     for subset in subsets:
         n = limit or (MAX_FROM_ENDLESS if subset.source.endless else None)
-        asked += ((subset.source.path, example) for example in islice(subset.usable(skipped if skip_errors else None), n))
+        asked += (
+            (subset.source.path, example) for example in islice(subset.usable(skipped if skip_errors else None), n)
+        )
     return QuestionList(questions(asked), skipped)
 
 
