@@ -107,21 +107,16 @@ def to_example(row: Mapping[str, Any], options: ReadOptions) -> Example:
             raise ExampleError(
                 f"{name} marks the positions of {len(marked)} images, but has {len(images)}; correct either"
             )
-        located = [image for value in images for image in _locate(value, name, row["__folder__"])]
+        located = [_locate(image, name, row["__folder__"]) for image in images]
         is_chat = columns.read.get("answer") in columns.present(CHATS)
         question = columns.read.get("question", "in the chat" if is_chat else "--prompt")
         answer = "name of the folder" if row.get("__labels__") else columns.read["answer"]
+        image = columns.read.get("image", "in the chat" if named else "none")
         return Example(
-            located,
-            pairs,
-            str(located[0])
-            if located and isinstance(located[0], str) and "image" in columns.read and not is_chat and named == []
-            else name,
-            is_chat and len(pairs) > 1,
-            learned,
-            columns=f"image {columns.read.get('image', 'in the chat' if named else 'none')}, question {question}, answer {answer}",
+            located, pairs, name, is_chat and len(pairs) > 1, learned,
+            columns=f"image {image}, question {question}, answer {answer}",
             left_out=columns.unread() + ((MOVED,) if moved else ()),
-        )
+        )  # fmt: skip
     except (AttributeError, KeyError, TypeError) as error:  # JSON may hold any type anywhere
         raise ExampleError(f"{name} has an unknown structure: {error}") from None
 
@@ -182,44 +177,22 @@ def _holds_bytes(value: Any) -> bool:
     return not isinstance(value, (str, int, float)) and value is not None
 
 
-def _locate(image: Any, name: str, folder: str) -> Iterator[Any]:
+def _locate(image: Any, name: str, folder: str) -> Any:
     """An image as it can be opened: a path from folder, bytes or a PIL image."""
     if isinstance(image, Mapping):  # of `datasets`, not decoded, or OpenAI's
         image = image.get("bytes") or image.get("path") or image.get("url")
-    if is_empty(image):
-        raise ExampleError(f"{name} has an empty value where an image should be; write its path")
-    if isinstance(image, bool | int | float | list):
+    if is_empty(image) or isinstance(image, bool | int | float | list):
         raise ExampleError(f"{name} has {image!r} where an image should be: a path, or bytes")
     if not isinstance(image, str):
-        yield image
-    elif image.startswith("data:"):
+        return image
+    if image.startswith("data:"):
         try:
-            yield base64.b64decode(image.partition(",")[2], validate=True)
+            return base64.b64decode(image.partition(",")[2], validate=True)
         except binascii.Error:
             raise ExampleError(f"{name} holds a data: image that is not base64; encode it again") from None
-    elif image.startswith(("http://", "https://")):
+    if image.startswith(("http://", "https://")):
         raise ExampleError(f"{name} names the image {image}; download it and name the file")
-    else:
-        yield os.path.normpath(os.path.join(folder, image.removeprefix("file://")))
-
-
-def image_names(record: Mapping[str, Any]) -> list[str]:
-    """Relative paths of images that a JSON record names, to find their folder."""
-    columns = _Columns(record, "")
-    values = [columns.row[column] for column in columns.named(IMAGES) or columns.named(FILES)]
-    for column in columns.named(CHATS):
-        chat = columns.row[column]
-        for message in chat if isinstance(chat, list) else ():
-            content = message.get("content") if isinstance(message, Mapping) else None
-            values += (
-                [_image_of_part(part) for part in content if isinstance(part, Mapping)]
-                if isinstance(content, list)
-                else []
-            )
-    flat = [one for value in values for one in (value if isinstance(value, list) else [value])]
-    paths = [value.get("url", value.get("path")) if isinstance(value, Mapping) else value for value in flat]
-    paths = [path.removeprefix("file://") for path in paths if isinstance(path, str) and path and "\0" not in path]
-    return [path for path in paths if not os.path.isabs(path) and not re.match("data:|https?://", path)]
+    return os.path.normpath(os.path.join(folder, image.removeprefix("file://")))
 
 
 # ---------------------------------------------------------------------------------------------------- texts

@@ -9,14 +9,18 @@ import json
 import os
 import re
 import tarfile
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from models.checkpoint import CONFIG, INDEX, WEIGHTS
+from nanovlm.data.examples import ExampleError
 from nanovlm.data.jsonl import read_jsonl, reading_errors
+from nanovlm.data.records import to_example
 from nanovlm.errors import INSTALL_DATA, DataError, MissingExtraError, first_line
 from nanovlm.options import ReadOptions
 from nanovlm.processing.image_loading import readable_extensions
@@ -43,11 +47,20 @@ class Rows:
     stream: Any = None  # an IterableDataset of `datasets`
     notes: list[str] = field(default_factory=list)
     images: str | None = None  # folder of the images, if the rows name files
+    listed: Sequence[str] = ()  # the images in it
     reads_json: bool = False  # so that --images has an effect
 
 
 def open_rows(path: str, options: ReadOptions) -> Rows:
     """Rows of a folder, a file or a Hub data set. DataError for anything else."""
+    rows = _open(path, options)
+    if rows.images:
+        names = filter(_is_image, _training_split(sorted(walk(rows.images)))[0])
+        rows.listed = [os.path.join(rows.images, name) for name in names]
+    return rows
+
+
+def _open(path: str, options: ReadOptions) -> Rows:
     if os.path.isdir(path):
         return _open_folder(path, options)
     suffix = os.path.splitext(path.partition("?")[0])[1].lower()
@@ -64,6 +77,10 @@ def open_rows(path: str, options: ReadOptions) -> Rows:
     if HUB_DATASET.fullmatch(path):
         return _open_dataset(path, [], options)
     raise DataError(f"{path}: no such file or folder; data is {KINDS}")
+
+
+def _is_image(name: str) -> bool:
+    return os.path.splitext(name)[1].lower() in readable_extensions()
 
 
 def first_few(names: Sequence[str]) -> str:
@@ -145,8 +162,7 @@ def _open_folder(path: str, options: ReadOptions) -> Rows:
     unread = [text for text in unread if not text.startswith("images")]
     if unread:
         notes.append(f"reading the {found[0][0]}; not read: {'; '.join(unread)}; name those to add them")
-    rows.path = path
-    rows.notes = notes + rows.notes + _unlisted(rows, path, images)
+    rows.path, rows.notes = path, notes + rows.notes
     return rows
 
 
@@ -157,35 +173,13 @@ def _training_split(names: Sequence[str]) -> tuple[list[str], list[str]]:
     """
 
     def splits(name: str) -> set[str]:
-        is_image = os.path.splitext(name)[1].lower() in (*readable_extensions(), ".txt")
-        return set(SPLITS.findall((os.path.dirname(name) if is_image else name).lower()))
+        is_example = _is_image(name) or name.endswith(".txt")
+        return set(SPLITS.findall((os.path.dirname(name) if is_example else name).lower()))
 
     others = [name for name in names if splits(name) and not splits(name) & TRAINING]
     if not others or not any(splits(name) & TRAINING for name in names):
         return list(names), []
     return [name for name in names if name not in set(others)], others
-
-
-def _unlisted(rows: Rows, path: str, images: Sequence[str]) -> list[str]:
-    """A note on the images in a folder that no row names."""
-    if rows.images is None or rows.stream is not None or not isinstance(rows.rows, list):
-        return []
-    named = {os.path.realpath(str(file)) for row in rows.rows for file in _strings(row)}
-    missing = [image for image in images if os.path.realpath(image) not in named]
-    return [f"not read: {len(missing)} images that no text names, the first {missing[0]}"] if missing else []
-
-
-def _strings(row: Row) -> Iterator[str]:
-    """Paths that a row may name: every short string in it, from the folder of its images."""
-    pending = [value for key, value in row.items() if key not in ("__folder__", "__name__")]
-    while pending:
-        value = pending.pop()
-        if isinstance(value, Mapping):
-            pending += value.values()
-        elif isinstance(value, list):
-            pending += value
-        elif isinstance(value, str) and len(value) < 1000 and "\0" not in value:
-            yield os.path.join(row["__folder__"], value.removeprefix("file://"))
 
 
 def _open_captions(path: str, images: Sequence[str], texts: Sequence[str]) -> Rows:
@@ -258,10 +252,9 @@ def read_csv(path: Path) -> list[dict[str, Any]]:
         if column and columns.count(column) > 1:  # Excel may write columns without a name
             raise DataError(f"{path} has several columns named {column!r}; rename or remove all but one")
     for number, row in enumerate(rows, start=1):
-        if None in row or None in row.values():  # DictReader's key for cells too many, and its value for those missing
-            problem = "more" if None in row else "fewer"
+        if None in row:  # DictReader's key for them
             raise DataError(
-                f"{path}, row {number}, has {problem} cells than columns; put quotes around a text that holds {delimiter!r}"
+                f"{path}, row {number}, has more cells than columns; put quotes around a text that holds {delimiter!r}"
             )
     return rows
 
@@ -288,10 +281,9 @@ def _open_json(path: str, options: ReadOptions) -> Rows:
         raise DataError(f"{path} holds {type(content).__name__}, not a list of examples; write [...] around them")
     if not content:
         raise DataError(f"no images found: {path} has no record; name another file")
-    for i, record in enumerate(content):
-        if not isinstance(record, dict):
-            raise DataError(f"{path}[{i}] is {type(record).__name__}, not an object")
-    folder = options.images or _image_folder(path, content)
+    if not all(isinstance(record, dict) for record in content):
+        raise DataError(f"{path} has records that are no objects; correct it")
+    folder = options.images or _image_folder(path, content, options)
     rows = [record | {"__folder__": folder, "__name__": f"{path}[{i}]"} for i, record in enumerate(content)]
     return Rows(path, rows, images=folder or ".", reads_json=True)
 
@@ -306,24 +298,22 @@ def _coco(path: str, content: dict[str, Any]) -> list[dict[str, Any]]:
             records[image["id"]] = {"file_name": image["file_name"], "captions": []}
         for annotation in content["annotations"]:
             records[annotation["image_id"]]["captions"].append(annotation["caption"])
-    except KeyError as error:
+    except (KeyError, TypeError) as error:
         raise DataError(f"{path} looks like COCO's captions, but lacks {error}, a key or an image's id") from None
-    except TypeError as error:
-        raise DataError(f"{path} looks like COCO's captions, but has another structure: {error}; correct it") from None
     return list(records.values())
 
 
-def _image_folder(path: str, records: Sequence[Row]) -> str:
+def _image_folder(path: str, records: Sequence[Row], options: ReadOptions) -> str:
     """The folder that a JSON file's image paths start from: its own, or the one folder below it that has all."""
-    from nanovlm.data.records import image_names
-
-    folder = Path(path).parent
-    names = [name for record in records for name in image_names(record)]
+    folder, names = Path(path).parent, []
+    for record in records:
+        with suppress(ExampleError):  # which reading the rows reports
+            images = to_example({**record, "__folder__": "", "__name__": ""}, options).images
+            names += [image for image in images if isinstance(image, str) and not os.path.isabs(image)]
     if not names or any((folder / name).is_file() for name in names):
         return str(folder)
-    below = {folder / os.path.dirname(file) for file in walk(folder)}
-    below |= {parent for sub in below for parent in sub.parents if folder in parent.parents}
-    complete = sorted(str(sub) for sub in below - {folder} if all((sub / name).is_file() for name in names))
+    below = {parent for file in walk(folder) for parent in (folder / file).parents if folder in parent.parents}
+    complete = sorted(str(sub) for sub in below if all((sub / name).is_file() for name in names))
     if len(complete) == 1:
         return complete[0]
     problem = f"which {' and '.join(complete)} have" if complete else f"which is not in {folder} or one folder below it"
@@ -382,24 +372,17 @@ def plain_row(row: dict[str, Any], features: Any, folder: str, name: str) -> Row
 
 
 def _check_tars(files: Iterable[str]) -> list[str]:
-    """Notes on what `datasets` passes over in tars; DataError for two samples of one name."""
-    notes, types, unread = [], set(), []
-    n_samples = 0
+    """Notes on what `datasets` passes over in tars; DataError for two files of one name."""
+    notes, samples, unread = [], dict[str, set[str]](), []
     for file in files:
         with reading_errors(file), tarfile.open(file) as tar:
             names = [member.name for member in tar if member.isfile()]
-        seen, last = set(), None
+        if twice := [name for name, n in Counter(names).items() if n > 1]:
+            raise DataError(f"{file} has two files {twice[0]}; name one otherwise")
         for name in names:
-            if name in seen:
-                raise DataError(f"{file} has two files {name}; name one otherwise")
-            seen.add(name)
-            stem, _, kind = os.path.basename(name).partition(".")
-            key = os.path.join(os.path.dirname(name), stem)
-            n_samples += key != last
-            last = key
-            if n_samples <= 5:
-                types.add(kind)
-            elif kind not in types:
+            key, _, kind = os.path.basename(name).partition(".")
+            samples.setdefault(f"{file} {os.path.dirname(name)} {key}", set()).add(kind)
+            if kind not in set().union(*islice(samples.values(), 5)):
                 unread.append(f"{file}: {name}")
         with open(file, "rb") as raw:
             raw.seek(-1024, os.SEEK_END)

@@ -146,6 +146,9 @@ def read_source(opened: Rows, options: ReadOptions, check: bool = False) -> Sour
     where = f" in {opened.images}" if opened.images and opened.images != path else ""
     source.lines = [f"{count(len(usable), 'example')}, {count(n_images, 'different image')}{where}", *summary.lines()]
     source.lines += opened.notes
+    read = {os.path.realpath(name) for name in known}
+    if unread := [name for name in opened.listed if os.path.realpath(name) not in read]:
+        source.lines.append(f"not read: {count(len(unread), 'image')}, the first {unread[0]}")
     if errors:
         source.lines.append(f"left out: {count(len(errors), 'record')}, the first: {errors[0]}")
     return source

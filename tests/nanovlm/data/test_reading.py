@@ -1,5 +1,6 @@
 """What is read of files as people have them: the examples and the lines that say so, or a refusal of one line."""
 
+import base64
 import subprocess
 import sys
 from dataclasses import replace
@@ -64,7 +65,7 @@ READ = {
     "labels in splits": ({f"{s}/{k}/1.png": A for s in ("train", "val") for k in ("x", "y")}, ".", {},
                          [([1], [("What?", "x")]), ([1], [("What?", "y")])], ["answer: x, y", "not read: 2 files"]),
     "jsonl table": (table([{"file_name": "a.png", "text": " x\n", "n": 1}], "metadata.jsonl"), ".", {}, CAPTION,
-                    ["image file_name", "column n (1 record", "1 images that no text names, the first ./b.png"]),
+                    ["image file_name", "column n (1 record", "not read: 1 image, the first ./b.png"]),
     "csv table": (table("File Name;Text\na.png;x\n", "my.csv"), ".", {}, CAPTION, ["image File Name"]),
     "csv file": (table('file_name,text\na.png,"x, ""y"""\n', "my.csv"), "my.csv", {}, [([1], [("What?", 'x, "y"')])], []),
     "tables in folders": ({"in/a.png": A, "in/metadata.csv": "file_name,text\na.png,x\n"}, ".", {}, CAPTION, []),
@@ -108,7 +109,7 @@ READ = {
                      ["position of an image"]),
     "preferences": (rows({"image": "a.png", "prompt": "Q?", "chosen": "A.", "rejected": "B."}), "d.json",
                     {"text_column": "chosen"}, ONE, ["not read: column rejected"]),
-    "a data: address": (rows({"image": "data:image/png;base64," + __import__("base64").b64encode(A).decode(), "text": "x"}),
+    "a data: address": (rows({"image": "data:image/png;base64," + base64.b64encode(A).decode(), "text": "x"}),
                         "d.json", {}, CAPTION, []),
 }  # fmt: skip
 
