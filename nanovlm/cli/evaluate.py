@@ -38,8 +38,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const="default",
         metavar="N_OR_SHARE_OR_PATH",
-        help="ask only what training with the same --validation holds out; without a value, what it holds out by default "
-        "(default: all examples)",
+        help="ask only what training with the same --validation holds out; without a value, what it holds out by "
+        "default (default: all examples)",
     )
     add("--limit", type=int, metavar="N", help="ask of each source at most the first N examples")
     add(
@@ -66,8 +66,8 @@ def run(args: argparse.Namespace) -> int:
     check_data_names(args.data)
     model, read = model_options(args), from_args(ReadOptions, args)
 
-    from nanovlm.evaluation import METRICS, EvaluationOptions, evaluate, load_metric, questions_of
     from nanovlm.data import open_data
+    from nanovlm.evaluation import METRICS, EvaluationOptions, evaluate, load_metric, questions_of
 
     metrics = dict(map(load_metric, args.metric or ())) or METRICS
     validation = None if args.validation == "default" else args.validation or 0

@@ -116,7 +116,7 @@ def _parse_validation(validation: float | str | os.PathLike[str] | None) -> tupl
         number = float(validation)
     except (TypeError, ValueError):
         return os.fspath(validation), None
-    if not 0 <= number < math.inf or number > 1 and number % 1:
+    if not 0 <= number < math.inf or (number > 1 and number % 1):
         raise UsageError(f"--validation {validation} must be a whole number, a share below 1 or a path")
     return None, number
 
@@ -199,7 +199,7 @@ def _as_it_is(example: Example) -> Example:
 
 
 def _choose(sources: Sequence[Source], wanted: int) -> set[str]:
-    """The keys to hold out: of groups of examples that share images those with the lowest hashes, until enough are held."""
+    """Keys to hold out: groups of examples that share images, by the lowest hashes, until enough are held."""
     parent: dict[str, str] = {}
 
     def find(key: str) -> str:
@@ -301,7 +301,7 @@ def _permutation(n: int, seed: str) -> Tensor:
 class Batches:
     """A function step -> batch, see `collate`, which can be pickled.
 
-    It is pure, except for streams, which are read on: batch n is of part n % n_parts of a stream, so that a process that
+    It is pure, except for streams, which are read on: batch n is of part n % n_parts, so that a process that
     makes every n_parts-th batch reads one part. Such a batch has its stream's states under STREAMS; `states` holds those
     to go on from.
     """

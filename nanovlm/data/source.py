@@ -174,7 +174,7 @@ class Stream:
     def read(
         self, seed: str, part: int = 0, n_parts: int = 1, state: dict[str, Any] | None = None
     ) -> Iterator[tuple[Example | ExampleError, dict[str, Any]]]:
-        """Endlessly, the examples of a part that are not held out, or why one cannot be used, each with the state after it.
+        """Yield a part's training examples endlessly, or the error of an unusable one, each with the state after it.
 
         A reader that is given this state goes on behind it.
         """
@@ -231,7 +231,7 @@ class Stream:
             data = self.dataset.shard(self.dataset.num_shards, shard)
             if state is not None:
                 data.load_state_dict(state)
-            tables = iter(data)
+            tables = data.iter(batch_size=1)  # iter(data) would divide shards among DataLoader workers
             for number in count_from(window):
                 start = data.state_dict()
                 rows = [row for table in islice(tables, SHUFFLE_WINDOW) for row in table.to_pylist()]

@@ -202,8 +202,8 @@ class FinetuneOptions:
     device: str = setting("auto", "where to train", choices=("auto", "cpu", "cuda", "mps"))
     validation: str | float | None = setting(
         None,
-        "hold out N examples, or below 1 a share of them; 0 holds out none; or a folder or file of examples to evaluate "
-        "on (default: a tenth, at most 200, but none of fewer than 100 examples or of streamed data)",
+        "hold out N examples, or below 1 a share of them; 0 holds out none; or a folder or file of examples to "
+        "evaluate on (default: a tenth, at most 200, but none of fewer than 100 examples or of streamed data)",
         metavar="N_OR_SHARE_OR_PATH",
         needs="data",
     )

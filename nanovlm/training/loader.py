@@ -35,7 +35,7 @@ class Batches(Iterator[Batch]):
 def load_batches(
     get_batch: Callable[[int], Batch], numbers: range, num_workers: int, state: dict[str, Any] | None = None
 ) -> Iterator[Batches]:
-    """get_batch(number) for each of the numbers; the workers end with the context. Streams go on from a former state."""
+    """get_batch(number) for each of the numbers; workers end with the context, streams go on from state."""
     if hasattr(get_batch, "states"):
         get_batch = replace(get_batch, states=dict(state or {}))  # type: ignore[type-var]  # nanovlm.data.Batches
     loader: DataLoader = DataLoader(

@@ -105,7 +105,7 @@ def test_held_out_images_stay_when_data_grow_and_share_no_image():
     "images",
     [
         [[f"{i // 2}.png"] for i in range(40)],
-        [[f"{i // 4}.png", f"{i}.png"] for i in range(40)],
+        [[f"{i // 4}.png", f"own {i}.png"] for i in range(40)],
         [[f"{i}.png", f"{i + 1}.png"] if i % 5 else [f"{i}.png"] for i in range(40)],
     ],
     ids=["questions of one image", "one image in several sets", "chains"],
