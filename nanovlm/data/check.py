@@ -6,7 +6,7 @@ from itertools import islice
 
 from nanovlm.console import count, print_text, progress_bar
 from nanovlm.data.examples import IGNORE_INDEX, EncodedExample, Example, ExampleError, encode_checked
-from nanovlm.data.mixture import Subset
+from nanovlm.data.mixture import Subset, source_lines
 from nanovlm.processing.processor import Processor
 
 MAX_FROM_ENDLESS = 1000  # examples to read of a source that has no end
@@ -21,6 +21,7 @@ def check_data(train: Sequence[Subset], held_out: Sequence[Subset], processor: P
     """
     sources = dict.fromkeys(subset.source for subset in [*train, *held_out])
     errors = [error for source in sources for error in source.errors]
+    print_text("\n".join(source_lines(train, held_out)))
     shown: list[tuple[Example, EncodedExample]] = []
     for subset in [*train, *held_out]:
         labels: Counter[str] = Counter()

@@ -61,7 +61,7 @@ class Subset:
 def open_data(
     data: Sequence[str | os.PathLike[str]], read: ReadOptions, validation: float | str | None, *, check: bool = False
 ) -> tuple[list[Subset], list[Subset]]:
-    """The training examples and the held-out examples of each source, see `split`; lines say what was read.
+    """The training examples and the held-out examples of each source, see `split`; `source_lines` says what was read.
 
     validation may also be the path of a set of its own. With check, rows that cannot be used are listed in their
     source's errors and do not raise.
@@ -84,11 +84,13 @@ def open_data(
         both = {key for i in own.usable for key in own.keys(i)} & trained
         if both:
             own.lines.append(f"{len(both)} of its images are also trained on")
-    if os.environ.get("RANK", "0") == "0":
-        for source in dict.fromkeys([*(source for source, _ in sources), *(subset.source for subset in held_out)]):
-            for line in source.lines:
-                logger.info("%s: %s", source.path, line)
     return train, held_out
+
+
+def source_lines(train: Sequence[Subset], held_out: Sequence[Subset]) -> list[str]:
+    """Lines that say of each source what was read of it and what was left out."""
+    sources = dict.fromkeys(subset.source for subset in [*train, *held_out])
+    return [f"{source.path}: {line}" for source in sources for line in source.lines]
 
 
 def parse_data(name: str | os.PathLike[str]) -> tuple[str, float | None]:
@@ -301,7 +303,7 @@ def _permutation(n: int, seed: str) -> Tensor:
 class Batches:
     """A function step -> batch, see `collate`, which can be pickled.
 
-    It is pure, except for streams, which are read on: batch n is of part n % n_parts, so that a process that
+    It is pure, except for streams, which are read on: batch n is of part n % n_parts, so a process that
     makes every n_parts-th batch reads one part. Such a batch has its stream's states under STREAMS; `states` holds those
     to go on from.
     """

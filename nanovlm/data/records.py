@@ -13,8 +13,8 @@ from nanovlm.options import ReadOptions
 from nanovlm.processing.image_loading import readable_extensions
 
 IMAGES = (
-    "images", "image", "image_path", "image_paths", "image_file", "image_files", "image_name", "image_url", "image_bytes",
-    "img", "imgs", "img_path", "picture", "pictures", "photo", "photos",
+    "images", "image", "image_path", "image_paths", "image_file", "image_files", "image_name", "image_url",
+    "image_bytes", "img", "imgs", "img_path", "picture", "pictures", "photo", "photos",
 )  # fmt: skip
 FILES = ("file_name", "filename", "file", "file_path", "filepath", "path")  # of the image, unless another column has it
 CHATS = ("messages", "conversations", "conversation", "texts")
@@ -28,7 +28,7 @@ ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assi
 WEIGHTS = ("weight", "loss", "train", "training", "trainable")  # keys of a message that say whether it is learned
 MARK = re.compile("<image>")  # an image's position in the text of LLaVA and its followers
 OTHER_MARKS = re.compile(
-    r"<\|?(?:image|img|video|audio|vision|picture)[ _-]?(?:\d+|pad|start|here|placeholder)?\|?>|\[IMG\]|<start_of_image>",
+    r"<\|?(?:image|img|video|audio|vision|picture)[ _-]?(?:\d+|pad|start|here)?\|?>|\[IMG\]|<start_of_image>",
     re.IGNORECASE,
 )
 MISSING = ("nan", "<na>")  # as pandas writes a missing value into text
@@ -66,7 +66,7 @@ class _Columns:
             candidates = candidates or next((found for tier in tiers if (found := self.present(tier))), [])[:1]
         if len(candidates) > 1:
             raise ExampleError(
-                f"{self.name} has {' and '.join(map(repr, candidates))}, each of which may be the {role}; {flag} names it"
+                f"{self.name} has {' and '.join(map(repr, candidates))}, each may be the {role}; {flag} names it"
             )
         if candidates:
             self.read[role] = candidates[0]
@@ -339,7 +339,7 @@ def _is_learned(message: Mapping[str, Any], name: str) -> bool:
 
 
 def _text_of_parts(content: Any, marked: list[Any], name: str) -> str:
-    """The text of a string or a list of parts, with <image> for each image, which `marked` takes: None if only a mark."""
+    """The text of a string or a list of parts, with <image> for each image; marked takes these."""
     texts: list[str] = []
     for part in [{"type": "text", "text": content}] if not isinstance(content, list) else content:
         part = {"type": "text", "text": part} if isinstance(part, str) else part

@@ -9,6 +9,7 @@ from hashlib import blake2b
 from nanovlm.console import count
 from nanovlm.data import ExampleError, Mixture, Source, Stream, Subset, open_data
 from nanovlm.data.mixture import parse_data as parse_data
+from nanovlm.data.mixture import source_lines
 from nanovlm.errors import TrainingError, UsageError
 from nanovlm.training.checkpointing import stored_settings
 from nanovlm.training.config import FinetuneOptions, TrainConfig
@@ -62,7 +63,7 @@ def count_steps_per_epoch(mixture: Mixture, cfg: TrainConfig) -> float:
 
 
 def describe_data(mixture: Mixture, held_out: Sequence[Subset], cfg: TrainConfig, validation: float | None) -> str:
-    """One line: how many examples each source has, how often each is shown, and how many are held out."""
+    """Lines that say what was read, and one how often each example is shown, and how many are held out."""
     batches = cfg.max_steps * cfg.gradient_accumulation_steps * world_size()
     parts = []
     for subsets, share in zip(mixture.groups, mixture.shares):
@@ -81,7 +82,8 @@ def describe_data(mixture: Mixture, held_out: Sequence[Subset], cfg: TrainConfig
             parts.append("nothing held out (--validation 0.05 holds out 5%)")
         elif not all(source.endless for source in sources):
             parts.append("nothing held out (--validation N holds out N)")
-    return "; ".join(parts)
+    training = [subset for group in mixture.groups for subset in group]
+    return "\n".join([*source_lines(training, held_out), "; ".join(parts)])
 
 
 @contextmanager

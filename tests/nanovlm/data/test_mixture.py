@@ -1,6 +1,5 @@
 """The order of examples is a pure function of seed and position, shares are kept, and held-out images stay so."""
 
-import logging
 import pickle
 import random
 from collections import Counter
@@ -11,7 +10,7 @@ from PIL import Image
 
 from nanovlm.data import Batches, Example, ExampleError, Mixture, ReadOptions, Source, Subset, open_data
 from nanovlm.data.examples import questions
-from nanovlm.data.mixture import split
+from nanovlm.data.mixture import source_lines, split
 from nanovlm.data.source import digest_of
 from nanovlm.errors import DataError, NanoVLMError, UsageError
 from nanovlm.processing.image_loading import augment
@@ -148,16 +147,14 @@ def test_splits_that_leave_nothing_are_refused(sources, validation, message):
 
 
 @pytest.fixture
-def cards(tmp_path, monkeypatch, caplog):
+def cards(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    caplog.set_level(logging.INFO, "nanovlm")
     for k in range(20):  # ten images under two names
         write(f"cards/{k}.png", png(k // 2))
         write(f"cards/{k}.txt", f"card {k}")
     write("own/a.png", png(3))
     write("own/b.png", png(15))
     write("own/metadata.csv", "file_name,text\na.png,x\nb.png,y\n")
-    return caplog
 
 
 def test_copies_of_an_image_are_on_one_side_and_the_flag_may_be_text(cards):
@@ -166,13 +163,13 @@ def test_copies_of_an_image_are_on_one_side_and_the_flag_may_be_text(cards):
     assert [len(train[0]), len(held_out[0])] == [16, 4] and not sides[0] & sides[1]
     again = open_data(["./cards"], ReadOptions(), 0.2)[1][0]
     assert again.indices == held_out[0].indices
-    assert any("reading image image, question --prompt, answer text" in line for line in cards.messages)
+    assert "cards: reading image image, question --prompt, answer text" in source_lines(train, held_out)
 
 
 def test_a_validation_set_of_ones_own(cards):
-    (train,), (held_out,) = open_data(["cards"], ReadOptions(), "own")
+    (train,), (held_out,) = sides = open_data(["cards"], ReadOptions(), "own")
     assert len(train) == 20 and [example.qa_pairs[0][1] for example in held_out] == ["x", "y"]
-    assert "own: 1 of its images are also trained on" in cards.messages
+    assert "own: 1 of its images are also trained on" in source_lines(*sides)
 
 
 @pytest.mark.parametrize(

@@ -129,10 +129,10 @@ TWICE = coco([(1, "a.png"), (1, "b.png")], [(1, "x")])[1]
 # id: files, path, words of the refusal
 REFUSED = {
     "two answers": (rows({"image": "a.png", "text": "x", "caption": "y"}), "d.json",
-                    "'text' and 'caption', each of which may be the answer; --text-column names it"),
+                    "'text' and 'caption', each may be the answer; --text-column names it"),
     "two questions": (qa(prompt="P?"), "d.json", "may be the question; --prompt-column names it"),
     "two images": (qa(img="b.png"), "d.json", "may be the image; --image-column names it"),
-    "a chat beside columns": (chat(ASK, SAY, caption="x"), "d.json", "'messages' and 'caption', each of which"),
+    "a chat beside columns": (chat(ASK, SAY, caption="x"), "d.json", "'messages' and 'caption', each may be"),
     "choices": (qa(choices=["A.", "B."]), "d.json", "has choices beside its answer"),
     "no text": (rows({"image": "a.png", "words": "x"}), "d.json", "only image, words; name one with --text-column"),
     "nan": (rows({"image": "a.png", "text": float("nan")}), "d.json", "an empty answer"),
