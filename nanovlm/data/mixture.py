@@ -304,8 +304,8 @@ class Batches:
     """A function step -> batch, see `collate`, which can be pickled.
 
     It is pure, except for streams, which are read on: batch n is of part n % n_parts, so a process that
-    makes every n_parts-th batch reads one part. Such a batch has its stream's states under STREAMS; `states` holds those
-    to go on from.
+    makes every n_parts-th batch reads one part. Such a batch has its stream's states under STREAMS; `states` holds
+    those to go on from.
     """
 
     mixture: Mixture

@@ -202,7 +202,7 @@ Turns = tuple[list[tuple[str, str]], tuple[bool, ...], list[Any], bool]  # pairs
 
 def _turns_of(columns: _Columns, options: ReadOptions) -> Turns:
     has_question = bool(options.prompt_column or columns.present(QUESTIONS))
-    answers = [ANSWERS, CAPTIONS] if has_question else [(*ANSWERS, *CAPTIONS)]
+    answers: list[tuple[str, ...]] = [ANSWERS, CAPTIONS] if has_question else [(*ANSWERS, *CAPTIONS)]
     chats = columns.named(CHATS)
     if chats and not options.text_column:
         answers = [(*CHATS, *ANSWERS, *CAPTIONS, *QUESTIONS)]  # any of them beside a chat can be read in two ways

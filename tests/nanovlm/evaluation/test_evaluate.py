@@ -33,7 +33,8 @@ def workdir(tmp_path, monkeypatch):
 
 
 def ask(embedded, *paths, **options):
-    subsets, _ = open_data(paths, ReadOptions(), 0)
+    read = ReadOptions(on_error="skip" if options.get("skip_errors") else "stop")
+    subsets, _ = open_data(paths, read, 0)
     asked = questions_of(subsets, skip_errors=options.get("skip_errors", False))
     return evaluate(embedded, asked, EvaluationOptions(max_new_tokens=8, **options))
 
