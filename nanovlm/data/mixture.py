@@ -71,12 +71,12 @@ def open_data(
         path, weight = parse_data(text)
         sources.append((open_source(path, read, check), weight))
     _check_options(read, [source for source, _ in sources])
-    path, number = _parse_validation(validation)
-    train, held_out = split(sources, 0 if path else number)
-    if path:
-        own = open_source(path, read, check)
+    own_path, number = _parse_validation(validation)
+    train, held_out = split(sources, 0 if own_path else number)
+    if own_path:
+        own = open_source(own_path, read, check)
         if isinstance(own, Stream):
-            raise DataError(f"--validation {path} is streamed; name a file or a folder that can be read whole")
+            raise DataError(f"--validation {own_path} is streamed; name a file or a folder that can be read whole")
         held_out = [Subset(own, own.usable)]
         trained = {
             key for source, _ in sources if isinstance(source, Source) for i in source.usable for key in source.keys(i)
@@ -115,7 +115,7 @@ def _parse_validation(validation: float | str | os.PathLike[str] | None) -> tupl
     if validation is None or isinstance(validation, int | float):
         return None, validation
     try:
-        number = float(validation)
+        number = float(os.fspath(validation))
     except (TypeError, ValueError):
         return os.fspath(validation), None
     if not 0 <= number < math.inf or (number > 1 and number % 1):

@@ -113,7 +113,8 @@ def read_source(opened: Rows, options: ReadOptions, check: bool = False) -> Sour
 
     With check they are counted, too, but none raises.
     """
-    make_example, known, summary = partial(to_example, options=options), {}, Summary()
+    make_example, summary = partial(to_example, options=options), Summary()
+    known: dict[str, str] = {}
     usable, hashes, digests, errors = [], {}, {}, []
     with progress_bar(len(opened.rows), "row", opened.path, delay=2, leave=False) as bar:
         for i in range(len(opened.rows)):

@@ -62,7 +62,9 @@ def count_steps_per_epoch(mixture: Mixture, cfg: TrainConfig) -> float:
     return positions / (cfg.batch_size * cfg.gradient_accumulation_steps * world_size())
 
 
-def describe_data(mixture: Mixture, held_out: Sequence[Subset], cfg: TrainConfig, validation: float | None) -> str:
+def describe_data(
+    mixture: Mixture, held_out: Sequence[Subset], cfg: TrainConfig, validation: str | float | None
+) -> str:
     """Lines that say what was read, and one how often each example is shown, and how many are held out."""
     batches = cfg.max_steps * cfg.gradient_accumulation_steps * world_size()
     parts = []
