@@ -195,6 +195,9 @@ class ReadOptions:
         None, "column with the answers (default: text, caption or answer)", metavar="NAME"
     )
     prompt_column: str | None = setting(None, "column with the questions (default: question or prompt)", metavar="NAME")
+    image_column: str | None = setting(
+        None, "column with the images (default: image, images or another usual name)", metavar="NAME"
+    )
     stream: bool = setting(False, "read .tar, .parquet or .arrow files or a Hub data set in sequence, without a copy")
     on_error: str = setting("stop", "what to do with an unusable example", choices=("stop", "skip"))
 

@@ -70,7 +70,7 @@ def image(folder: Path) -> Target:
 
 def data_file(name: str, *seeds: bytes) -> Callable[[Path], Target]:
     def target(folder: Path) -> Target:
-        from nanovlm.data.detect import open_source
+        from nanovlm.data import open_source
         from nanovlm.options import ReadOptions
 
         (folder / "a.png").write_bytes(image_file())
