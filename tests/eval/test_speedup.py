@@ -1,7 +1,6 @@
 """eval.speedup: its report, its plots and its flags."""
 
 import shutil
-import sys
 
 import pytest
 
@@ -44,20 +43,6 @@ def test_fewer_bits_take_fewer_bytes_and_make_larger_errors(results_of):
         assert plain["bytes_per_token"] > one[0]["bytes_per_token"] > one[2]["bytes_per_token"]
         assert 0 < one[0]["logit_error"] < 0.01 < one[1]["logit_error"] < one[2]["logit_error"]
     assert rows[0]["right"] == rows[3]["right"] == plain["right"] and rows[0]["bytes_per_token"] == 960
-
-
-@pytest.mark.full
-def test_results_are_plotted(tmp_path, capsys):
-    pytest.importorskip("matplotlib")
-    assert main([*QUICK, "--plot", str(tmp_path / "plot.png")]) == 0
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG") and "round 1/1" in capsys.readouterr().err
-
-
-def test_without_its_package_a_plot_names_the_extra(capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(SystemExit, match="2"):
-        main(["--plot", "plot.png"])
-    assert "nanovlm[eval]" in capsys.readouterr().err
 
 
 def test_the_page_follows_its_sliders(tmp_path):
