@@ -57,7 +57,7 @@ def test_the_page_follows_its_sliders(tmp_path):
         page.goto((tmp_path / "kv.html").as_uri())
         page.locator("#step").fill("6")
         captions = page.locator("figcaption").all_text_contents()
-        assert ["21 pairs" in caption for caption in captions] == [True, *[False] * 4] and "6 pairs" in captions[1]
+        assert ["21 pairs" in caption for caption in captions] == [True, *[False] * 11] and "6 pairs" in captions[1]
         page.locator("[name=tokens]").fill("1024")
         n_bytes = 2 * cfg.lm_n_blocks * cfg.lm_n_kv_heads * cfg.lm_head_dim * 1024 * 2
         assert page.locator("#bytes").text_content().startswith(f"1,024 tokens: {n_bytes / 2**20:.1f} MiB")
