@@ -185,7 +185,8 @@ def _training_split(names: Sequence[str]) -> tuple[list[str], list[str]]:
 def _open_captions(path: str, images: Sequence[str], texts: Sequence[str]) -> Rows:
     """Images with a .txt of the same name beside each."""
     by_stem = {os.path.splitext(text)[0]: text for text in texts}
-    rows, used = [], {}
+    rows: list[Row] = []
+    used: dict[str, str] = {}
     for image in images:
         stem = os.path.splitext(image)[0]
         if stem in used:
@@ -365,7 +366,8 @@ def plain_row(row: dict[str, Any], features: Any, folder: str, name: str) -> Row
             row[column] = feature.int2str(row[column])
     if "__key__" in row:
         name = f"{name} {row['__key__']}"
-        record = row.get("json") if isinstance(row.get("json"), dict) else {}
+        found = row.get("json")
+        record: dict[str, Any] = found if isinstance(found, dict) else {}
         files = {column: value for column, value in row.items() if column[0] != "_" and column not in ("txt", "json")}
         row = {**record, **({"text": row["txt"]} if row.get("txt") is not None else {}), "__files__": files}
     return row | {"__folder__": folder, "__name__": name}

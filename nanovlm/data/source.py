@@ -48,7 +48,7 @@ def hash_image(image: ImageSource, known: dict[str, str] | None = None) -> str:
             if os.path.exists(path) and not os.path.isfile(path):
                 raise ExampleError(f"{path} is not a file")
             with open(path, "rb") as file:
-                known[path] = file_digest(file, partial(blake2b, digest_size=12)).hexdigest()  # type: ignore[arg-type]
+                known[path] = file_digest(file, partial(blake2b, digest_size=12)).hexdigest()
         except (OSError, ValueError) as error:  # ValueError: a null character in a path
             if isinstance(error, ExampleError):
                 raise
