@@ -126,7 +126,7 @@ def send_file(file: Path) -> Callable[[], FileResponse]:
 
 
 async def send_error(request: Request, error: Exception) -> JSONResponse:
-    problem = as_api_error(error, f"{request.method} {request.url.path}")
+    problem = request.state.problem = as_api_error(error, f"{request.method} {request.url.path}")
     return JSONResponse(problem.body, problem.status, problem.headers)
 
 
@@ -169,6 +169,7 @@ class Gate:
 
         try:
             if problem := self._refusal(Headers(scope=scope)):
+                state["problem"] = problem
                 await JSONResponse(problem.body, problem.status)(scope, receive, send_with_headers)
             else:
                 await self.app(scope, receive, send_with_headers)
@@ -178,8 +179,8 @@ class Gate:
                 await response.release()
                 status = response.status if status == 200 else status
             if not self.options.quiet and (response is not None or status >= 400):
-                line = f"{scope['method']} {scope['path']} {status}"
-                logger.info("%s%s", line, describe(response, time.monotonic() - started) if response else "")
+                details = state.get("problem") or describe(response, time.monotonic() - started)
+                logger.info("%s %s %d: %s", scope["method"], scope["path"], status, details)
 
     def _refusal(self, headers: Headers) -> APIError | None:
         host, origin = headers.get("host", ""), headers.get("origin")
@@ -201,11 +202,13 @@ def host_name(host: str) -> str:
         return ""
 
 
-def describe(response: Response, seconds: float) -> str:
+def describe(response: Response | None, seconds: float) -> str:
     """Counts and speed of an answer, for the log."""
+    if response is None:
+        return "refused"
     images, speed = count(response.n_images, "image"), response.completion_tokens / max(seconds, 1e-9)
     tokens = f"{response.prompt_tokens} + {response.completion_tokens} tokens"
-    return f": {images}, {tokens}, {seconds:.2f} s, {speed:.1f} tokens/s"
+    return f"{images}, {tokens}, {seconds:.2f} s, {speed:.1f} tokens/s"
 
 
 class Chats:

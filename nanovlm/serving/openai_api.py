@@ -102,7 +102,7 @@ class Message(Record):
 
 
 class JSONSchema(Record):
-    json_schema: dict[str, Any] | bool = Field(alias="schema", default=ANY_OBJECT)
+    json_schema: dict[str, Any] = Field(alias="schema", default=ANY_OBJECT)
 
 
 class ResponseFormat(Record):
