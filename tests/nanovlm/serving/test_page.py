@@ -234,7 +234,8 @@ SIZE = "(e) => [e.getBoundingClientRect().width, e.getBoundingClientRect().heigh
 IS_CUT = """(e) => e.offsetParent && !e.matches('.unseen') && getComputedStyle(e).display !== 'inline'
   && e.clientWidth > 0 && e.scrollWidth > e.clientWidth + 1"""
 IS_ON_TOP = """(e) => { const box = e.getBoundingClientRect();
-  return [box.top + 2, box.bottom - 2].every((y) => e.contains(document.elementFromPoint(box.left + box.width / 2, y))); }"""
+  const at = (y) => document.elementFromPoint(box.left + box.width / 2, y);
+  return [box.top + 2, box.bottom - 2].every((y) => e.contains(at(y))); }"""
 COLOR = """(name) => {
   const probe = document.body.appendChild(document.createElement("i"));
   probe.style.color = `var(${name})`;
