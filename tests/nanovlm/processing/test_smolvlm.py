@@ -15,8 +15,8 @@ from nanovlm.captioner import Captioner
 from nanovlm.cli.main import main
 from nanovlm.data.examples import Example, collate, encode
 from nanovlm.errors import CheckpointError
-from nanovlm.serving.chat_format import parse_messages
-from nanovlm.serving.protocol import ChatCompletionRequest
+from nanovlm.serving.chat_inputs import read_chat
+from nanovlm.serving.openai_api import ChatRequest
 from support import Package, noise_image
 from support.generation import inputs_of
 from support.smolvlm import ADDED, SPECIAL, TEMPLATE, make_tokenizer, their_inputs, write_folder
@@ -276,9 +276,9 @@ def test_messages_keep_their_roles_and_order(folders):
     url = {"type": "image_url", "image_url": {"url": "data:,"}}
     sent = [{"role": role.replace("system", "developer"), "content": content(parts, url)} for role, parts in turns]
     sent[0]["content"], sent[-1]["content"] = "Be brief.", "Go on."
-    messages = ChatCompletionRequest.model_validate({"messages": sent}).messages
-    chat = parse_messages(messages, images_in_turns=ours.layout.images_in_turns)
-    assert len(chat.image_urls) == 3
+    messages = ChatRequest.model_validate({"messages": sent}).messages
+    chat = read_chat(messages, images_in_turns=ours.layout.images_in_turns)
+    assert len(chat.images) == 3
     ids = ours.encode_turns([ours.preprocess(image)[1] for image in images], chat.turns)
     asked = [{"role": role, "content": content(parts, {"type": "image"})} for role, parts in turns]
     prompt = theirs.apply_chat_template(asked, add_generation_prompt=True)
