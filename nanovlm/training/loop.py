@@ -9,6 +9,7 @@ Notable features:
 
 import logging
 import math
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import closing
