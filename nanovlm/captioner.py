@@ -394,7 +394,9 @@ def is_one_image(images: Any) -> bool:
     """Whether it is an image or a `Video`, not several: an array of four dimensions, for example, is a batch."""
     is_one_array = is_array(images) and len(images.shape) < 4
     is_file_or_video = hasattr(images, "read") or hasattr(images, "frames")
-    return is_one_array or is_file_or_video or isinstance(images, (str, bytes, bytearray, dict, os.PathLike, Image.Image))
+    return (
+        is_one_array or is_file_or_video or isinstance(images, (str, bytes, bytearray, dict, os.PathLike, Image.Image))
+    )
 
 
 def _prepend(start: Sequence[int], ids: Iterator[int]) -> Iterator[int]:

@@ -230,9 +230,7 @@ def _load_in_full(model: VisionLanguageModel, state: dict[str, Tensor], path: Pa
             raise CheckpointError(f"{path}: {found[0] if found else next(iter(parts))} {reason}")
         for weight in found:
             if (tensor := state.pop(weight)).shape != parts[weight].shape:
-                raise CheckpointError(
-                    f"{path}: {weight} is {tuple(tensor.shape)}, not {tuple(parts[weight].shape)}"
-                )
+                raise CheckpointError(f"{path}: {weight} is {tuple(tensor.shape)}, not {tuple(parts[weight].shape)}")
             parts[weight].copy_(tensor)
             parameter.requires_grad_(True)
     if state:

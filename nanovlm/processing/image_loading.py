@@ -102,7 +102,11 @@ def source_name(source: Any) -> str:
     """The name of a source: its path, "<stdin>", or just "image"."""
     if isinstance(source, (str, os.PathLike)):
         return os.fspath(source)
-    if not isinstance(source, (bytes, bytearray, memoryview, Image.Image)) and not is_array(source) and not hasattr(source, "read"):
+    if (
+        not isinstance(source, (bytes, bytearray, memoryview, Image.Image))
+        and not is_array(source)
+        and not hasattr(source, "read")
+    ):
         raise TypeError(
             "an image is a path, bytes, a binary file, a PIL image, a numpy array or a tensor, "
             f"not {type(source).__name__}"

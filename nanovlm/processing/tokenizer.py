@@ -99,7 +99,9 @@ class Tokenizer:
             backend = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
             if is_base_vocabulary(backend.get_vocab(with_added_tokens=True), cfg):
                 extra = cfg.special_tokens.values()
-            backend.add_special_tokens(list(extra))
+            backend.add_special_tokens(
+                [token for token in extra if backend.token_to_id(token) is None]
+            )  # or lose rstrip
             tokenizer = cls(backend, cfg)
             tokenizer.check_round_trip()
         except FileNotFoundError:
@@ -157,19 +159,21 @@ class Tokenizer:
         self._start_of_answer = MARK.format(nonce, "")
         self._encoder = tokenizers.Tokenizer.from_str(self.backend.to_str())
         self._encoder.encode_special_tokens = True
-        self._encoder.add_tokens([
-            tokenizers.AddedToken(
-                twin, lstrip=token.lstrip, rstrip=token.rstrip, single_word=token.single_word, normalized=False
-            )
-            for twin, token in zip(self._twins.values(), special.values())
-        ])
+        self._encoder.add_tokens(
+            [
+                tokenizers.AddedToken(
+                    twin, lstrip=token.lstrip, rstrip=token.rstrip, single_word=token.single_word, normalized=False
+                )
+                for twin, token in zip(self._twins.values(), special.values())
+            ]
+        )
         self._encoder.add_tokens([tokenizers.AddedToken(self._start_of_answer, normalized=False)])
         self._ids = {self._encoder.token_to_id(self._twins[token.content]): id for id, token in special.items()}
         self._ids[self._encoder.token_to_id(self._start_of_answer)] = NO_ID
 
     @cached_property
     def typed(self) -> re.Pattern:
-        """Matches special tokens that a text may hold: the document tags of a Docling model, but no markup and no ends."""
+        """Matches special tokens that a text may hold: document tags of a Docling model, but no markup and no ends."""
         if self.skip_special_tokens:
             return any_of([])
         ends = [self.backend.id_to_token(id) for id in self.eos_token_ids]

@@ -167,6 +167,7 @@ def test_invalid_ranks_and_parts_raise(tiny_model, adapted):
         with pytest.raises(ValueError, match=message):
             wrong()
 
+
 # ----------------------------------------------------------------------------------------- PEFT on transformers' models
 
 TUNED = {  # target_modules and more, of what people train
@@ -242,7 +243,7 @@ REFUSED = {
     "nan": ({}, {HEAD_A: lambda t: t * math.nan}, "values from nan to nan, but weights must be finite"),
     "integers": ({}, {HEAD_A: lambda t: t.int()}, "stored as torch.int32"),
     "half an adapter": ({}, {HEAD_A: lambda t: None}, r"MP.proj.lora_A.weight is missing, not \(3, 64\)"),
-    "a block": ({}, dict.fromkeys(map(BLOCK.format, "AB"), lambda t: None), "blocks.1.attn.v_proj.lora_A.weight is missing"),
+    "a block": ({}, dict.fromkeys(map(BLOCK.format, "AB"), lambda t: None), "1.attn.v_proj.lora_A.weight is missing"),
 }  # fmt: skip
 
 
