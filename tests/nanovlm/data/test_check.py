@@ -21,7 +21,7 @@ def test_check_data(tiled, capsys, on_error, code):
         "answer name of the folder",
         "by answer: red 2, blue 1",
         "1 cannot be used",
-        "./red/3.png: not an image",
+        "red/3.png: not an image",
         "learned: blue",
     ):
         assert words in out
