@@ -5,6 +5,7 @@ import ipaddress
 import socket
 import ssl
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import httpx
 
@@ -44,7 +45,7 @@ async def fetch(url: str, max_bytes: int) -> bytes:
             if not all(map(is_public, addresses)):
                 raise ImageError(f"{shown} is at a private address; images are fetched from public ones only")
             headers = {"Host": parsed.netloc.decode(), "Accept": "image/*", "Accept-Encoding": "identity"}
-            options = {"headers": headers, "extensions": {"sni_hostname": parsed.host}}
+            options: dict[str, Any] = {"headers": headers, "extensions": {"sni_hostname": parsed.host}}
             target, context = parsed.copy_with(host=addresses[0]), ssl.create_default_context()
             async with (
                 httpx.AsyncClient(verify=context, timeout=TIMEOUT_S, trust_env=False) as client,
