@@ -26,11 +26,13 @@ float32 has an error above 0.001 or decodes other tokens.
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain, groupby
@@ -133,14 +135,20 @@ def cold_start(folder: Path) -> dict[str, list[str]]:
     return {name: [sys.executable, *argv] for name, argv in programs.items()}
 
 
-def run_process(argv: Sequence[str]) -> int:
-    """Run a program that must succeed; its largest resident size in bytes."""
-    process = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
+def run_process(argv: Sequence[str]) -> int | None:
+    """Run a program that must succeed; its largest resident size in bytes, None where there is no /proc.
+
+    The kernel's ru_maxrss would count this process, from which the program is forked.
+    """
+    process, peak = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL), None
+    while process.poll() is None:
+        with suppress(OSError):
+            found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{process.pid}/status").read_text())
+            peak = 1024 * int(found[1]) if found else peak
+        time.sleep(0.002)
     if process.returncode:
         raise subprocess.CalledProcessError(process.returncode, argv)
-    return usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return peak
 
 
 def stage_contestants(
