@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from nanovlm.data.folders import walk
+from nanovlm.data.rows import walk
 from nanovlm.errors import ImageError, UsageError
 from nanovlm.processing.image_loading import IMAGE_EXTENSIONS, readable_extensions
 

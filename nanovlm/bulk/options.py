@@ -111,7 +111,7 @@ class OutputOptions:
 
 def _check_table(path: Path) -> None:
     if path.suffix != ".jsonl":
-        raise UsageError(f"output {os.fspath(path)!r} is no .jsonl file, nor {SIDECARS} or {STREAM}")
+        raise UsageError(f"output {os.fspath(path)!r} must be a .jsonl file, {SIDECARS} or {STREAM}")
     if path.name.endswith(FAILURES):
         raise UsageError(f"output {path} is named like a list of images that failed; choose another name")
 

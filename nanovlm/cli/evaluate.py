@@ -12,7 +12,6 @@ from nanovlm.cli.options import add_flags as add_record_flags
 from nanovlm.cli.options import (
     add_model_flags,
     check_data_names,
-    check_validation,
     from_args,
     load_captioner,
     model_options,
@@ -37,9 +36,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_record_flags(parser, ReadOptions)
     add(
         "--validation",
-        type=float,
-        metavar="N_OR_SHARE",
-        help="ask only what training with the same --validation holds out (default: all examples)",
+        nargs="?",
+        const=True,
+        metavar="N_OR_SHARE_OR_PATH",
+        help="ask only what training with the same --validation holds out; without a value, what it holds out by "
+        "default (default: all examples)",
     )
     add("--limit", type=int, metavar="N", help="ask of each source at most the first N examples")
     add(
@@ -65,16 +66,21 @@ def run(args: argparse.Namespace) -> int:
     check_data_names(args.data)
     model = model_options(args)
 
+    from nanovlm.data import open_data
+    from nanovlm.data.mixture import source_lines
     from nanovlm.evaluation import METRICS, EvaluationOptions, evaluate, in_words, load_metric, questions_of
-    from nanovlm.training.examples import open_data
 
     metrics = dict(map(load_metric, args.metric or ())) or METRICS
-    read = from_args(ReadOptions, args, prompt=model.prompt)
-    everything, held_out = open_data(args.data, read, args.validation or 0)
+    read = from_args(ReadOptions, args, model_prompt=model.prompt)
+    everything, held_out = open_data(args.data, read, None if args.validation is True else args.validation or 0)
+    if args.validation and not held_out:
+        raise UsageError("--validation: nothing of these data is held out; name a number or a share, or omit it")
+    for line in source_lines(everything, held_out):
+        print_error(line)
     if not args.validation and (seen := trained_on(Path(model.model), args.data)):
         print_error(
             f"note: {model.model} was trained on {', '.join(seen)}: scores on these examples say what it remembers; "
-            "--validation N asks what that run held out"
+            "--validation asks what that run held out"
         )
     questions = questions_of(held_out if args.validation else everything, args.limit, read.skip_errors)
     options = EvaluationOptions(metrics, args.batch_size, args.max_new_tokens, read.skip_errors)
@@ -110,7 +116,6 @@ def _source(text: str) -> str:
 
 def check_flags(args: argparse.Namespace) -> None:
     """UsageError for a value out of range."""
-    check_validation(args.validation)
     numbers = {"--limit": args.limit, "--batch-size": args.batch_size, "--max-new-tokens": args.max_new_tokens}
     check_positive(numbers)
     if args.report and Path(args.report).suffix.lower() != ".html":

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from nanovlm.cli.options import add_flags as add_record_flags
-from nanovlm.cli.options import check_data_names, check_validation, flag_of, from_args, given, settings_of
+from nanovlm.cli.options import check_data_names, flag_of, from_args, given, settings_of
 from nanovlm.embedded import default_prompt
 from nanovlm.errors import UsageError
 from nanovlm.options import ModelOptions, ReadOptions
@@ -93,7 +93,7 @@ def options_from_args(args: argparse.Namespace) -> FinetuneOptions:
     settings = given(FinetuneOptions, args) | {"out": Path(args.out or os.devnull)}
     return FinetuneOptions(
         **settings,
-        read=from_args(ReadOptions, args, prompt=default_prompt(args.model or "")),
+        read=from_args(ReadOptions, args, model_prompt=default_prompt(args.model or "")),
         flags={name: value for name, value in vars(args).items() if name not in NOT_WRITTEN and value is not None},
         automatic=[name for name in AUTOMATIC if args.data and getattr(args, name, None) is None],
     )
@@ -114,6 +114,5 @@ def check_flags(args: argparse.Namespace) -> None:
             raise UsageError(f"{flag_of(name)} has no effect with --recipe, which draws its own images; omit it{where}")
     if not (args.out or args.check_data):
         raise UsageError("--out is required; name a folder for the model")
-    if args.metric and args.validation == 0:
+    if args.metric and args.validation in (0, "0"):
         raise UsageError(f"--metric has no effect with --validation 0; omit it{where}")
-    check_validation(args.validation)

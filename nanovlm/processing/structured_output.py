@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -74,26 +74,6 @@ class StructuredOutput:
             raise InputError(f"{param}: {_not_followed(problem)}")
         return [GrammarProcessor(matcher, param) for matcher in matchers]
 
-    def for_rows(self, schema: Any, steps: Sequence[Sequence[int]], n: int) -> Callable[["Tensor"], "Tensor"]:
-        """What changes the logits (n, vocabulary) of a batch whose rows all follow a schema.
-
-        steps, which grow, are the rows' ids so far, one list for each step; a row that has its end is left alone.
-        """
-        import torch
-
-        processors, end = self.make_processors(schema, n), self.tokenizer.eos_token_id
-        generated: list[list[int]] = [[] for _ in processors]
-
-        def process(logits: "Tensor") -> "Tensor":
-            rows = list(logits.split(1))
-            for i, (ids, processor) in enumerate(zip(generated, processors)):
-                ids += [step[i] for step in steps[len(ids) :]]
-                if end not in ids:
-                    rows[i] = processor(ids, rows[i])
-            return torch.cat(rows)
-
-        return process
-
     @staticmethod
     def parse(text: str) -> Any:
         """The value that an answer by a schema is. InputError for one that max_new_tokens has cut."""
@@ -112,7 +92,7 @@ class StructuredOutput:
 
 
 class GrammarProcessor:
-    """A `LogitsProcessor` that excludes the tokens a grammar does not allow next.
+    """A `Grammar` of a request: it excludes the tokens a grammar does not allow next.
 
     InputError names param if the grammar turns out to need too much: a schema shows it at some later token only.
     """

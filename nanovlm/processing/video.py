@@ -23,7 +23,7 @@ from nanovlm.processing.image_loading import (
     load_image,
     open_file,
     open_image,
-    quiet_pillow,
+    prepare_pillow,
     readable_extensions,
     reason,
 )
@@ -64,9 +64,9 @@ class Video:
             return cls._of_images(names, max_frames)
         if path.suffix.lower() in VIDEO_EXTENSIONS:
             return _decode(path, max_frames)
+        prepare_pillow()
         try:
-            with quiet_pillow():
-                return _read_animation(path, max_frames)
+            return _read_animation(path, max_frames)
         except ImageError:
             raise
         except Exception as error:  # decoders raise anything

@@ -20,7 +20,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from models.checkpoint import atomic_dir, load_config, read_object, write_checkpoint_files
-from models.lora import adapters, merge_on_disk, merged_state, read_adapters, write_adapters
+from models.lora import adapters, merge_on_disk, merged_state
+from models.lora.files import read_adapters, write_adapters
 from models.vision_language_model import VisionLanguageModel, load_model
 from nanovlm.embedded import SETTINGS
 from nanovlm.errors import CheckpointError, TrainingError
@@ -126,14 +127,21 @@ def write_training_state(
     (folder / STATE).write_text(json.dumps(state, indent=2) + "\n")
 
 
+def remove_leftovers(folder: Path) -> None:
+    """Remove what a run that was killed had half written; no other run may be in folder."""
+    for leftover in [*folder.glob(".*.tmp"), *folder.glob("checkpoints/.*.tmp")]:
+        if leftover.is_dir():
+            shutil.rmtree(leftover, ignore_errors=True)
+        else:
+            leftover.unlink(missing_ok=True)
+
+
 def save_checkpoint(folder: Path, step: int, keep: int, best: int | None, write: Callable[[Path], None]) -> None:
     """Make folder/checkpoints/step-N of the files that `write` puts into a folder: all of them, or none.
 
     Afterwards the oldest checkpoints are removed; `keep` stay, and that of the step `best`.
     """
     path = checkpoint_path(folder, step)
-    for leftover in path.parent.glob(".*.tmp"):  # of a run that was killed while it wrote a checkpoint
-        shutil.rmtree(leftover, ignore_errors=True)
     with write_errors(folder):
         if path.exists():  # a damaged one; the run was resumed from an older one
             shutil.rmtree(path)

@@ -148,12 +148,11 @@ class FinetuneOptions:
         metavar=("VISION", "LANGUAGE"),
     )
     device: str = setting("auto", "where to train", choices=("auto", "cpu", "cuda", "mps"))
-    validation: float | None = setting(
+    validation: str | float | None = setting(
         None,
-        "hold out N examples, or below 1 a share of them; 0 holds out none (default: a twentieth, at least 10 and at "
-        "most 200, but none of fewer than 100 examples or of streamed data)",
-        metavar="N_OR_SHARE",
-        minimum=0,
+        "hold out N examples, or below 1 a share of them; 0 holds out none; or a folder or file of examples to "
+        "evaluate on (default: a tenth, at most 200, but none of fewer than 100 examples or of streamed data)",
+        metavar="N_OR_SHARE_OR_PATH",
     )
     metric: str = setting(
         "f1",

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -56,6 +57,14 @@ class DistributedContext:
         total = torch.tensor(numbers, dtype=torch.float64, device=self.device)
         dist.all_reduce(total)
         return total.tolist()
+
+    def merge(self, items: dict[str, Any]) -> dict[str, Any]:
+        """The items of all processes, whose keys differ."""
+        if self.world_size == 1:
+            return dict(items)
+        gathered: list[Any] = [None] * self.world_size
+        dist.all_gather_object(gathered, items)
+        return {key: value for part in gathered for key, value in part.items()}
 
     def claim(self, folder: Path) -> None:
         """Keep other runs out of folder until self.lock is left: UsageError if one is there.

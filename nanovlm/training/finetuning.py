@@ -6,7 +6,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,14 +16,13 @@ import torch
 from models.checkpoint import WEIGHTS, atomic_write, checkpoint_dtype, load_config, read_object, snapshot_path
 from models.vision_language_model import VisionLanguageModel, load_model
 from nanovlm.captioner import Captioner
-from nanovlm.console import print_text
-from nanovlm.data import Batches, Mixture, Stream, Subset
-from nanovlm.data.examples import ExampleError
-from nanovlm.data.validate import check_data
+from nanovlm.data import Batches, Mixture, Stream, Subset, check_data
+from nanovlm.data.examples import questions as questions_about
+from nanovlm.data.mixture import parse_validation
 from nanovlm.device import choose_device
-from nanovlm.errors import MissingCaptionsError, TrainingError, UsageError, is_out_of_memory
+from nanovlm.errors import TrainingError, UsageError, is_out_of_memory
 from nanovlm.evaluation import Evaluation, EvaluationOptions, evaluate, load_metric
-from nanovlm.evaluation.evaluate import Question, QuestionList, example_questions
+from nanovlm.evaluation.evaluate import QuestionList
 from nanovlm.evaluation.metrics import Metric
 from nanovlm.options import check_output_folder
 from nanovlm.processing.processor import Processor
@@ -44,7 +43,6 @@ from nanovlm.training.examples import (
 from nanovlm.training.loop import Trainer, TrainingTask
 from nanovlm.training.metrics import LOSS, check_installed
 
-STREAMED_BATCHES = 8  # of held-out examples of a stream, whose number is unknown
 BASE = "base"  # folder of the model that a LoRA run started from, if it is in no other
 
 logger = logging.getLogger(__name__)
@@ -77,16 +75,10 @@ def memory_errors() -> Iterator[None]:
 
 def check_examples(options: FinetuneOptions) -> int:
     """Read all examples and print counts, errors and samples; 1 if some are unusable and not to be skipped."""
-    options, are_missing = resumed_options(options), False
-    try:
-        training, held_out = open_examples(options)
-    except MissingCaptionsError as error:  # the other images may have faults, too
-        skipping = replace(options, read=replace(options.read, on_error="skip"))
-        training, held_out = open_examples(skipping, skip_sources=True)
-        are_missing = True
-        print_text(str(error))
+    options = resumed_options(options)
+    training, held_out = open_examples(options, check=True)
     _, processor, _ = load_start(options)
-    return check_data(training, held_out, processor, skip_errors=options.read.skip_errors) or int(are_missing)
+    return check_data(training, held_out, processor, skip_errors=options.read.skip_errors)
 
 
 def start(options: FinetuneOptions, cfg: TrainConfig) -> Trainer:
@@ -105,6 +97,8 @@ def start(options: FinetuneOptions, cfg: TrainConfig) -> Trainer:
         settings = {**options.flags, **{name: getattr(cfg, name) for name in chosen}}
         if options.data:
             settings["data"] = list(map(absolute, options.data))
+            if own := parse_validation(options.validation)[0]:
+                settings["validation"] = os.path.abspath(own)
         with write_errors(options.out), atomic_write(options.out / RUN_FILE) as new:
             new.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     return run
@@ -136,7 +130,7 @@ def prepare(options: FinetuneOptions, cfg: TrainConfig) -> tuple[VisionLanguageM
         data_fingerprint=fingerprint(training, n_parts),
         n_held_out=sum(map(len, held_out)) if options.validation is None else options.validation,
         base=base_model(options),
-        prompt=options.read.prompt,
+        prompt=options.read.question,
         **(held_out_task(options, cfg, held_out, processor) if held_out else {}),
     )
     if os.environ.get("RANK", "0") == "0":
@@ -150,13 +144,8 @@ def held_out_task(
     options: FinetuneOptions, cfg: TrainConfig, held_out: Sequence[Subset], processor: Processor
 ) -> dict[str, Any]:
     """The part of a TrainingTask that scores a model on held-out examples."""
-    is_streamed = any(isinstance(subset.source, Stream) for subset in held_out)
-    if not is_streamed:
-        held_out = [replace(subset, weight=None) for subset in held_out]  # each is asked once, whatever its share
     unseen = Mixture(held_out, cfg.seed)
-    # the size of a stream is unknown; this many examples are read of it, and a small one shows some again
-    n = sum(map(len, held_out)) or cfg.batch_size * STREAMED_BATCHES
-    positions = unseen.distinct(n) if is_streamed else range(n)
+    positions = range(sum(map(len, held_out)))
     metrics = dict(load_metric(name) for name in dict.fromkeys((options.metric, "f1", "exact_match")) if name != LOSS)
     metric = LOSS if options.metric == LOSS else next(iter(metrics))
     # packed as the training batches are: padded ones might need more memory
@@ -173,10 +162,8 @@ def answer_scorer(
     held_out: Mixture, positions: Sequence[int], processor: Processor, metrics: dict[str, Metric], n: int
 ) -> Callable[[VisionLanguageModel, bool], Evaluation]:
     """A model's scored answers to the first n questions of the held-out examples at positions, or to all."""
-    questions: list[Question] = []
-    for position in positions:
-        with suppress(ExampleError):
-            questions += example_questions(held_out.example(position), "held out")
+    picked = [held_out.pick(0, position) for position in positions]
+    questions = questions_about((source.path, source[i]) for source, i in picked)
     how = EvaluationOptions(metrics, skip_errors=True, show_progress=False)
 
     def answer(model: VisionLanguageModel, everything: bool) -> Evaluation:
@@ -188,7 +175,7 @@ def answer_scorer(
 
 def prepare_scenes(options: FinetuneOptions, cfg: TrainConfig) -> tuple[VisionLanguageModel, TrainingTask, TrainConfig]:
     """The embedded model with random weights, and its task: drawn scenes."""
-    from nanovlm.synthetic import recipe
+    from nanovlm.synthetic import recipe  # here: other data do without the drawer
 
     model, processor = recipe.make_model(cfg.seed)
     get_batch, tokenizer = recipe.SceneBatches(processor, cfg.batch_size, cfg.seed), processor.tokenizer.to_json()

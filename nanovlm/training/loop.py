@@ -15,6 +15,7 @@ from contextlib import closing
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -44,7 +45,7 @@ class TrainingTask:
 
     get_batch(0), get_batch(1), ... must be a pure function of the number. validation(0), ... are held-out batches.
     answer_questions gives a model's scored answers to held-out questions: to some of them, or to all if True follows.
-    data_fingerprint and n_held_out, a number or a share, are kept for the run that resumes this one.
+    data_fingerprint and n_held_out, a number, a share or a path, are kept for the run that resumes this one.
     """
 
     get_batch: Callable[[int], Batch]
@@ -56,7 +57,7 @@ class TrainingTask:
     answer_questions: Callable[[VisionLanguageModel, bool], Evaluation] | None = None
     metric: str = LOSS  # of these answers, or the loss: says which checkpoint is the best
     data_fingerprint: str | None = None
-    n_held_out: float = 0
+    n_held_out: float | str = 0
     base: str | None = None  # the model that adapters belong to
     prompt: str | None = None  # becomes the model's default prompt
 
@@ -86,8 +87,11 @@ class Trainer:
         with write_errors(task.folder):  # before any work
             task.folder.mkdir(parents=True, exist_ok=True)
         self.context.claim(task.folder)
+        if self.context.is_main:
+            checkpointing.remove_leftovers(task.folder)
         self.step = 0  # steps done
         self.scores: dict[int, float] = {}  # by step: task.metric on the held-out examples
+        self.streams: dict[str, Any] = {}  # where each stream of examples stands, see `load_batches`
         checkpoint = checkpointing.load_newest(task.folder, model)
         if checkpoint:
             checkpointing.restore_model(checkpoint, model)
@@ -118,7 +122,7 @@ class Trainer:
         cfg, context, first = self.cfg, self.context, self.step
         with (
             accelerated(self.model, cfg),
-            load_batches(self.task.get_batch, self._batch_numbers(), cfg.num_workers) as batches,
+            load_batches(self.task.get_batch, self._batch_numbers(), cfg.num_workers, self.streams) as batches,
             catch_stop_signals() as signals,
             closing(context),
             context.peer_errors(),
@@ -131,6 +135,7 @@ class Trainer:
                 if is_due and (self.step > first or first == 0):
                     self._evaluate(metrics)
                 if (is_due or n_signals) and self.step > first:
+                    self.streams = context.merge(batches.state)
                     self.save()
                 if is_last:
                     return 0
@@ -209,6 +214,7 @@ class Trainer:
             "metric": task.metric,
             "scores": list(self.scores.items()),
             "scaler": self.scaler.state_dict(),
+            "streams": self.streams,
         }
 
         def write(files: Path) -> None:
@@ -224,6 +230,8 @@ class Trainer:
         self.step = state["step"]
         if state["metric"] == task.metric:
             self.scores = dict(state["scores"])
+        if state["config"].get("data") == task.data_fingerprint:
+            self.streams = state.get("streams", {})
         if not self.context.is_main:
             return
         stored = state["config"] | {"freeze": tuple(state["config"]["freeze"])}

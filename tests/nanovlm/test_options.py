@@ -34,8 +34,12 @@ def test_fields_of_sampling_are_keywords(random_captioner):
 def test_wrong_keywords_are_named(embedded):
     with pytest.raises(TypeError, match="'temprature'; GenerationOptions takes .*temperature, .*max_new_tokens"):
         embedded.caption(SAMPLE, temprature=0.5)
-    wrong = [("temperature", -1, "at least 0"), ("start_with", 3, "a text"), ("max_new_tokens", 0, "at least 1")]
-    wrong += [("max_new_tokens", None, "a whole number"), ("repetition_detection", None, "three numbers")]
+    wrong = [
+        ("temperature", -1, "a finite number of at least 0"),
+        ("start_with", 3, "a text"),
+        ("max_new_tokens", 0, "at least 1"),
+    ]
+    wrong += [("max_new_tokens", None, "a whole number"), ("repetition_detection", None, "three whole numbers")]
     for name, value, limits in wrong:
         with pytest.raises(InputError, match=re.escape(f"{name}={value} must be {limits}")):
             embedded.caption(SAMPLE, **{name: value})

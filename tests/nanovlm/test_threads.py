@@ -1,6 +1,5 @@
 """A wrong number of threads, forks, and a busy machine; memory that is kept."""
 
-import multiprocessing
 import platform
 import subprocess
 import sys
@@ -10,21 +9,6 @@ import pytest
 from nanovlm.cli import main as cli
 from nanovlm.device import MEASURED_CALLS, BusyMonitor
 from support import ROOT
-
-
-@pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="this system has no fork")
-def test_a_fork_of_a_process_that_has_used_the_model_generates():
-    program = """if True:
-        import multiprocessing, torch
-        from nanovlm import SAMPLE, Captioner
-        torch.set_num_threads(2)
-        captioner = Captioner.from_pretrained(device="cpu")
-        wanted = captioner.caption(SAMPLE)
-        with multiprocessing.get_context("fork").Pool(1) as pool:
-            assert pool.apply_async(captioner.caption, [SAMPLE]).get(60) == wanted
-            assert pool.apply(torch.get_num_threads) == 1
-    """
-    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)  # this process may have other threads
 
 
 @pytest.mark.parametrize("verb", [["evaluate", "--data", "scenes"], ["train", "--data", "scenes", "--out", "x"]])

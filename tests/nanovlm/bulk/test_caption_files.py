@@ -516,7 +516,7 @@ TWO_PROMPTS = ["--prompt", "What?", "--prompt", "Where?"]
         (["images", "--samples", "2", "--temperature", "1"], "--samples 2"),
         (["images", "-"], "an image without a name"),
         (["images", "--batch-size", "0"], "batch size 0 is less than 1"),
-        (["images", "--out", "all.csv"], "is no .jsonl file, nor txt or -"),
+        (["images", "--out", "all.csv"], "must be a .jsonl file, txt or -"),
         (["images", "--prefix", "\udcff"], "not valid Unicode"),
         (["good.png", *TWO_PROMPTS, "--samples", "2"], "--samples 2 of 2 prompts; ask for samples of one at a time"),
         (["images", *TWO_PROMPTS, "--prefix", "a"], "--prompt: answers to several are JSON, to which no text"),

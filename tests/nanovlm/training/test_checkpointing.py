@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from nanovlm.errors import CheckpointError, TrainingError
+from nanovlm.errors import CheckpointError, TrainingError, UsageError
 from nanovlm.training import checkpointing
 from nanovlm.training.checkpointing import write_model
 from nanovlm.training.config import TrainConfig
@@ -117,8 +117,21 @@ def test_the_newest_checkpoints_are_kept(learn, tmp_path, keep, names):
 
 def test_what_a_killed_save_left_behind_is_removed(learn, tmp_path):
     (tmp_path / "checkpoints/.0123456789abcdef.tmp").mkdir(parents=True)
+    (tmp_path / ".0123456789abcdef.tmp").mkdir()  # of a final model
+    (tmp_path / ".run.json.tmp").touch()
     learn(tmp_path)
-    assert os.listdir(tmp_path / "checkpoints") == ["step-6"]
+    assert os.listdir(tmp_path / "checkpoints") == ["step-6"] and not list(tmp_path.glob(".*.tmp"))
+
+
+def test_what_a_run_writes_is_not_removed_by_another_that_is_refused(learn, tmp_path, monkeypatch):
+    def refuse(context, folder):
+        raise UsageError(f"{folder}: another run writes there")
+
+    (tmp_path / ".0123456789abcdef.tmp").mkdir()
+    monkeypatch.setattr("nanovlm.training.loop.DistributedContext.claim", refuse)
+    with pytest.raises(UsageError, match="another run"):
+        learn(tmp_path)
+    assert list(tmp_path.glob(".*.tmp"))
 
 
 PROGRAM = """
