@@ -4,7 +4,7 @@ import argparse
 import os
 from pathlib import Path
 
-from nanovlm import EMBEDDED, PROMPT
+from nanovlm import EMBEDDED
 from nanovlm.cli.options import EMBEDDED_LIMITS, add_model_flags, from_args, load_captioner, model_options
 from nanovlm.cli.options import add_flags as add_record_flags
 from nanovlm.errors import MissingExtraError
@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
             raise
         raise MissingExtraError(f"{error.name} is missing; pip install 'nanovlm[serve]'") from None
     with listen(options) as listening_socket:  # a port in use is reported before the model is loaded
-        captioner = load_captioner(model, [PROMPT], own_images=True)
+        captioner = load_captioner(model, [model.prompt], own_images=True)
         name = model_name(model.adapter or model.model)
         description = EMBEDDED_LIMITS if model.model == EMBEDDED and model.adapter is None else ""
         serve(make_app(captioner, name, options, description), listening_socket, options, name)

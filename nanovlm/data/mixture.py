@@ -112,12 +112,12 @@ def parse_data(name: str | os.PathLike[str]) -> tuple[str, float | None]:
 
 def parse_validation(validation: float | str | os.PathLike[str] | None) -> tuple[str | None, float | None]:
     """A path, or a number or share; of a text that is both a number and a path the number counts, ./ names the path."""
-    if validation is None or isinstance(validation, int | float):
-        return None, validation
+    if validation is None:
+        return None, None
     try:
-        number = float(os.fspath(validation))
+        number = float(validation)  # type: ignore[arg-type]  # a path raises
     except (TypeError, ValueError):
-        return os.fspath(validation), None
+        return os.fspath(validation), None  # type: ignore[arg-type]
     if not 0 <= number < math.inf or (number > 1 and number % 1):
         raise UsageError(f"--validation {validation} must be a whole number, a share below 1 or a path")
     return None, number

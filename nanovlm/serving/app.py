@@ -252,7 +252,8 @@ class Chats:
         n_chars = sum(len(message.text) for message in request.messages)
         if n_chars > self.max_chars:  # it would take long to tokenize
             check_length(self.context + 1, self.captioner.processor, f"{n_chars:,} characters")
-        chat = read_chat(request.messages, self.captioner.processor.layout.images_in_turns)
+        in_turns = self.captioner.processor.layout.images_in_turns
+        chat = read_chat(request.messages, in_turns, self.captioner.prompt)
         request.messages.clear()  # from here on only chat holds the encoded images
         response.n_images = len(chat.images)
         files = await self._files(chat.images)

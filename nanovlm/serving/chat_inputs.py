@@ -31,11 +31,11 @@ class Chat:
     turns: list[tuple[str, list[str | None]]]
 
 
-def read_chat(messages: Sequence[Message], images_in_turns: bool = False) -> Chat:
+def read_chat(messages: Sequence[Message], images_in_turns: bool = False, prompt: str = PROMPT) -> Chat:
     """Lay messages out as nanoVLM's chats, in which user and assistant take turns.
 
     There is no system role: system text is put before the first question. Consecutive messages of one role are joined,
-    an image without text gets the default prompt, and a greeting by the assistant follows an empty question. The last
+    an image without text gets the prompt, and a greeting by the assistant follows an empty question. The last
     word must be a user's. With images_in_turns messages stay as they are, as in transformers and vLLM.
     """
     images = [image for message in messages for image in message.images]
@@ -52,21 +52,21 @@ def read_chat(messages: Sequence[Message], images_in_turns: bool = False) -> Cha
         joined = list(group)
         text = "\n".join(filter(None, (message.text for message in joined)))
         is_shown = any(message.images for message in joined)
-        turns.append((role, PROMPT if is_shown and not text.strip() else text))
+        turns.append((role, prompt if is_shown and not text.strip() else text))
     is_asked = any(message.text.strip() for message in joined)
     if not is_asked and not images:
         raise refusal("the last user message is empty; ask something")
     if images_in_turns:
-        return Chat(images, unchanged_turns(messages, is_asked))
+        return Chat(images, unchanged_turns(messages, None if is_asked else prompt))
     texts = [text for _, text in turns]
-    texts[-1] = texts[-1] if is_asked else PROMPT
+    texts[-1] = texts[-1] if is_asked else prompt
     system = [message.text for message in messages if message.role in ("system", "developer")]
     texts[0] = "\n\n".join(filter(None, [*system, texts[0]]))
     return Chat(images, [(role, [text]) for (role, _), text in zip(turns, texts)])
 
 
-def unchanged_turns(messages: Sequence[Message], is_asked: bool) -> list[tuple[str, list[str | None]]]:
-    """Turns of messages as they are; without a question the last user's has the default prompt."""
+def unchanged_turns(messages: Sequence[Message], prompt: str | None) -> list[tuple[str, list[str | None]]]:
+    """Turns of messages as they are; the prompt, if any, is added to the last user's."""
     turns: list[tuple[str, list[str | None]]] = []
     for message in messages:
         parts: list[str | None] = []
@@ -74,8 +74,8 @@ def unchanged_turns(messages: Sequence[Message], is_asked: bool) -> list[tuple[s
             texts = [part.text for part in group]
             parts += ["".join(filter(None, texts))] if is_text else texts  # joined, they could spell a special token
         turns.append(("system" if message.role == "developer" else message.role, parts or [""]))
-    if not is_asked:
-        next(parts for role, parts in reversed(turns) if role == "user").append(PROMPT)
+    if prompt is not None:
+        next(parts for role, parts in reversed(turns) if role == "user").append(prompt)
     return turns
 
 

@@ -82,7 +82,7 @@ class TrainConfig:
     # of autocast; weights and optimizer state stay float32. auto takes bfloat16 where the device is fast in it
     dtype: str = setting("auto", choices=("auto", "float32", "bfloat16", "float16"))
     gradient_checkpointing: bool = setting(False)  # recompute activations in the backward pass: less memory
-    seed: int = setting(0, "random seed of initial weights, data order and dropout", below=2**63)
+    seed: int = setting(0, below=2**63)  # of initial weights, data order and dropout
     save_every: int = setting(
         0, "steps between checkpoints, each of which is scored on the held-out examples; 0 is a tenth of all steps"
     )

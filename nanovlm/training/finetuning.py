@@ -230,7 +230,8 @@ def load_start(options: FinetuneOptions) -> tuple[VisionLanguageModel, Processor
     if options.backbones:
         with torch.random.fork_rng():  # the projector and the rows of new tokens are the same at every start
             torch.manual_seed(0)
-            captioner = Captioner.from_backbones(*options.backbones)
+            vision, language = options.backbones
+            captioner = Captioner.from_backbones(vision, language)
         return captioner.model, captioner.processor, torch.float32
     folder = snapshot_path(options.model)
     cfg = load_config(folder)

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.usefixtures("workdir")
 
 WRONG_TRAIN_FLAGS = [
     "--max-steps 0", "--max-steps 1.5", "--batch-size 0", "--lr nan", "--freeze head", "--augment 0.5",
-    "--seed 99999999999999999999", "--save-every -1", "--num-workers -1", "--device tpu", "--recipe x",
+    "--lora-rank -1", "--save-every -1", "--num-workers -1", "--device tpu", "--recipe x",
 ]  # fmt: skip
 
 

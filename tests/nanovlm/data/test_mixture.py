@@ -178,6 +178,7 @@ def test_a_validation_set_of_ones_own(cards):
         ({"images": "own"}, 0, "--images has no effect on cards"),
         ({"stream": True}, 0, "--stream has no effect on cards"),
         ({}, "1.5", "--validation 1.5 must be a whole number"),
+        ({}, -1.0, "--validation -1.0 must be a whole number"),
         ({}, "gone", "gone: no such file or folder"),
         ({"text_column": "label"}, 0, "no column 'label', only image, text"),
     ],
