@@ -26,7 +26,7 @@ IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".ti
 class Parser(argparse.ArgumentParser):
     """An argparse parser that reports errors in one line."""
 
-    def error(self, message: str):
+    def error(self, message: str) -> NoReturn:
         print_error(f"{self.prog}: {message} (see {self.prog} --help)")
         self.exit(EXIT_USAGE)
 
