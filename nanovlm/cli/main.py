@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import NoReturn
 
 from nanovlm import __version__
 from nanovlm.console import configure_logging, print_error, warnings_as_notes
