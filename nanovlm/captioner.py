@@ -209,7 +209,7 @@ class Captioner:
             requests = self.requests(image, [prompt] * n, options)
             if options.seed is not None:
                 for i, request in enumerate(requests):
-                    request.sampling = replace(request.sampling, seed=(options.seed + i) % 2**63)
+                    request.sampling = replace(request.sampling, seed=(int(options.seed) + i) % 2**63)
             return requests
 
         return self._answers(prepare, options, stats)
