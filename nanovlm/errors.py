@@ -28,10 +28,6 @@ class DataError(NanoVLMError, ValueError):
     exit_code = 2
 
 
-class MissingCaptionsError(DataError):
-    """Images without a caption, which on_error="skip" leaves out."""
-
-
 class TrainingError(NanoVLMError, RuntimeError):
     """A training run that cannot start, or cannot continue."""
 

@@ -8,7 +8,7 @@ import pytest
 from support import ROOT
 
 # Wrong use, bad data and missing packages: the user can do something about each. A damaged file of a model is named.
-DATA_KINDS = ("DataError", "MissingCaptionsError", "ExampleError")
+DATA_KINDS = ("DataError", "ExampleError")
 KINDS = ("UsageError", *DATA_KINDS, "TrainingError", "MissingExtraError", "OutputError")
 WAY_OUT = re.compile(
     r"; |, or |pip install|\b(must|needs?|has no effect|exclude|omit|name|take|show|ask|send|use|try|raise|lower)\b|"

@@ -103,7 +103,7 @@ def check_flags(args: argparse.Namespace) -> None:
     """UsageError for flags that contradict each other, or that have no effect."""
     where = f" here and in {args.config}" if args.config else ""
     if not (args.data or args.recipe):
-        raise UsageError("--data or --recipe is required")
+        raise UsageError("--data or --recipe is required; name what to learn from")
     for one, other in EXCLUSIVE:
         if all(getattr(args, name) is not None for name in (one, other)):
             raise UsageError(f"{flag_of(one)} and {flag_of(other)} exclude each other; omit one{where}")

@@ -105,6 +105,7 @@ def test_the_command_prints_a_table_and_json(capsys):
     [
         (["--metric", "bleu"], ["bleu", "exact_match"]),
         (["--limit", "0"], ["--limit 0"]),
+        (["--validation"], ["nothing of these data is held out"]),
         (["--validation", "1.5"], ["--validation 1.5", "must be a whole number"]),
         (["--report", "x.jpg"], ["--report x.jpg", ".html"]),
         (["--report", "nowhere/x.html"], ["nowhere is no folder that can be written"]),

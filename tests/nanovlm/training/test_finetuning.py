@@ -88,12 +88,33 @@ def test_each_held_out_example_of_a_stream_is_asked_once_and_counts_once_in_the_
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_resumed_stream_goes_on_where_it_stood(train, workers):
+    pytest.importorskip("datasets")
+    scenes(40)
+    with tarfile.open("mine.tar", "w") as tar:
+        tar.add("mine", "")
+    flags = ["--data", "mine.tar", "--stream", *QUICK, "--save-every", "2", "--max-steps", "4"]
+    assert train(*flags, "--num-workers", workers)[0] == 0
+    whole = Path("out/model.safetensors").read_bytes()
+    shutil.rmtree("out/checkpoints/step-4")
+    assert "resumed out at step 2" in train(*flags, "--num-workers", workers)[2]
+    assert Path("out/model.safetensors").read_bytes() == whole
+    state = Path("out/checkpoints/step-2/trainer.json")
+    state.write_text(json.dumps(json.loads(state.read_text()) | {"streams": {}}))
+    shutil.rmtree("out/checkpoints/step-4")
+    train(*flags, "--num-workers", workers)
+    assert Path("out/model.safetensors").read_bytes() != whole, "it would start over from its beginning"
+
+
+@pytest.mark.full
 def test_examples_are_held_out_by_default(train):
     scenes(100)
     code, _, err = train("--data", "mine", *QUICK, "--save-every", "3")
     assert code == 0, err
     hint = "(--validation N holds out N, 0 none)"
-    assert err.splitlines()[0] == f"mine: 90 examples, each shown 0.1 times; 10 held out {hint}"
+    assert err.startswith("mine: 100 examples, 100 different images\n")
+    assert f"mine: 90 examples, each shown 0.1 times; 10 held out {hint}\n" in err
     entries = [json.loads(line) for line in Path("out/metrics.jsonl").read_text().splitlines()]
     found = {entry["step"]: entry for entry in entries if "validation_loss" in entry}
     assert list(found) == [0, 3] and all("validation_f1" in entry for entry in found.values())
@@ -369,7 +390,7 @@ def test_the_model_answers_its_training_prompt_and_is_the_best_by_the_metric(tra
     flags += ["--prompt", "Who?", "--metric", metric, "--config", "run.json"]
     Path("run.json").write_text('{"warmup_steps": 0}')
     code, out, err = train("--data", "mine", *QUICK, *flags)
-    assert (code, out) == (0, "") and err.startswith("mine: 7 examples, each shown 8.6 times; 3 held out\n"), err
+    assert (code, out) == (0, "") and "\nmine: 7 examples, each shown 8.6 times; 3 held out\n" in err, err
     assert "chosen: muon, as the model was trained by it\n" in err
     entries = [json.loads(line) for line in Path("out/metrics.jsonl").read_text().splitlines()]
     found = {entry["step"]: entry[f"validation_{metric}"] for entry in entries if f"validation_{metric}" in entry}
