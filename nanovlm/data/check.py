@@ -21,7 +21,8 @@ def check_data(train: Sequence[Subset], held_out: Sequence[Subset], processor: P
     """
     sources = dict.fromkeys(subset.source for subset in [*train, *held_out])
     errors = [error for source in sources for error in source.errors]
-    print_text("\n".join(source_lines(train, held_out)))
+    for line in source_lines(train, held_out):
+        print_text(line)
     shown: list[tuple[Example, EncodedExample]] = []
     for subset in [*train, *held_out]:
         labels: Counter[str] = Counter()

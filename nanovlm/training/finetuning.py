@@ -122,13 +122,14 @@ def prepare(options: FinetuneOptions, cfg: TrainConfig) -> tuple[VisionLanguageM
     n_parts = 1
     if any(isinstance(subset.source, Stream) for subset in training):  # each process that prepares batches reads a part
         n_parts = world_size() * max(1, cfg.num_workers)
+    own, number = parse_validation(options.validation)
     task = TrainingTask(
         Batches(mixture, processor, cfg.batch_size, skip, cfg.pack, cfg.augment, n_parts),
         processor.tokenizer.to_json(),
         options.out,
         save_dtype=dtype,
         data_fingerprint=fingerprint(training, n_parts),
-        n_held_out=sum(map(len, held_out)) if options.validation is None else options.validation,
+        n_held_out=os.path.abspath(own) if own else sum(map(len, held_out)) if number is None else number,
         base=base_model(options),
         prompt=options.read.question,
         **(held_out_task(options, cfg, held_out, processor) if held_out else {}),
