@@ -165,6 +165,11 @@ def test_messages_become_turns_whoever_begins(messages, texts):
     assert len(chat.images) == messages.count(ALONE)
 
 
+def test_an_image_alone_asks_the_prompt_of_the_model():
+    chat = read_chat(ChatRequest.model_validate({"messages": [ALONE]}).messages, prompt="Who?")
+    assert chat.turns == [("user", ["Who?"])]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_answers_end_at_max_tokens_and_stop_strings(client, embedded, stream):
     def complete(**options):
