@@ -106,9 +106,10 @@ def compare_precisions(
         answers = list(captioner.captions(images, batch_size=1))
         right = [answer == truth for answer, truth in zip(answers, truths)]
         ids = [[*captioner.tokenizer.encode(answer), captioner.tokenizer.eos_token_id] for answer in answers]
-        inputs = captioner.processor.collate([captioner.prepare(image) for image in images[:BATCH_SIZE]])
+        prompts = [captioner.prepare(image) for image in images[:BATCH_SIZE]]
         with torch.inference_mode():
-            logits = captioner.inference.prefill(**inputs)[0].float()
+            rows = [captioner.inference.prefill(torch.tensor([ids]), torch.cat(tiles))[0] for ids, tiles in prompts]
+            logits = torch.cat(rows).float()
         expected_right, expected_logits, expected_ids = reference = reference or (right, logits, ids)
         results[name] = {
             "right": mean(right),

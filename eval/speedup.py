@@ -57,7 +57,6 @@ from nanovlm.captioner import Captioner
 from nanovlm.cli.main import Parser
 from nanovlm.device import DTYPES, choose_device, choose_dtype
 from nanovlm.errors import NanoVLMError
-from nanovlm.processing.image_loading import load_image
 
 LENGTHS = (16, 32, 64, 128, 256, 512)
 QUALITY: dict[str, tuple[Callable[..., list[Any]], Callable[..., str]]] = {  # rows, and their table
@@ -73,8 +72,8 @@ PUBLISHED = "published for nanoVLM's per-block cache (Hugging Face's blog, June 
 def embedded_model(device: torch.device, dtype: str) -> tuple[VisionLanguageModel, Tensor, Tensor]:
     """The embedded model, with the sample image and the default prompt: ids (1, T), images (1, 3, S, S)."""
     captioner = Captioner.from_pretrained(EMBEDDED, device.type, dtype)
-    inputs = captioner.processor([[load_image(SAMPLE)]], [PROMPT])
-    return captioner.model, inputs["input_ids"], inputs["images"]
+    ids, tiles = captioner.prepare(SAMPLE, PROMPT)
+    return captioner.model, torch.tensor([ids]), torch.cat(tiles)
 
 
 def random_model(size: str, device: torch.device, dtype: str) -> tuple[VisionLanguageModel, Tensor, Tensor]:

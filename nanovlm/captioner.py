@@ -3,9 +3,10 @@
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
@@ -16,15 +17,18 @@ from torch import Tensor
 import models.formats  # noqa: F401 (lets the core read other formats)
 from models.checkpoint import load_config, snapshot_path
 from models.config import VLMConfig
-from models.decoding import finish_reason, trim_repetition
+from models.decoding import trim_repetition
+from models.inference.caches import TiledImage
+from models.inference.continuous_batching import ContinuousBatch
 from models.inference.inference_model import InferenceModel
+from models.inference.request import Request, TokenOutput
 from models.vision_language_model import VisionLanguageModel, load_model
 from nanovlm.device import choose_device, choose_dtype
 from nanovlm.embedded import EMBEDDED, PROMPT
 from nanovlm.errors import InputError
 from nanovlm.options import GenerationOptions, ModelOptions, generation_options, with_changes
 from nanovlm.processing.image_loading import as_list, is_array, load_or_fetch
-from nanovlm.processing.processor import EncodedPrompt, Processor, pair_prompts
+from nanovlm.processing.processor import Processor, pair_prompts
 from nanovlm.processing.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -34,7 +38,6 @@ PathOrId = str | os.PathLike[str]  # a folder, or a Hub id
 # A path, a file's bytes, a PIL image, a tensor (C, H, W), a numpy array (H, W, C), a binary file or an http(s) URL
 ImageInput = str | os.PathLike[str] | bytes | Image.Image | Tensor | Any
 ImageInputs = ImageInput | Sequence[ImageInput] | None
-Prepare = Callable[[], dict[str, Any]]  # makes the inputs of `generate`; its time counts in Stats
 NO_IMAGE = "a question without an image: the model may describe one that it does not see"
 
 
@@ -42,15 +45,13 @@ NO_IMAGE = "a question without an image: the model may describe one that it does
 class Stats:
     """Token counts and times, in seconds, of one call."""
 
-    prompt_tokens: int = 0  # image tokens included; tokens that several prompts share count once
+    prompt_tokens: int = 0  # that were computed, image tokens included: what several prompts share counts once
     new_tokens: int = 0  # of all answers, end tokens included
     answers: int = 0
     first_token_s: float = 0.0  # from preprocessing to the first token
     total_s: float = 0.0
     finish_reasons: list[str] = field(default_factory=list)  # of each answer: stop, length or repetition
-    cache_bytes: int = 0  # of keys and values of prompt and answers, at the end
-    cache_bytes_allocated: int = 0  # the same with unused capacity
-    state: Any = field(default=None, repr=False)  # the cache's newest `PrefillState`
+    cache_bytes: int = 0  # of keys and values of prompts and answers, at the end
 
     @property
     def tokens_per_s(self) -> float:
@@ -71,7 +72,8 @@ class Captioner:
     """
 
     def __init__(self, model: VisionLanguageModel | InferenceModel, processor: Processor, *, allow_urls: bool = False):
-        self.inference, self.processor, self.tokenizer = model, processor, processor.tokenizer
+        self.inference = model if isinstance(model, InferenceModel) else InferenceModel(model)
+        self.processor, self.tokenizer = processor, processor.tokenizer
         self.allow_urls = allow_urls
 
     @cached_property
@@ -84,7 +86,7 @@ class Captioner:
     @property
     def model(self) -> VisionLanguageModel:
         """The plain model, to train or save. InputError if `quantize=` released it."""
-        return self.inference.model if isinstance(self.inference, InferenceModel) else self.inference
+        return self.inference.model
 
     @classmethod
     def from_pretrained(
@@ -170,11 +172,11 @@ class Captioner:
         options: GenerationOptions | None = None,
         **changes: Any,
     ) -> Iterator[str]:
-        """The same answer in pieces of whole characters, as they are generated. stats, if given, is filled in."""
+        """Yield the answer in pieces of whole characters, as they are generated. stats, if given, is filled in."""
         options = generation_options(options, changes)
-        steps = self.generate_ids(self._batch([(image, prompt)]), options, stats=stats)
-        ids = (ids[0] for ids in steps if ids[0] != self.tokenizer.eos_token_id)
-        return self.tokenizer.stream(_prepend(self.start_ids(options.start_with), ids))
+        outputs = self.generate(lambda: [self.request(image, prompt, options)], stats or Stats())
+        ids = (output.token_id for output in outputs if output.token_id != self.tokenizer.eos_token_id)
+        return self.tokenizer.stream(_prepend(self._start_ids(options), ids))
 
     def samples(
         self,
@@ -186,8 +188,22 @@ class Captioner:
         options: GenerationOptions | None = None,
         **changes: Any,
     ) -> list[Any]:
-        """n answers to one prompt, with one prefill; all equal unless sampling has a temperature."""
-        return self._texts(self._batch([(image, prompt)]), generation_options(options, changes), n, stats)
+        """n answers to one prompt, with one prefill; all equal unless sampling has a temperature.
+
+        With a seed, answer i is the one that `caption` gives with seed + i.
+        """
+        options = generation_options(options, changes)
+        if n < 1:
+            raise InputError(f"n={n} is less than 1")
+
+        def prepare() -> list[Request]:
+            requests = self.requests(image, [prompt] * n, options)
+            if options.seed is not None:
+                for i, request in enumerate(requests):
+                    request.sampling = replace(request.sampling, seed=(options.seed + i) % 2**63)
+            return requests
+
+        return self._answers(prepare, options, stats)
 
     def ask(
         self,
@@ -202,13 +218,7 @@ class Captioner:
         options = generation_options(options, changes)
         if isinstance(prompts, str):
             raise InputError(f"ask takes a list of prompts, not {prompts!r}; for one prompt use caption")
-        if not prompts:
-            return []
-
-        def prepare() -> dict[str, Any]:
-            return self.processor.encode_questions(self._load(image), list(prompts))
-
-        return self._texts(prepare, options, stats=stats)
+        return self._answers(lambda: self.requests(image, prompts, options), options, stats)
 
     def caption_video(self, video: Any, prompt: str = PROMPT, max_frames: int | None = None, **options: Any) -> Any:
         """The answer to a prompt about a `Video`, or about what `Video.read` takes, such as a file's name."""
@@ -227,26 +237,139 @@ class Captioner:
         options: GenerationOptions | None = None,
         **changes: Any,
     ) -> Iterator[Any]:
-        """One answer per image, in order: with one prompt for all images, or one for each.
+        """One answer per image, in order, when it is done: with one prompt for all images, or one for each.
 
-        images and prompt may be generators: they are consumed lazily, batch_size at a time.
+        images and prompt may be generators: they are read while others are answered, some batch_size ahead. An answer
+        is the one that `caption` gives for the image with the same options, a seed included, whatever the batch_size.
+        An image that fails raises its error after the answers before it.
         """
         options = generation_options(options, changes)
         if is_one_image(images):
             raise InputError("captions takes several images, such as a list; for one image use caption")
-        if batch_size < 1:
-            raise InputError(f"batch_size={batch_size} must be 1 or more")
-        requests = pair_prompts(images, prompt)
-        while batch := list(islice(requests, batch_size)):
-            yield from self._texts(self._batch(batch), options)
+        for request in self.run(self._read(pair_prompts(images, prompt), options), batch_size):
+            yield self.answer(request, options)
 
-    def start_ids(self, start_with: str) -> list[int]:
+    def _read(self, pairs: Iterator[tuple[ImageInputs, str]], options: GenerationOptions) -> Iterator[Request]:
+        """A request for each image and prompt; its error stands for one that cannot be made."""
+        number = 0
+        while True:
+            number += 1
+            try:
+                image, prompt = next(pairs)
+                yield self.request(image, prompt, options)
+            except StopIteration:
+                return
+            except Exception as error:
+                error.add_note(f"at item {number} of captions")
+                yield Request((), error=error)
+
+    # ------------------------------------------------------------------------------------------------- requests
+
+    def request(
+        self, image: ImageInputs, prompt: str = PROMPT, options: GenerationOptions | None = None, **changes: Any
+    ) -> Request:
+        """The request for an answer: images preprocessed, prompt tokenized. Threads may make some while others run."""
+        return self.requests(image, [prompt], options, **changes)[0]
+
+    def requests(
+        self, image: ImageInputs, prompts: Sequence[str], options: GenerationOptions | None = None, **changes: Any
+    ) -> list[Request]:
+        """A request for each prompt about the same image. InputError for one too long."""
+        options = generation_options(options, changes)
+        tiles, grids, texts = self.processor.preprocess_all(self._load(image))
+        images, start = [TiledImage(one) for one in tiles], self._start_ids(options)
+        requests = []
+        for prompt in prompts:
+            ids = self.processor.encode_prompt(grids, prompt, frame_texts=texts) + start
+            self.inference.validate_length(len(ids), options.max_new_tokens)
+            requests.append(Request(ids, images, options.sampling, options.max_new_tokens))
+        if options.schema is not None:
+            for request, grammar in zip(
+                requests, self.structured_output.make_processors(options.schema, len(requests))
+            ):
+                request.grammar = grammar
+        return requests
+
+    def batch(self, batch_size: int = 16, **caches: Any) -> ContinuousBatch:
+        """An empty batch that runs batch_size requests at once; see `ContinuousBatch` for caches."""
+        ends = self.tokenizer.eos_token_ids
+        return ContinuousBatch(self.inference, max_num_seqs=batch_size, eos_token_id=ends, **caches)
+
+    def run(self, requests: Iterable[Request], batch_size: int = 16) -> Iterator[Request]:
+        """Yield requests in order, each when it has ended, with its output or its error.
+
+        Requests are taken when slots are free, so at most 2 * batch_size have been taken and not yielded. One that has
+        an error already is passed through.
+        """
+        batch, pending, requests = self.batch(batch_size), deque[Request](), iter(requests)
+        while True:
+            while pending and pending[0].finished:
+                yield pending.popleft()
+            free = min(batch_size - batch.running - batch.waiting, 2 * batch_size - len(pending))
+            if free >= batch_size // 4:  # prefilled together, prompts are faster
+                for request in islice(requests, free):
+                    pending.append(request)
+                    if not request.finished:
+                        batch.add(request)
+            if not pending:
+                return
+            batch.step()
+
+    def generate(
+        self, prepare: Callable[[], list[Request]], stats: Stats, batch: ContinuousBatch | None = None
+    ) -> Generator[TokenOutput]:
+        """Yield the tokens of the requests that prepare makes; fill in stats. Raises the first error of a request."""
+        started = time.perf_counter()
+        requests = prepare()
+        batch = batch or self.batch(max(1, len(requests)))
+        stats.answers, stats.new_tokens, stats.first_token_s = len(requests), 0, 0.0  # of an earlier call
+        for request in requests:
+            batch.add(request)
+        try:
+            while batch.running or batch.waiting:
+                outputs = batch.step()
+                stats.total_s = time.perf_counter() - started
+                stats.first_token_s = stats.first_token_s or stats.total_s
+                stats.new_tokens += len(outputs)
+                stats.prompt_tokens = sum(len(request.ids) - request.n_cached for request in requests)
+                stats.cache_bytes = sum(request.length for request in requests) * batch.bytes_per_token
+                for output in outputs:
+                    if output.error is not None:
+                        raise output.error
+                    yield output
+        finally:
+            for request in requests:
+                batch.cancel(request)
+        stats.finish_reasons = [str(request.finished) for request in requests]
+
+    def _answers(
+        self, prepare: Callable[[], list[Request]], options: GenerationOptions, stats: Stats | None
+    ) -> list[Any]:
+        outputs = self.generate(prepare, stats or Stats())
+        requests = list(dict.fromkeys(output.request for output in outputs))
+        return [self.answer(request, options) for request in requests]
+
+    def answer(self, request: Request, options: GenerationOptions | None = None) -> Any:
+        """The text of a request that has ended, or the value that it is by a schema. Raises the request's error."""
+        if request.error is not None:
+            raise request.error
+        text = self.text(request, options)
+        return text if options is None or options.schema is None else self.structured_output.parse(text)
+
+    def text(self, request: Request, options: GenerationOptions | None = None) -> str:
+        """The text of a request's output: from start_with up to the end token or the first repetition."""
+        eos, ids = self.tokenizer.eos_token_id, request.output
+        answer = ids[: ids.index(eos)] if eos in ids else ids
+        trimmed = trim_repetition(answer, request.sampling.repetition_detection)
+        return self.tokenizer.decode([*self._start_ids(options or GenerationOptions()), *trimmed])
+
+    def _start_ids(self, options: GenerationOptions) -> list[int]:
         """Ids of the beginning of an answer; without the spaces at its end, which belong to the word that follows."""
-        text = start_with.rstrip()
+        text = options.start_with.rstrip()
         return self.tokenizer.encode(self.tokenizer.answer_prefix + text) if text else []
 
-    def prepare(self, image: ImageInputs, prompt: str = PROMPT) -> EncodedPrompt:
-        """Token ids and tiles of one prompt; thread-safe, so threads may prepare while the model runs."""
+    def prepare(self, image: ImageInputs, prompt: str = PROMPT) -> tuple[list[int], list[Tensor]]:
+        """Token ids of one prompt, and the tiles of each image."""
         return self.processor.encode(self._load(image), prompt)
 
     def load_image(self, source: ImageInput) -> Image.Image:
@@ -258,62 +381,6 @@ class Captioner:
             warnings.warn(NO_IMAGE, stacklevel=2)
         return [source if hasattr(source, "frames") else self.load_image(source) for source in sources]  # a Video's
 
-    def _batch(self, requests: Sequence[tuple[ImageInputs, str]]) -> Prepare:
-        return lambda: self.processor.collate([self.prepare(image, prompt) for image, prompt in requests])
-
-    def generate_ids(
-        self, prepare: Prepare, options: GenerationOptions, n_samples: int = 1, stats: Stats | None = None
-    ) -> Iterator[list[int]]:
-        """Yield the ids of each decoding step, one per answer, without those of start_with."""
-        started, stats = time.perf_counter(), stats or Stats()
-        stats.new_tokens, stats.first_token_s = 0, 0.0  # of an earlier call
-        device, eos = self.inference.device, self.tokenizer.eos_token_id
-        inputs: dict[str, Any] = {
-            name: value.to(device) if isinstance(value, Tensor) else value for name, value in prepare().items()
-        }
-        start = torch.tensor(self.start_ids(options.start_with), dtype=torch.long, device=device)
-        ids, mask = inputs["input_ids"], inputs["attention_mask"]
-        inputs["input_ids"] = torch.cat([ids, start.expand(len(ids), -1)], dim=1)
-        inputs["attention_mask"] = mask = torch.cat([mask, torch.ones_like(start).expand(len(ids), -1)], dim=1)
-        stats.answers = len(mask) * n_samples
-        stats.prompt_tokens = int(mask.sum()) - inputs.get("shared_prefix_length", 0) * (len(mask) - 1)
-        steps: list[list[int]] = []
-        grammar = None
-        if options.schema is not None:
-            grammar = self.structured_output.for_rows(options.schema, steps, stats.answers)
-        for ids in self.inference.stream(
-            **inputs,
-            logits_processor=grammar,
-            max_new_tokens=options.max_new_tokens,
-            sampling=options.sampling,
-            eos_token_id=self.tokenizer.eos_token_ids,
-            n_samples=n_samples,
-            on_state=partial(setattr, stats, "state"),
-        ):
-            stats.new_tokens += sum(id != eos for id in steps[-1]) if steps else stats.answers
-            steps.append(ids.tolist())
-            stats.total_s = time.perf_counter() - started
-            stats.first_token_s = stats.first_token_s or stats.total_s
-            yield steps[-1]
-        detection = options.repetition_detection
-        stats.finish_reasons = [finish_reason(answer, eos, detection) for answer in zip(*steps)]
-        stats.cache_bytes, stats.cache_bytes_allocated = stats.state.bytes_used, stats.state.bytes_allocated
-
-    def _texts(
-        self, prepare: Prepare, options: GenerationOptions, n_samples: int = 1, stats: Stats | None = None
-    ) -> list[Any]:
-        """The text of each answer, or the value that it is by a schema."""
-        steps = self.generate_ids(prepare, options, n_samples, stats)
-        texts = [self.answer_text(ids, options) for ids in zip(*steps)]
-        return texts if options.schema is None else list(map(self.structured_output.parse, texts))
-
-    def answer_text(self, ids: Sequence[int], options: GenerationOptions) -> str:
-        """The text of an answer's generated ids: from start_with up to the end token or the first repetition."""
-        eos = self.tokenizer.eos_token_id
-        answer = ids[: ids.index(eos)] if eos in ids else ids
-        trimmed = trim_repetition(answer, options.repetition_detection)
-        return self.tokenizer.decode([*self.start_ids(options.start_with), *trimmed])
-
 
 def is_one_image(images: Any) -> bool:
     """Whether it is an image or a `Video`, not several: an array of four dimensions, for example, is a batch."""
@@ -323,6 +390,6 @@ def is_one_image(images: Any) -> bool:
 
 
 def _prepend(start: Sequence[int], ids: Iterator[int]) -> Iterator[int]:
-    """start, then ids; nothing comes before the first of ids is there, so that an error comes first."""
+    """Yield start and then ids, but not before the first id exists: an error comes before any text."""
     first = list(islice(ids, 1))
     yield from chain(start, first, ids)

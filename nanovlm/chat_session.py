@@ -1,13 +1,12 @@
 """ChatSession: several questions about the same images, with the KV cache reused between them."""
 
+import sys
 import warnings
-from collections.abc import Generator, Iterator
-from dataclasses import replace
+from collections.abc import Generator
 from typing import Any
 
-import torch
-
-from models.inference.serving_caches import common_prefix_length
+from models.inference.caches import PrefixCache, TiledImage
+from models.inference.request import Request
 from nanovlm.captioner import NO_IMAGE, Captioner, ImageInputs, Stats, is_one_image
 from nanovlm.errors import InputError
 from nanovlm.options import CHAT_MAX_NEW_TOKENS, GenerationOptions, generation_options
@@ -29,10 +28,10 @@ class ChatSession:
         sources: Any = () if images is None else [images] if is_one_image(images) else images
         shown = [image if isinstance(image, Video) else captioner.load_image(image) for image in sources]
         tiles, self.grids, self.frame_texts = captioner.processor.preprocess_all(shown)
-        self.images = torch.cat(tiles) if tiles else None  # (n, 3, S, S)
+        self.images = [TiledImage(one) for one in tiles]
+        self.batch = captioner.batch(1, prefix_cache=PrefixCache(sys.maxsize, max_entries=1))  # of the last turn
         self.history: list[tuple[str, str]] = []
         self.tokens_read = 0  # prompt tokens of the last question that the cache did not hold
-        self._ids: list[int] = []  # of the chat and its last answer; the first stats.state.length are cached
         self.stats = Stats()  # of the last question
 
     def ask(
@@ -56,34 +55,22 @@ class ChatSession:
                 f"{len(ids)} tokens with this question exceed lm_max_position_embeddings={limit}; shorten it, or reset "
                 "the chat"
             )
-        options = replace(options, max_new_tokens=min(options.max_new_tokens, limit - len(ids) + 1))
-        answer = ""
+        n = min(options.max_new_tokens, limit - len(ids) + 1)
+        request, answer = Request(ids, self.images, options.sampling, n), ""
+        if options.schema is not None:
+            (request.grammar,) = self.captioner.structured_output.make_processors(options.schema, 1)
+        outputs = self.captioner.generate(lambda: [request], stats := Stats(), self.batch)
+        eos = self.captioner.tokenizer.eos_token_id
         try:
-            for piece in self.captioner.tokenizer.stream(self._generate(ids, options)):
+            for piece in self.captioner.tokenizer.stream(o.token_id for o in outputs if o.token_id != eos):
                 answer += piece
                 yield piece
         finally:
-            if self._ids is ids:  # the question has been read
+            if request.output:  # the question has been read
                 self.history.append((question, answer))
+                self.tokens_read, self.stats = stats.prompt_tokens, stats
+                outputs.close()
 
     def reset(self) -> None:
         """Forget all questions and answers; the images stay."""
         self.history.clear()
-
-    def _generate(self, ids: list[int], options: GenerationOptions) -> Iterator[int]:
-        """Yield the answer's ids without its end token, and add them to ids; what the cache holds is not read again."""
-        prefix, images, eos = self.stats.state, None, self.captioner.tokenizer.eos_token_id
-        held = [] if prefix is None else self._ids[: prefix.length]
-        cached = common_prefix_length(torch.tensor(held), torch.tensor(ids[:-1]))
-        if self.images is not None and self.captioner.inference.image_token_id in ids[cached:]:
-            cached, images = 0, self.images  # images are read all together
-        inputs: dict[str, Any] = {"input_ids": torch.tensor([ids]), "images": images}
-        inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
-        inputs["prefix"] = prefix.first(cached) if cached else None
-        self.tokens_read, stats = len(ids) - cached, Stats()
-        for (chosen,) in self.captioner.generate_ids(lambda: inputs, options, stats=stats):
-            self._ids, self.stats = ids, stats
-            if chosen == eos:
-                return
-            ids.append(chosen)  # enters the cache when the next one is requested
-            yield chosen

@@ -52,8 +52,9 @@ def make_batches(captioner: Captioner, n_scenes: int, seed: str = "answers") -> 
             same = [(prompt, truth) for prompt, truth in prepared if len(prompt[0]) == length]
             for i in range(0, len(same), BATCH_SIZE):
                 prompts, truths = zip(*same[i : i + BATCH_SIZE])
-                inputs = captioner.processor.collate(prompts)
-                ids, images = (inputs[name].to(captioner.model.device) for name in ("input_ids", "images"))
+                device = captioner.model.device
+                ids = torch.tensor([ids for ids, _ in prompts], device=device)
+                images = torch.cat([tile for _, tiles in prompts for tile in tiles]).to(device)
                 batches.append(Batch(split, ids, images, truths))
     return batches
 

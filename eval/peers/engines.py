@@ -94,8 +94,8 @@ class NanoVLMEngine:
     @torch.inference_mode()
     def first_token(self, image: ImageInput) -> int:
         """Preprocess an image, encode it and prefill the default prompt."""
-        inputs = self.captioner.processor.collate([self.captioner.prepare(image, PROMPT)])
-        return int(TokenSampler()(self.model.prefill(**inputs)[0]))
+        ids, tiles = self.captioner.prepare(image, PROMPT)
+        return int(TokenSampler()(self.model.prefill(torch.tensor([ids]), torch.cat(tiles))[0]))
 
 
 class TransformersEngine:

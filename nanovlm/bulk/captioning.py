@@ -8,13 +8,10 @@ import json
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing, contextmanager
-from typing import cast
 
 import torch
 
-from models.inference.continuous_batching import ContinuousBatch
-from models.inference.requests import LogitsProcessor, PrefillError, TokenOutput
-from models.inference.serving_caches import TiledImage
+from models.inference.request import Request
 from nanovlm.bulk.inputs import check_file
 from nanovlm.bulk.options import BulkOptions
 from nanovlm.bulk.prefetch import Prefetch, merge_iterators
@@ -31,10 +28,8 @@ MAX_PREFETCH_THREADS = 8
 SMALL_MODEL_BYTES = 2**24  # of weights; below, products are too short to be divided among cores
 MAX_WORKERS = 4  # of a small model: kernels run in parallel, Python does not
 PIXEL_BUDGET = 2**30  # bytes of preprocessed images that may wait for the model
-REGROWTH = 1 / 32  # images, by which a batch that was reduced for lack of memory grows with each answer
 
-Key = tuple[str, int]  # of a sequence: its image and the number of its prompt
-Prepared = tuple[list[list[int]], TiledImage]  # the ids of each prompt, and the tiles of what they are about
+Prepared = list[Request]  # of each prompt
 Result = tuple[str, str | Exception]  # path, and its caption or the reason why there is none
 
 
@@ -62,7 +57,6 @@ class BulkCaptioner:
         as_video, tiles = self.options.as_video, captioner.processor.max_tiles_per_image
         self.tiles = self.options.max_frames if as_video else tiles
         self.batch_size = self.options.batch_size or (BATCH_SIZE if self.tiles > 1 else SINGLE_TILE_BATCH_SIZE)
-        self.start_ids = captioner.start_ids(self.options.start_with)
         self.cores, self.read = cores or available_cores(), read or check_file
         self.n_workers = workers or default_workers(captioner, self.cores)
         self.seconds = 0.0  # that all calls of captions took
@@ -112,12 +106,7 @@ class BulkCaptioner:
         file = self.read(path)
         if self.options.as_video:
             file = Video.read(str(file), self.options.max_frames)
-        elif len(self.options.prompts) > 1:
-            file = self.captioner.load_image(file)
-        encoded = [self.captioner.prepare(file, prompt) for prompt in self.options.prompts]
-        prompts = [ids + self.start_ids for ids, _ in encoded]
-        self.captioner.inference.validate_length(max(map(len, prompts)), self.options.max_new_tokens)
-        return prompts, TiledImage(torch.cat(encoded[0][1]))
+        return self.captioner.requests(file, self.options.prompts, self.options)
 
 
 def default_workers(captioner: Captioner, cores: int | None = None) -> int:
@@ -133,137 +122,68 @@ class _Worker:
     def __init__(self, bulk: BulkCaptioner, index: int, prefetch: Prefetch[Prepared]):
         self.bulk, self.index, self.prefetch = bulk, index, prefetch
         self.captioner, self.options = bulk.captioner, bulk.options
-        self.limit: float = bulk.batch_size  # images that run at once; halved when memory runs out
-        self.token_ids: dict[Key, list[int]] = {}  # of each sequence in the batch
-        self.answers: dict[str, dict[int, str]] = {}  # of images that have some, by the prompts' numbers
-        self.postponed: list[str] = []  # images that did not fit into memory beside the others
-        self.batch = self._new_batch()
+        self.paths: dict[Request, str] = {}  # of requests that wait or run
+        self.images: dict[str, Prepared] = {}  # the requests of images that have not finished
+        self.batch = self.captioner.batch(bulk.batch_size)
 
     def run(self) -> Generator[list[Result], None, None]:
         while True:
             yield from self._admit()
-            if self.token_ids:
-                yield from self._step()
-            elif self.postponed:
-                self._restart([], 1)
-            else:
+            if not self.paths:
                 return
-
-    def _new_batch(self) -> ContinuousBatch:
-        return ContinuousBatch(
-            self.captioner.inference,
-            max_num_seqs=self.bulk.batch_size,
-            eos_token_id=self.captioner.tokenizer.eos_token_ids,
-        )
+            yield from self._step()
 
     def _admit(self) -> Iterator[list[Result]]:
         """Fill the free rows with images that are prepared; wait for one only if nothing runs."""
-        if self.limit - len(self.token_ids) < MIN_JOIN_FRACTION * self.limit:
+        if self.bulk.batch_size - len(self.paths) < MIN_JOIN_FRACTION * self.bulk.batch_size:
             return
-        while len(self.token_ids) < int(self.limit):
-            taken = self.prefetch.take(wait=not self.token_ids)
+        while len(self.paths) < self.bulk.batch_size:
+            taken = self.prefetch.take(wait=not self.paths)
             if taken is None:
                 return
             path, future = taken
             try:
-                prompts, image = future.result()
+                self.images[path] = requests = future.result()
             except Exception as error:
                 yield [(path, image_failure(error))]
                 continue
-            grammar: LogitsProcessor | None = None
-            if self.options.schema is not None:
-                (grammar,) = self.captioner.structured_output.make_processors(self.options.schema, 1)
-            for number, ids in enumerate(prompts):
-                self.batch.add(
-                    (path, number),
-                    torch.tensor(ids),
-                    [image],  # which is encoded once
-                    max_new_tokens=self.options.max_new_tokens,
-                    sampling=self.options.sampling,
-                    logits_processor=grammar,
-                )
-                self.token_ids[path, number] = []
+            for request in requests:
+                self.batch.add(request)
+                self.paths[request] = path
 
     def _step(self) -> Iterator[list[Result]]:
         """Decode one token of every image in the batch; yield those that have finished, then those that failed."""
         started = time.perf_counter()
-        try:
-            outputs, failures = self._decode()
-        finally:
-            self.bulk.model_seconds[self.index] += time.perf_counter() - started
-        if finished := [result for output in outputs for result in self._collect(output)]:
+        outputs = self.batch.step()
+        self.bulk.model_seconds[self.index] += time.perf_counter() - started
+        failed = {path: output.error for output in outputs if output.error and (path := self.paths.get(output.request))}
+        for path in failed:
+            for request in self.images.pop(path):
+                self.batch.cancel(request)
+                self.paths.pop(request, None)
+        if finished := [result for output in outputs if output.finished for result in self._collect(output.request)]:
             yield finished
-        for path, error in failures.items():
-            self._remove(path)
+        for path, error in failed.items():
             yield [(path, image_failure(error))]
 
-    def _remove(self, path: str) -> None:
-        """Take all sequences of an image out of the batch."""
-        for key in [key for key in self.token_ids if key[0] == path]:
-            self.batch.cancel(key)
-            del self.token_ids[key]
-        self.answers.pop(path, None)
-
-    def _decode(self) -> tuple[list[TokenOutput], dict[str, BaseException | None]]:
-        """The next tokens, and the errors of images that have none."""
-        try:
-            outputs = self.batch.step()
-        except PrefillError as error:
-            return [], self._prefill_failed(cast(Key, error.key)[0], error.__cause__)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            return [], self._reduce_batch(error)
-        return outputs, {cast(Key, output.key)[0]: output.error for output in outputs if output.error}
-
-    def _collect(self, output: TokenOutput) -> list[Result]:
-        """Add a token to its sequence; the image's caption if that was the last token of all its answers."""
-        path, number = key = cast(Key, output.key)
-        if key not in self.token_ids:  # another answer about this image failed in the same step
+    def _collect(self, request: Request) -> list[Result]:
+        """The image's caption if this was the last of its requests to finish."""
+        if (path := self.paths.pop(request, None)) is None:  # another answer about this image failed in the same step
             return []
-        if output.finished != "error":
-            self.token_ids[key].append(output.token_id)
-        if output.finished in (None, "error"):
+        self.bulk.repetitions[self.index] += request.finished == "repetition"
+        if any(not other.finished for other in self.images[path]):
             return []
-        self.limit = min(self.limit + REGROWTH, self.bulk.batch_size)
-        self.bulk.repetitions[self.index] += output.finished == "repetition"
-        text = self.captioner.answer_text(self.token_ids.pop(key), self.options)
+        texts = [self.captioner.text(other, self.options) for other in self.images.pop(path)]
         if self.options.schema is not None:
             try:
-                self.captioner.structured_output.parse(text)
+                self.captioner.structured_output.parse(texts[0])
             except InputError as error:
                 return [(path, error)]
-        self.answers.setdefault(path, {})[number] = text
-        if any(other == path for other, _ in self.token_ids):
-            return []
-        answers = self.answers.pop(path)
-        if not any(text.removeprefix(self.options.start_with.rstrip()).strip() for text in answers.values()):
+        if not any(text.removeprefix(self.options.start_with.rstrip()).strip() for text in texts):
             return [(path, EmptyCaptionError("the model's caption is empty"))]
         if isinstance(self.options.prompt, str):
-            return [(path, text)]
-        named = {prompt: answers[i] for i, prompt in enumerate(self.options.prompt)}
-        return [(path, json.dumps(named, ensure_ascii=False))]
-
-    def _prefill_failed(self, path: str, error: BaseException | None) -> dict[str, BaseException | None]:
-        """Postpone an image for which there is no memory beside others; alone, it fails."""
-        if error is None or not is_out_of_memory(error) or {other for other, _ in self.token_ids} == {path}:
-            return {path: error}
-        self._remove(path)
-        self.postponed.append(path)
-        self.limit = len(self.token_ids)
-        return {}
-
-    def _reduce_batch(self, error: Exception) -> dict[str, BaseException | None]:
-        """Start again with half as many images after running out of memory; an image that was alone fails."""
-        paths = list(dict.fromkeys(path for path, _ in self.token_ids))
-        self._restart(paths if len(paths) > 1 else [], max(1, len(paths) // 2))
-        return {path: error for path in paths if len(paths) == 1}
-
-    def _restart(self, paths: list[str], batch_size: int) -> None:
-        """Prepare these and the postponed images once more, for a new and smaller batch."""
-        self.prefetch.put_back(reversed(paths + self.postponed))
-        self.limit = batch_size
-        self.batch, self.token_ids, self.answers, self.postponed = self._new_batch(), {}, {}, []
+            return [(path, texts[0])]
+        return [(path, json.dumps(dict(zip(self.options.prompt, texts)), ensure_ascii=False))]
 
 
 def image_failure(error: BaseException | None) -> Exception:

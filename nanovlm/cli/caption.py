@@ -40,7 +40,6 @@ FILE_FLAGS = ("existing", "prefix", "extension", "batch_size", "limit", "recursi
 
 STATS_DIGITS = {  # fields of Stats that --json prints, and how they are rounded
     "prompt_tokens": None, "new_tokens": None, "first_token_s": 4, "total_s": 4, "tokens_per_s": 1, "cache_bytes": None,
-    "cache_bytes_allocated": None,
 }  # fmt: skip
 
 
@@ -307,6 +306,6 @@ def format_stats(stats: "Stats", load_seconds: float, device: "torch.device") ->
     return (
         f"model loaded in {load_seconds:.2f} s; {stats.prompt_tokens} prompt tokens, first token after "
         f"{stats.first_token_s * 1000:.0f} ms, then {stats.tokens_per_s:.0f} tokens/s; "
-        f"KV cache {stats.cache_bytes / 2**20:.2f} MiB of {stats.cache_bytes_allocated / 2**20:.2f} MiB allocated; "
+        f"KV cache {stats.cache_bytes / 2**20:.2f} MiB; "
         f"peak memory {peak_memory(device) / 2**20:,.0f} MiB"
     )

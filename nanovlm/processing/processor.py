@@ -4,10 +4,9 @@ How a format lays out images and prompts is its layout's, see `nanovlm.processin
 """
 
 from collections.abc import Iterable, Iterator, Sequence, Sized
-from itertools import cycle, islice, takewhile, zip_longest
+from itertools import cycle, islice, zip_longest
 from typing import TYPE_CHECKING, Any
 
-import torch
 from PIL import Image
 from torch import Tensor
 
@@ -18,8 +17,6 @@ from nanovlm.processing.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from nanovlm.processing.video import Video
-
-EncodedPrompt = tuple[list[int], list[Tensor]]  # token ids, and the tiles (n, 3, S, S) of each image
 
 
 class Processor:
@@ -59,8 +56,8 @@ class Processor:
             prepared = [self.preprocess(image) for image in images]  # type: ignore[arg-type]
         return [tiles for tiles, _ in prepared], [grid for _, grid in prepared], texts
 
-    def encode(self, images: "Sequence[Image.Image | Video]", question: str) -> EncodedPrompt:
-        """Token ids and tiles of one question about images, any number of them, or about a video."""
+    def encode(self, images: "Sequence[Image.Image | Video]", question: str) -> tuple[list[int], list[Tensor]]:
+        """Token ids of a question about images, any number of them, or a video; the tiles (n, 3, S, S) of each."""
         tiles, grids, texts = self.preprocess_all(images)
         return self.encode_prompt(grids, question, frame_texts=texts), tiles
 
@@ -100,42 +97,6 @@ class Processor:
             content = "\0".join(filter(None, parts))  # its special tokens are those of the parts
             messages.append({"role": role, "content": content, "images": images, "parts": parts})
         return self.tokenizer.encode_chat(messages)
-
-    def __call__(self, images: Sequence[Sequence[Image.Image]], questions: Sequence[str]) -> dict[str, Any]:
-        """A batch for `generate`: row i asks questions[i] about images[i], any number of them. See `collate`."""
-        if len(images) != len(questions):
-            raise InputError(f"{len(images)} rows of images, but {len(questions)} prompts; pass one prompt a row")
-        return self.collate([self.encode(row, question) for row, question in zip(images, questions)])
-
-    def collate(self, rows: Sequence[EncodedPrompt]) -> dict[str, Any]:
-        """Pad encoded prompts on the left to a batch.
-
-        input_ids and attention_mask (B, T) int64; images (N, 3, S, S), the tiles of all rows, or None.
-        """
-        length = max(len(ids) for ids, _ in rows)
-        pad_id = self.tokenizer.eos_token_id  # any id would do: the mask hides it
-        tiles = [one for _, images in rows for one in images]
-        return {
-            "input_ids": torch.tensor([[pad_id] * (length - len(ids)) + ids for ids, _ in rows]),
-            "attention_mask": torch.tensor([[0] * (length - len(ids)) + [1] * len(ids) for ids, _ in rows]),
-            "images": torch.cat(tiles) if tiles else None,
-        }
-
-    def encode_questions(self, images: Sequence[Image.Image], questions: Sequence[str]) -> dict[str, Any]:
-        """A batch for `generate` with one row per question about the same images, which are encoded once.
-
-        The first `shared` ids are the same in every row and hold all image tokens; padding follows them.
-        """
-        tiles, grids, texts = self.preprocess_all(images)
-        rows = [self.encode_prompt(grids, question, frame_texts=texts) for question in questions]
-        columns = zip(*(ids[:-1] for ids in rows))  # every row keeps one id of its own to prefill
-        shared = sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))
-        batch = self.collate([(ids[shared:], []) for ids in rows])
-        for name, prefix in (("input_ids", rows[0][:shared]), ("attention_mask", [1] * shared)):
-            shared_columns = torch.tensor(prefix, dtype=torch.long).expand(len(rows), -1)
-            batch[name] = torch.cat([shared_columns, batch[name]], dim=1)
-        images_tensor = torch.cat(tiles) if tiles else None
-        return batch | {"images": images_tensor, "shared_prefix_length": shared}
 
     def _encode_completion(self, n_images: int, question: str, history: Sequence[tuple[str, str]]) -> list[int]:
         """The prompt of a layout without a chat."""

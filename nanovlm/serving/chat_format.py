@@ -5,10 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-import torch
-from torch import Tensor
-
-from models.inference.serving_caches import ImageCache, TiledImage
+from models.inference.caches import ImageCache, TiledImage
 from nanovlm.embedded import PROMPT
 from nanovlm.errors import ImageError
 from nanovlm.processing.image_loading import load_image
@@ -30,7 +27,7 @@ class Chat:
 
 @dataclass(frozen=True)
 class ModelInputs:
-    input_ids: Tensor  # (T,)
+    input_ids: list[int]
     images: list[TiledImage]
 
 
@@ -105,7 +102,7 @@ def prepare_inputs(chat: Chat, images: list[TiledImage], processor: Processor) -
             ids = processor.encode_prompt(grids, chat.question, chat.history)
         else:
             ids = processor.encode_turns(grids, chat.turns)
-    return ModelInputs(torch.tensor(ids), images)
+    return ModelInputs(ids, images)
 
 
 def preprocess(

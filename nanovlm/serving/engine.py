@@ -11,15 +11,11 @@ import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from torch import Tensor
-
-from models.decoding import GREEDY, SamplingParams
 from models.inference.continuous_batching import ContinuousBatch
-from models.inference.requests import LogitsProcessor, PrefillError, TokenOutput
-from models.inference.serving_caches import TiledImage
-from nanovlm.errors import NanoVLMError, is_out_of_memory
+from models.inference.request import Request, TokenOutput
+from nanovlm.errors import NanoVLMError
 from nanovlm.serving.errors import EngineError, EngineStoppedError
 
 logger = logging.getLogger(__name__)
@@ -27,26 +23,14 @@ logger = logging.getLogger(__name__)
 Result = TokenOutput | BaseException
 
 
-@dataclass(eq=False)
-class SequenceRequest:
-    """A prompt and how to continue it: the arguments of `ContinuousBatch.add`."""
-
-    input_ids: Tensor  # (T,)
-    images: Sequence[TiledImage]
-    max_new_tokens: int
-    sampling: SamplingParams = GREEDY
-    logits_processor: LogitsProcessor | None = None
-
-
 @dataclass(eq=False, repr=False)
 class _Sequence:
-    """A requested sequence; it is its own key in the batch."""
+    """A request that was submitted."""
 
-    request: SequenceRequest  # of its own; without images once they are prefilled
+    request: Request
     results: asyncio.Queue[Result] = field(default_factory=asyncio.Queue)
     ended: bool = False  # cancelled, or nothing more is to be delivered; only the event loop's thread sets this
-    started: bool = False  # only the engine's thread uses these two
-    retried: bool = False
+    retried: bool = False  # only the engine's thread uses it
 
 
 @dataclass(eq=False)
@@ -87,7 +71,7 @@ class Engine:
         self.batch = make_batch()
         # A sequence is to be added or, if it has ended, cancelled; None is to stop.
         self._commands: queue.SimpleQueue[_Sequence | None] = queue.SimpleQueue()
-        self._active: dict[Hashable, _Sequence] = {}  # by itself; only the engine's thread uses these two
+        self._active: dict[Hashable, _Sequence] = {}  # by request; only the engine's thread uses these two
         self._retries: deque[_Sequence] = deque()
         self._thread = threading.Thread(target=self._run, name="nanovlm-engine", daemon=True)
 
@@ -104,11 +88,11 @@ class Engine:
     def alive(self) -> bool:
         return self._thread.is_alive()
 
-    def submit(self, request: SequenceRequest) -> RequestHandle:
+    def submit(self, request: Request) -> RequestHandle:
         """Queue a request."""
         if not self.alive:
             raise EngineStoppedError("the engine does not run")
-        sequence = _Sequence(replace(request))
+        sequence = _Sequence(request)
         self._commands.put(sequence)
         return RequestHandle(self, sequence)
 
@@ -140,17 +124,17 @@ class Engine:
             if not command.ended:
                 self._add(command)
             elif self._drop(command):
-                self.batch.cancel(command)
+                self.batch.cancel(command.request)
         # After a failure of the whole batch, run its sequences one by one to isolate the one that caused it.
         if self._retries and not (self.batch.running or self.batch.waiting):
             sequence = self._retries.popleft()
-            if sequence in self._active:
+            if sequence.request in self._active:
                 sequence.retried = True
                 self._add_to_batch(sequence)
         return True
 
     def _add(self, sequence: _Sequence) -> None:
-        self._active[sequence] = sequence
+        self._active[sequence.request] = sequence
         if self._retries:
             self._retries.append(sequence)
         else:
@@ -158,39 +142,22 @@ class Engine:
 
     def _add_to_batch(self, sequence: _Sequence) -> None:
         try:
-            self.batch.add(sequence, **vars(sequence.request))
+            self.batch.add(sequence.request)
         except BaseException as error:
             self._fail(sequence, error)
 
     def _step(self) -> None:
-        """One step of the batch. Without memory for all its sequences the newest one fails, and the others go on."""
-        try:
-            outputs = self.batch.step()
-        except PrefillError as error:
-            if sequence := self._active.get(error.key):
-                self._fail(sequence, error.__cause__ or error)
-            return
-        except Exception as error:
-            started = [sequence for sequence in self._active.values() if sequence.started]
-            if not is_out_of_memory(error) or not started:
-                raise
-            self.batch.cancel(started[-1])
-            self._fail(started[-1], error)
-            return
-        self._handle_outputs(outputs)
-
-    def _handle_outputs(self, outputs: Sequence[TokenOutput]) -> None:
+        """One step of the batch."""
         results: list[tuple[_Sequence, Result]] = []
-        for output in outputs:
-            sequence = self._active.get(output.key)
+        for output in self.batch.step():
+            sequence = self._active.get(output.request)
             if sequence is None:
                 continue
             if output.error:
                 self._fail(sequence, output.error)
                 continue
-            sequence.started, sequence.request.images = True, ()
             if output.finished:
-                del self._active[sequence]
+                del self._active[output.request]
             results.append((sequence, output))
         self._publish(results)
 
@@ -203,7 +170,7 @@ class Engine:
         self.batch = self._make_batch()
         self._retries.clear()
         for sequence in list(self._active.values()):
-            if sequence.started or sequence.retried:
+            if sequence.request.output or sequence.retried:
                 self._fail(sequence, error)
             else:
                 self._retries.append(sequence)
@@ -215,9 +182,8 @@ class Engine:
         self._publish([(sequence, error)])
 
     def _drop(self, sequence: _Sequence) -> bool:
-        """Forget a sequence and its images; whether it was active."""
-        sequence.request.images = ()
-        return self._active.pop(sequence, None) is not None
+        """Forget a sequence; whether it was active."""
+        return self._active.pop(sequence.request, None) is not None
 
     def _fail_all(self, error: BaseException) -> None:
         sequences = list(self._active.values())

@@ -13,8 +13,9 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from models.inference.caches import ImageCache, PrefixCache, TiledImage
 from models.inference.continuous_batching import ContinuousBatch
-from models.inference.serving_caches import ImageCache, PrefixCache, TiledImage
+from models.inference.request import Request as ModelRequest
 from nanovlm.captioner import NO_IMAGE, Captioner
 from nanovlm.errors import ImageError
 from nanovlm.processing.image_urls import ImageFetcher, is_data_url
@@ -26,7 +27,7 @@ from nanovlm.serving.chat_format import (
     prepare_inputs,
     preprocess,
 )
-from nanovlm.serving.engine import Engine, SequenceRequest
+from nanovlm.serving.engine import Engine
 from nanovlm.serving.errors import APIError, as_api_error, refusing
 from nanovlm.serving.options import Limits
 from nanovlm.serving.protocol import ChatCompletionRequest, MediaURL
@@ -145,7 +146,7 @@ class ChatService:
         sampling = request.sampling().sampling
         inputs = await self._prepare(request, until_prefilled)
         max_tokens = self._max_tokens(request, len(inputs.input_ids))
-        sequence = SequenceRequest(inputs.input_ids, inputs.images, max_tokens, sampling, processor)
+        sequence = ModelRequest(inputs.input_ids, inputs.images, sampling, max_tokens, processor)
         handle = self.engine.submit(sequence)
         request_scope.callback(handle.cancel)
         streamer = StopStringStreamer(self.captioner.tokenizer, request.stop, is_structured=is_structured)

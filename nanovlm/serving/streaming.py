@@ -6,7 +6,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from models.inference.requests import TokenOutput
+from models.inference.request import TokenOutput
 from nanovlm.processing.tokenizer import StreamingDecoder, Tokenizer
 from nanovlm.serving.engine import RequestHandle
 from nanovlm.serving.errors import as_api_error
@@ -80,7 +80,7 @@ class ResponseStream:
     def _feed(self, output: TokenOutput) -> str:
         if self.finish_reason:
             return ""
-        self.num_cached_tokens = output.n_cached
+        self.num_cached_tokens = output.request.n_cached
         text = self.streamer.feed(output.token_id, output.finished)
         if self.finish_reason and not output.finished:
             self.handle.cancel()

@@ -1,0 +1,183 @@
+"""The caches of continuous batching: running sequences, encoded images, and the keys and values of earlier prompts."""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from models.errors import InputError
+from models.inference.inference_model import InferenceModel, Network
+from models.inference.kernel_network import empty_cache
+
+V = TypeVar("V")
+ImageStarts = Sequence[tuple[Hashable, int]]  # each image's key, and the position of its first token
+
+SLOT_CAPACITY_STEP = 64  # tokens; the capacity of a slot is a multiple of it
+MIN_PREFIX_TOKENS = 32  # shorter common prefixes cost less to compute again than to handle
+MAX_ENTRIES = 256  # of a cache: each prefix is compared with a new prompt
+
+
+class SlotCache:
+    """Keys and values of running sequences, one a slot: data (n_blocks, 2, slots, n_kv_heads, capacity, head_dim)."""
+
+    def __init__(self, max_slots: int, max_tokens: int):
+        self.max_slots, self.max_tokens = max_slots, max_tokens
+        self.data = torch.empty(0, 0, 0, 0, 0, 0)
+
+    def reserve(self, network: Network, n_slots: int, n_tokens: int, n_kept: int) -> None:
+        """Make room for n_slots of n_tokens, and to grow; only the first n_kept slots keep their contents."""
+        old = self.data
+        if n_slots <= old.size(2) and n_tokens <= old.size(4):
+            return
+        if n_kept:
+            n_slots = min(2 * n_slots, self.max_slots) if n_slots > old.size(2) else n_slots
+            n_tokens = max(n_tokens, old.size(4) * 5 // 4) if n_tokens > old.size(4) else old.size(4)
+        capacity = min(-(-n_tokens // SLOT_CAPACITY_STEP) * SLOT_CAPACITY_STEP, self.max_tokens)
+        self.data = empty_cache(network, n_slots, capacity)
+        if n_kept:
+            self.data[:, :, :n_kept, :, : old.size(4)] = old[:, :, :n_kept]
+
+
+class LRUCache(Generic[V]):
+    """Values by key up to a number of bytes; those used longest ago go first. Threads may use it."""
+
+    def __init__(self, max_bytes: int, max_entries: int = MAX_ENTRIES):
+        if max_bytes < 0:
+            raise InputError(f"max_bytes={max_bytes} is negative")
+        self.max_bytes, self.max_entries, self.bytes_used = max_bytes, max_entries, 0
+        self._values: OrderedDict[Hashable, tuple[V, int]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: Hashable) -> V | None:
+        """The value of a key, which counts as used now; None if there is none."""
+        with self._lock:
+            if key not in self._values:
+                return None
+            self._values.move_to_end(key)
+            return self._values[key][0]
+
+    def put(self, key: Hashable, value: V, n_bytes: int) -> None:
+        """Store a value of that many bytes, unless it alone is too large."""
+        with self._lock:
+            self._drop(key)
+            if n_bytes > self.max_bytes:
+                return
+            self._values[key] = value, n_bytes
+            self.bytes_used += n_bytes
+            while self.bytes_used > self.max_bytes or len(self._values) > self.max_entries:
+                self._drop(next(iter(self._values)))
+
+    def drop(self, key: Hashable) -> None:
+        with self._lock:
+            self._drop(key)
+
+    def items(self) -> list[tuple[Hashable, V]]:
+        """All keys and values, those used longest ago first; none of them counts as used now."""
+        with self._lock:
+            return [(key, value) for key, (value, _) in self._values.items()]
+
+    def _drop(self, key: Hashable) -> None:
+        if key in self._values:
+            self.bytes_used -= self._values.pop(key)[1]
+
+
+@dataclass(eq=False)
+class TiledImage:
+    """An image of a prompt: its tiles until they are encoded, its embeddings from then on.
+
+    Images of equal keys, such as hashes of their files, are encoded once. grid is the caller's.
+    """
+
+    tiles: Tensor | None  # (n, 3, S, S)
+    key: Hashable = field(default_factory=object)  # by default equal to no other
+    grid: tuple[int, int] | None = None
+    embeds: Tensor | None = None  # (n, L, C)
+
+    @property
+    def n_tiles(self) -> int:
+        images = self.tiles if self.embeds is None else self.embeds
+        return 0 if images is None else len(images)
+
+
+class ImageCache(LRUCache[TiledImage]):
+    """Encoded images by key, up to max_bytes. The model's weights must not change."""
+
+
+def encode_images(model: InferenceModel, images: Sequence[TiledImage], cache: ImageCache | None) -> None:
+    """Encode those images together that neither are encoded nor in the cache, equal keys once."""
+    pending: dict[Hashable, list[TiledImage]] = {}
+    for image in images:
+        cached = None if cache is None or image.embeds is not None else cache.get(image.key)
+        if cached is not None:
+            image.embeds, image.tiles = cached.embeds, None
+        elif image.embeds is None:
+            pending.setdefault(image.key, []).append(image)
+    if not pending:
+        return
+    tiles = [same[0].tiles for same in pending.values() if same[0].tiles is not None]
+    embeds = model.encode_images(torch.cat(tiles).to(model.device))
+    for same, part in zip(pending.values(), embeds.split([len(one) for one in tiles])):
+        part = part if cache is None else part.clone()  # a view would keep all of them in memory
+        for image in same:
+            image.embeds, image.tiles = part, None
+        if cache is not None:
+            cache.put(same[0].key, same[0], part.nbytes)
+
+
+@dataclass(frozen=True, eq=False)
+class CachedPrefix:
+    """The keys and values of a sequence's first tokens."""
+
+    ids: Sequence[int]
+    starts: ImageStarts
+    kv: Tensor  # (n_blocks, 2, n_kv_heads, T, head_dim)
+
+
+class PrefixCache(LRUCache[CachedPrefix]):
+    """Keys and values of finished sequences, up to max_bytes, for prompts that begin alike, such as a chat's next turn.
+
+    The model's weights must not change.
+    """
+
+    def find(self, ids: Sequence[int], starts: ImageStarts) -> tuple[int, Tensor | None]:
+        """The longest prefix that an entry has in common with a prompt: its length and the entry's keys and values."""
+        length, best = 0, None
+        for key, entry in self.items():
+            if (n := common_prefix(entry.ids, entry.starts, ids, starts)) > length:
+                length, best = n, key
+        found = None if best is None else self.get(best)
+        return length, None if found is None else found.kv
+
+    def add(self, entry: CachedPrefix) -> None:
+        """Store a sequence; it replaces those that it begins with."""
+        for key, other in self.items():
+            if common_prefix(other.ids, other.starts, entry.ids, entry.starts) == len(other.ids):
+                self.drop(key)
+        if len(entry.ids) >= MIN_PREFIX_TOKENS:
+            self.put(id(entry), entry, entry.kv.nbytes)
+
+
+def common_prefix(ids: Sequence[int], starts: ImageStarts, others: Sequence[int], other_starts: ImageStarts) -> int:
+    """How many leading ids two sequences have in common, up to the first image that differs; 0 for too few."""
+    n = min(len(ids), len(others))
+    for (key, start), (other, other_start) in zip(starts, other_starts):
+        if key != other:
+            n = min(n, start, other_start)
+            break
+    if n < MIN_PREFIX_TOKENS or ids[:MIN_PREFIX_TOKENS] != others[:MIN_PREFIX_TOKENS]:  # nearly always
+        return 0
+    return next((i for i, (a, b) in enumerate(zip(ids[:n], others)) if a != b), n)
+
+
+def image_starts(ids: Sequence[int], images: Sequence[TiledImage], image_token_id: int, per_tile: int) -> ImageStarts:
+    """Each image's key, and the position of its first token among ids."""
+    positions = [i for i, token_id in enumerate(ids) if token_id == image_token_id]
+    starts, n = [], 0
+    for image in images:
+        starts.append((image.key, positions[n] if n < len(positions) else len(ids)))
+        n += image.n_tiles * per_tile
+    return starts
