@@ -111,7 +111,7 @@ class ModelOptions:
     )
     max_tiles: int | None = setting(
         None,
-        "split an image into at most N tiles: faster, less detail",
+        "split an image into at most N tiles, or show N frames of a video: faster, less detail",
         minimum=1,
         default_text="as many as in training",
     )

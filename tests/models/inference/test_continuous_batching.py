@@ -4,11 +4,11 @@ from random import Random
 
 import pytest
 import torch
+from models.inference.requests import PrefillError
 
 from models.decoding import GREEDY, SamplingParams, finish_reason
 from models.inference import continuous_batching, serving_caches
 from models.inference.continuous_batching import ContinuousBatch
-from models.inference.requests import PrefillError
 from support.generation import only_row, prompt
 
 few_seeds = pytest.mark.parametrize(

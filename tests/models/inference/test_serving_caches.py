@@ -4,9 +4,9 @@ from random import Random
 
 import pytest
 import torch
+from models.inference.serving_caches import ImageCache, LRUCache, PrefixCache, TiledImage
 
 from models.inference.continuous_batching import ContinuousBatch
-from models.inference.serving_caches import ImageCache, LRUCache, PrefixCache, TiledImage
 from support.generation import IMAGE, PER_IMAGE, run_ids
 
 LARGE = 2**24

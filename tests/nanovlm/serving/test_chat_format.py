@@ -4,8 +4,8 @@ import io
 from functools import partial
 
 import pytest
-
 from models.inference.serving_caches import ImageCache
+
 from nanovlm import PROMPT, SAMPLE
 from nanovlm.serving.chat_format import Chat, parse_messages, preprocess
 from nanovlm.serving.protocol import ChatCompletionRequest, MediaURL

@@ -7,11 +7,11 @@ import weakref
 
 import pytest
 import torch
+from models.inference.requests import TokenOutput
+from models.inference.serving_caches import TiledImage
 
 from models.errors import InputError
 from models.inference.continuous_batching import ContinuousBatch
-from models.inference.requests import TokenOutput
-from models.inference.serving_caches import TiledImage
 from nanovlm import SAMPLE
 from nanovlm.serving.engine import Engine, SequenceRequest
 from nanovlm.serving.errors import EngineError, EngineStoppedError
