@@ -23,10 +23,9 @@ from typing import TYPE_CHECKING, Any
 
 from nanovlm.console import is_terminal, progress_bar
 from nanovlm.data.file_lock import file_lock
-from nanovlm.embedded import PROMPT
 from nanovlm.errors import ImageError, NanoVLMError, OutputError, UsageError, is_out_of_memory
-from nanovlm.options import GenerationOptions
-from nanovlm.processing import ANIMATION_EXTENSIONS, MAX_FRAMES, VIDEO_EXTENSIONS
+from nanovlm.options import CaptionOptions
+from nanovlm.processing import ANIMATION_EXTENSIONS, VIDEO_EXTENSIONS
 
 if TYPE_CHECKING:
     from models.inference.request import Request
@@ -37,26 +36,6 @@ logger = logging.getLogger(__name__)
 NO_IMAGE_FOLDERS = {"@eaDir", "__MACOSX"}  # thumbnails of a Synology, resource forks of macOS archives
 WEIGHTS = "model.safetensors"  # of a model folder, whose images are reports
 LOG_INTERVAL = 30.0  # seconds between progress lines where there is no terminal
-
-
-@dataclass(frozen=True, kw_only=True)
-class CaptionOptions(GenerationOptions):
-    """What is asked about each image, and how it is answered."""
-
-    prompts: tuple[str, ...] = (PROMPT,)  # a table has a column for each of several
-    choices: tuple[str, ...] = ()  # the answer is the most probable of these
-    prefix: str = ""  # before each caption; {folder} is the name of the image's folder
-    as_video: bool = False  # describe each video or animation as a whole
-    max_frames: int = MAX_FRAMES  # of a video
-
-    @property
-    def extensions(self) -> Collection[str]:
-        """Extensions of the files to caption in a folder."""
-        if self.as_video:
-            return VIDEO_EXTENSIONS | ANIMATION_EXTENSIONS
-        from nanovlm.processing.image_loading import readable_extensions
-
-        return readable_extensions()
 
 
 @dataclass
@@ -80,7 +59,16 @@ class Report:
 # ----------------------------------------------------------------------------------------------------------- inputs
 
 
-def find_images(names: Iterable[str | os.PathLike[str]], extensions: Collection[str], report: Report) -> None:
+def extensions(options: CaptionOptions) -> Collection[str]:
+    """Extensions of the files to caption in a folder."""
+    if options.as_video:
+        return VIDEO_EXTENSIONS | ANIMATION_EXTENSIONS
+    from nanovlm.processing.image_loading import readable_extensions
+
+    return readable_extensions()
+
+
+def find_images(names: Iterable[str | os.PathLike[str]], wanted: Collection[str], report: Report) -> None:
     """Add to the report the images that files, folders and patterns name, each once, sorted within each folder.
 
     A file that is named is an image, whatever its extension. Hidden files and folders, model folders and folders of
@@ -91,7 +79,7 @@ def find_images(names: Iterable[str | os.PathLike[str]], extensions: Collection[
         matches = [name] if os.path.lexists(name) else sorted(glob.glob(name, recursive=True))
         n_before = len(report.images) + len(report.failed)
         for match in matches:
-            for path in _walk(match, extensions, report) if os.path.isdir(match) else [match]:
+            for path in _walk(match, wanted, report) if os.path.isdir(match) else [match]:
                 if (key := _key(path)) not in known:
                     report.images.append(path)
                     known.add(key)
@@ -101,7 +89,7 @@ def find_images(names: Iterable[str | os.PathLike[str]], extensions: Collection[
             report.fail(name, "a folder without images")
 
 
-def _walk(folder: str, extensions: Collection[str], report: Report) -> Iterator[str]:
+def _walk(folder: str, wanted: Collection[str], report: Report) -> Iterator[str]:
     from nanovlm.processing.image_loading import IMAGE_EXTENSIONS
 
     seen: set[str] = set()  # links may lead to a folder twice
@@ -117,7 +105,7 @@ def _walk(folder: str, extensions: Collection[str], report: Report) -> Iterator[
         seen.add(real)
         for name in sorted(name for name in files if name[0] != "."):
             extension = os.path.splitext(name)[1].lower()
-            if extension in extensions:
+            if extension in wanted:
                 yield os.path.join(current, name)
             elif extension in IMAGE_EXTENSIONS:
                 report.left_out[extension] += 1
@@ -310,7 +298,7 @@ def caption_files(
     one: it is called only if there is work. model is its name, which a table keeps with each caption.
     """
     output, options, report = output or Sidecars(), options or CaptionOptions(), Report()
-    find_images(names, options.extensions, report)
+    find_images(names, extensions(options), report)
     folders = {os.path.realpath(name): os.fspath(name) for name in names if os.path.isdir(name)} or {"": "."}
     origin = ({"model": model} if model else {}) | ({"prompt": options.prompts[0]} if len(options.prompts) == 1 else {})
     with ExitStack() as stack:

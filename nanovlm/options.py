@@ -179,6 +179,17 @@ class GenerationOptions:
         return SamplingParams(**{f.name: getattr(self, f.name) for f in fields(SamplingParams)})
 
 
+@dataclass(frozen=True, kw_only=True)
+class CaptionOptions(GenerationOptions):
+    """What is asked about each image of many, and how it is answered."""
+
+    prompts: tuple[str, ...] = (PROMPT,)  # a table has a column for each of several
+    choices: tuple[str, ...] = ()  # the answer is the most probable of these
+    prefix: str = ""  # before each caption; {folder} is the name of the image's folder
+    as_video: bool = False  # describe each video or animation as a whole
+    max_frames: int = 8  # of a video
+
+
 @dataclass(frozen=True)
 class ReadOptions:
     """How to read sources, where the files themselves do not decide it."""

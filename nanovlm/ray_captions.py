@@ -10,11 +10,11 @@ from contextlib import nullcontext
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from nanovlm.bulk import NO_IMAGE_FOLDERS, CaptionOptions, Report, caption_rows
+from nanovlm.bulk import NO_IMAGE_FOLDERS, Report, caption_rows, extensions
 from nanovlm.console import has_terminal
 from nanovlm.data.file_lock import file_lock
 from nanovlm.errors import MissingExtraError, NanoVLMError, UsageError, first_line
-from nanovlm.options import ModelOptions
+from nanovlm.options import CaptionOptions, ModelOptions
 
 BATCH_SIZE = 16  # images that a worker gets at once, and captions again if it dies
 BLOCK = 256  # images of a parquet file, at most
@@ -126,7 +126,7 @@ def list_images(names: Sequence[str], options: CaptionOptions, report: Report) -
         for info in sorted(found, key=lambda info: info.path):
             parts = PurePosixPath(info.path[len(path) :]).parts
             is_hidden = any(part[0] == "." or part in NO_IMAGE_FOLDERS for part in parts)
-            if is_file or (not is_hidden and PurePosixPath(info.path).suffix.lower() in options.extensions):
+            if is_file or (not is_hidden and PurePosixPath(info.path).suffix.lower() in extensions(options)):
                 images[scheme + info.path] = None
     return list(images)
 

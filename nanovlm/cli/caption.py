@@ -17,11 +17,11 @@ from nanovlm.cli.options import check_prompts, from_args, load_captioner, model_
 from nanovlm.console import TileProgress, count, is_terminal, print_error, print_remedy, print_text
 from nanovlm.embedded import EMBEDDED, EMBEDDED_LIMITS, PROMPT, SAMPLE
 from nanovlm.errors import ImageError, InputError, UsageError, is_out_of_memory
-from nanovlm.options import GenerationOptions, ModelOptions, check_positive
+from nanovlm.options import CaptionOptions, GenerationOptions, ModelOptions, check_positive
 from nanovlm.processing import MAX_FRAMES, VIDEO_EXTENSIONS
 
 if TYPE_CHECKING:
-    from nanovlm.bulk import CaptionOptions, Report
+    from nanovlm.bulk import Report
     from nanovlm.captioner import Captioner, Stats
 
 CHECKPOINT = "HuggingFaceTB/SmolVLM2-500M-Video-Instruct"
@@ -97,7 +97,7 @@ def names_several(name: str) -> bool:
     return os.path.isdir(name) or (glob.has_magic(name) and not os.path.lexists(name))
 
 
-def caption_options(args: argparse.Namespace) -> "CaptionOptions":
+def caption_options(args: argparse.Namespace) -> CaptionOptions:
     """Settings of each answer. UsageError for flags that exclude each other, before any work."""
     prompts, choices, schema = args.prompts or [PROMPT], [], None
     if not all(map(str.strip, prompts)):
@@ -121,8 +121,6 @@ def caption_options(args: argparse.Namespace) -> "CaptionOptions":
     if any(are_videos) and not (all(are_videos) or args.as_video):
         raise UsageError("videos and images are captioned by commands of their own; name either")
     given = from_args(GenerationOptions, args, schema=schema)
-    from nanovlm.bulk import CaptionOptions
-
     return CaptionOptions(
         **vars(given),
         prompts=tuple(prompts),
@@ -136,10 +134,12 @@ def caption_options(args: argparse.Namespace) -> "CaptionOptions":
 # ------------------------------------------------------------------------------------------------------------ files
 
 
-def caption_names(args: argparse.Namespace, model: ModelOptions, options: "CaptionOptions") -> int:
+def caption_names(args: argparse.Namespace, model: ModelOptions, options: CaptionOptions) -> int:
     """Caption what args name into files, or on a Ray cluster into parquet files; 1 if an image failed."""
     from nanovlm.bulk import Sidecars, Stream, Table, caption_files
 
+    if args.ray and not ADDRESS.fullmatch(args.ray):
+        raise UsageError(f"--ray {args.ray} is no address like auto or ray://HOST:10001; name images before --ray")
     names = [*args.images, *read_names(args.from_file)]
     if "-" in names or not names:
         raise UsageError("captions in files need names of images; name files or folders, or list them by --from-file")
@@ -170,7 +170,7 @@ def caption_names(args: argparse.Namespace, model: ModelOptions, options: "Capti
     return 1 if report.failed else 0
 
 
-def load_for_files(args: argparse.Namespace, model: ModelOptions, options: "CaptionOptions") -> "Captioner":
+def load_for_files(args: argparse.Namespace, model: ModelOptions, options: CaptionOptions) -> "Captioner":
     check_model_named(args)
     return load_captioner(model, options.prompts, options.max_new_tokens)
 
@@ -180,12 +180,8 @@ def check_model_named(args: argparse.Namespace) -> None:
         raise UsageError(f"{EMBEDDED_LIMITS}; name another by --model {CHECKPOINT}, or --model embedded")
 
 
-def caption_on_cluster(
-    args: argparse.Namespace, names: list[str], model: ModelOptions, options: "CaptionOptions"
-) -> int:
+def caption_on_cluster(args: argparse.Namespace, names: list[str], model: ModelOptions, options: CaptionOptions) -> int:
     """Caption names into parquet files; 1 if an image failed."""
-    if args.ray and not ADDRESS.fullmatch(args.ray):
-        raise UsageError(f"--ray {args.ray} is no address like auto or ray://HOST:10001; name images before --ray")
     refuse_flags(args, ("extension", "overwrite", "html"), "one machine: omit it, or --ray")
     check_positive({"--workers": args.workers})
     if args.out is None or re.search(r"\.(jsonl|parquet)$|^txt$", args.out):
@@ -253,7 +249,7 @@ def some(names: Sequence[str]) -> str:
 # ----------------------------------------------------------------------------------------------------- single images
 
 
-def print_captions(args: argparse.Namespace, model: ModelOptions, options: "CaptionOptions") -> int:
+def print_captions(args: argparse.Namespace, model: ModelOptions, options: CaptionOptions) -> int:
     """Print the captions of some images; 1 if one of them failed, after the others are done."""
     captioner = load_captioner(model, own_images=bool(args.images))
     captioner.inference.on_tile = TileProgress()
@@ -281,7 +277,7 @@ def print_captions(args: argparse.Namespace, model: ModelOptions, options: "Capt
 
 
 def print_caption(
-    args: argparse.Namespace, captioner: "Captioner", options: "CaptionOptions", source: str | Sequence[str]
+    args: argparse.Namespace, captioner: "Captioner", options: CaptionOptions, source: str | Sequence[str]
 ) -> float:
     """Print the answers about an image, as JSON, as a line each or, on a terminal, token by token; returns seconds."""
     from nanovlm.captioner import Stats

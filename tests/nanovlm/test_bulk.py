@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from nanovlm import SAMPLE
-from nanovlm.bulk import CaptionOptions, Sidecars, Table, caption_files, caption_rows
+from nanovlm.bulk import Sidecars, Table, caption_files, caption_rows
 from nanovlm.data.file_lock import file_lock
 from nanovlm.errors import OutputError, UsageError
-from nanovlm.options import GenerationOptions
+from nanovlm.options import CaptionOptions, GenerationOptions
 from support import ROOT, noise_image
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from nanovlm import EMBEDDED, Captioner
-from nanovlm.bulk import CaptionOptions
-from nanovlm.options import ModelOptions
+from nanovlm.options import CaptionOptions, ModelOptions
 from support import ROOT, noise_image
 
 pytestmark = pytest.mark.full
