@@ -91,7 +91,10 @@ def _run(
     context.max_errored_blocks = -1  # images whose worker dies each time are left to the next run
     try:
         n_blocks = max(count, -(-len(images) // BLOCK))
-        rows = ray.data.read_binary_files(list(images), include_paths=True, override_num_blocks=n_blocks)
+        beside = {"num_cpus": 0}  # files are read and written even where workers take all cores
+        rows = ray.data.read_binary_files(
+            list(images), include_paths=True, override_num_blocks=n_blocks, ray_remote_args=beside
+        )
         rows = rows.map_batches(
             Worker,
             fn_constructor_args=(model, options),
@@ -101,7 +104,7 @@ def _run(
             num_gpus=1 if has_gpus else 0,
             max_task_retries=MAX_RETRIES,
         )
-        rows.write_parquet(out, mode="append")
+        rows.write_parquet(out, mode="append", ray_remote_args=beside)
     except ray.exceptions.RayError as error:
         raise NanoVLMError(f"the Ray cluster failed: {first_line(error)}; run the same command to resume") from error
 

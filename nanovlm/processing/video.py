@@ -67,8 +67,11 @@ class Video:
         try:
             with quiet_pillow():
                 return _read_animation(path, max_frames)
-        except ImageError:
-            raise
+        except ImageError as error:
+            try:
+                return _decode(path, max_frames)  # a video by its content, whatever its name
+            except (ImageError, MissingExtraError):
+                raise error from None
         except Exception as error:  # decoders raise anything
             raise ImageError(f"{path}: {reason(error)}") from error
 

@@ -140,7 +140,7 @@ class ChatService:
         """Check and preprocess a request, and submit it to the engine."""
         processor = None
         if is_structured := (schema := request.response_format.required_schema()) is not None:
-            make = partial(self.captioner.structured_output.make_processors, untrusted=True)
+            make = self.captioner.structured_output.make_processors
             with refusing("response_format"):
                 (processor,) = await self._run(make, schema, 1, "response_format")
         sampling = request.sampling().sampling
