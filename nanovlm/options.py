@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from nanovlm.embedded import EMBEDDED, PROMPT
 from nanovlm.errors import InputError, UsageError
+from nanovlm.processing import MAX_FRAMES
 
 if TYPE_CHECKING:
     from models.decoding import SamplingParams
@@ -187,7 +188,7 @@ class CaptionOptions(GenerationOptions):
     choices: tuple[str, ...] = ()  # the answer is the most probable of these
     prefix: str = ""  # before each caption; {folder} is the name of the image's folder
     as_video: bool = False  # describe each video or animation as a whole
-    max_frames: int = 8  # of a video
+    max_frames: int = MAX_FRAMES  # of a video
 
 
 @dataclass(frozen=True)
