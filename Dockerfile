@@ -2,8 +2,8 @@
 # them. docs/serving.md says how to build and run it.
 FROM python:3.11-slim-bookworm
 
-# Read by pip: the index of PyTorch's CPU wheels. Without it pip installs the default ones, which for x86 hold CUDA.
-ARG PIP_EXTRA_INDEX_URL
+# Read by pip: the index of PyTorch's CPU wheels; the default ones for x86 hold CUDA.
+ARG TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu
 ENV PIP_NO_CACHE_DIR=1 \
     PIP_DISABLE_PIP_VERSION_CHECK=1 \
     PIP_ROOT_USER_ACTION=ignore \
@@ -11,7 +11,7 @@ ENV PIP_NO_CACHE_DIR=1 \
 
 WORKDIR /app
 # A layer of its own: torch stays when the project's files change.
-RUN pip install "torch>=2.6"
+RUN pip install --index-url "$TORCH_INDEX_URL" "torch>=2.6"
 COPY pyproject.toml README.md LICENSE ./
 COPY models ./models
 COPY nanovlm ./nanovlm

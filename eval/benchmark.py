@@ -14,7 +14,7 @@ has doubled, its tokens are copied once.
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -90,20 +90,18 @@ def time_steps(gpt: GPT, gpt_kv: GPT_kv, idx: Tensor, rounds: int, names: Sequen
 
 def benchmark(
     sizes: Sequence[str], contexts: Sequence[int], device: torch.device, rounds: int = 15, vocab_size: int = VOCAB_SIZE
-) -> str:
-    """The table as benchmark_results.txt holds it."""
+) -> Iterator[str]:
+    """Yield the lines of benchmark_results.txt, each once it is known: the header before the first step is timed."""
     progress(environment(device))
-    lines = [f"device: {device.type}"]
+    yield f"device: {device.type}"
     for size in sizes:
         gpt, gpt_kv = make_models(size, device, vocab_size)
         n_parameters = sum(parameter.numel() for parameter in gpt.parameters())
-        lines += ["", f"{size}  ({n_parameters / 1e6:.1f}M params)", HEADER, LINE]
+        yield from ("", f"{size}  ({n_parameters / 1e6:.1f}M params)", HEADER, LINE)
         ids = torch.randint(vocab_size, (1, max(contexts)), generator=torch.Generator().manual_seed(1)).to(device)
         for T in contexts:
             uncached_ms, cached_ms = time_steps(gpt, gpt_kv, ids[:, :T], rounds, ("explicit", "cached"))
-            lines.append(f"{T:>10}{uncached_ms:>14.2f}{cached_ms:>14.2f}{uncached_ms / cached_ms:>10.2f}x")
-            progress(f"{size:12}{lines[-1]}")
-    return "\n".join(lines) + "\n"
+            yield f"{T:>10}{uncached_ms:>14.2f}{cached_ms:>14.2f}{uncached_ms / cached_ms:>10.2f}x"
 
 
 @dataclass(frozen=True)
@@ -172,13 +170,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--out {args.out}: there is no folder {args.out.parent}")
     try:
         device = choose_device(args.device)
-        table = benchmark(args.sizes, args.contexts, device, args.rounds, args.vocabulary)
+        lines = []
+        for line in benchmark(args.sizes, args.contexts, device, args.rounds, args.vocabulary):
+            print(line, flush=True)
+            lines.append(f"{line}\n")
         with atomic_write(args.out) as path:
-            path.write_text(table, encoding="utf-8")
+            path.write_text("".join(lines), encoding="utf-8")
     except (NanoVLMError, OSError) as error:
         print_error(f"{parser.prog}: {error}")
         return error.exit_code if isinstance(error, NanoVLMError) else 1
-    print(table, end="")
     return 0
 
 

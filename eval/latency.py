@@ -1,7 +1,7 @@
 """Latency of every stage of a caption on the CPU, beside other engines and beside the machine's limits.
 
     python -m eval.latency                                             # the embedded model, beside plain nanoVLM
-    python -m eval.latency --model-size 230M --dtype float32 bfloat16 --baselines plain transformers
+    python -m eval.latency --model-size 230M --dtype float32 bfloat16
     python -m eval.latency --model FOLDER --dtype float32 bfloat16 --baselines llama.cpp   # of SmolVLM's layout
     python -m eval.latency --level avx2 vnni bf16 --quantize int8         # the kernels at several levels
     python -m eval.latency --level vnni --baselines openvino --save       # oneDNN held to that level, too
@@ -13,23 +13,26 @@ are random for a published size, and take turns in every round. Figures are mill
 Engines of this project are named by dtype, quantization and level of CPU instructions, by default the highest here. A
 single lower level also holds PyTorch and the oneDNN in OpenVINO to it, in a process of its own.
 
-Other engines (extra `peers`): "plain" is nanoVLM's computation, float32 and layer by layer; transformers runs the
-language model; OpenVINO the files of `nanovlm export --onnx`; llama.cpp, for models of SmolVLM's layout, those of
-`nanovlm export --gguf`. With --quantize int8 OpenVINO and llama.cpp are also measured in 8 bits, with int4 llama.cpp.
+Other engines: "plain" is nanoVLM's computation, float32 and layer by layer. Those of the extra `peers` run exported
+files: OpenVINO those of `nanovlm export --onnx`; llama.cpp, for models of SmolVLM's layout, those of `--gguf`. With
+--quantize int8 both are also measured in 8 bits, with int4 llama.cpp.
 
 "of roofline" relates a median to the least time in which this machine reads the stage's weights once and does its
-operations. "error" is the root mean square difference from the plain model's embeddings or logits, over their standard
-deviation; llama.cpp resizes every image, so its embeddings have none. "same ids" counts decoded tokens equal to the
-first engine's. The command fails if an engine in float32 has an error above 0.001 or decodes other tokens.
+operations. "memory" is the largest resident size of a cold-start process. "error" is the root mean square difference
+from the plain model's embeddings or logits, over their standard deviation; llama.cpp resizes every image, so its
+embeddings have none. "same ids" counts decoded tokens equal to the first engine's. The command fails if an engine in
+float32 has an error above 0.001 or decodes other tokens.
 """
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain, groupby
@@ -65,7 +68,7 @@ STAGES = ("encode", "prefill", "decode", "first-token", "cold-start")
 TEXT_TOKENS = 16  # of the prompt, after the image
 MAX_IMAGE_SIZE = 2048  # pixels; larger images are reduced
 ANSWER_TOKENS = 16
-COLUMNS = ("median", "min", "speedup", "of roofline", "error", "same ids")
+COLUMNS = ("median", "min", "speedup", "of roofline", "memory", "error", "same ids")
 
 Contestants = dict[str, Callable[[], float]]  # name -> a call that returns the seconds it took
 
@@ -80,6 +83,7 @@ class Result:
     min_ms: float
     roofline_ms: float | None = None  # what the machine needs at least, where known
     error: float | None = None  # relative to the plain model
+    memory_bytes: int | None = None  # the largest resident size of a process
 
 
 @dataclass(frozen=True)
@@ -124,12 +128,27 @@ def decode_seconds(engine: Engine, prompts: list[list[int]], tokens: int) -> flo
     return median(measure_seconds(partial(engine.decode, ids)) for _ in range(tokens))
 
 
-def cold_start(folder: Path) -> dict[str, Callable[[], object]]:
-    """generate.py on the model's folder, beside a process that imports torch only."""
+def cold_start(folder: Path) -> dict[str, list[str]]:
+    """Command lines of generate.py on the model's folder, and of a process that imports torch only."""
     generate = [str(GENERATE), "--model", str(folder), "--max-new-tokens", str(ANSWER_TOKENS)]
-    run = partial(subprocess.run, check=True, capture_output=True)
     programs = {"import torch": ["-c", "import torch"], "generate.py": generate}
-    return {name: partial(run, [sys.executable, *argv]) for name, argv in programs.items()}
+    return {name: [sys.executable, *argv] for name, argv in programs.items()}
+
+
+def run_process(argv: Sequence[str]) -> int | None:
+    """Run a program that must succeed; its largest resident size in bytes, None where there is no /proc.
+
+    The kernel's ru_maxrss would count this process, from which the program is forked.
+    """
+    process, peak = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL), None
+    while process.poll() is None:
+        with suppress(OSError):
+            found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{process.pid}/status").read_text())
+            peak = 1024 * int(found[1]) if found else peak
+        time.sleep(0.002)
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, argv)
+    return peak
 
 
 def stage_contestants(
@@ -154,7 +173,7 @@ def stage_contestants(
             first = {engine.name: partial(engine.first_token, image) for engine in readers}
             yield f"first token, {side} px, {len(captioner.prepare(image)[0]):,} tokens", timed(first)
     else:
-        yield "cold start", timed(cold_start(folder))
+        yield "cold start", timed({name: partial(run_process, argv) for name, argv in cold_start(folder).items()})
 
 
 def measure(
@@ -173,7 +192,9 @@ def measure(
                     engine = by_name[name]
                     limits = memory_bandwidth(), matmul_flops(engine.dtype)
                     roofline_ms = 1000 * costs[title].roofline_s(engine.weight_bytes, *limits)
-                results.append(Result(title, name, 1000 * median(seconds), 1000 * min(seconds), roofline_ms))
+                memory = run_process(cold_start(folder)[name]) if stage == "cold-start" else None
+                times = 1000 * median(seconds), 1000 * min(seconds)
+                results.append(Result(title, name, *times, roofline_ms, memory_bytes=memory))
     return results
 
 
@@ -204,6 +225,8 @@ def cells(result: Result, first: Result, ids: dict[str, list[list[int]]]) -> dic
     }
     if result.roofline_ms is not None:
         row["of roofline"] = f"{result.roofline_ms / result.median_ms:.0%}"
+    if result.memory_bytes is not None:
+        row["memory"] = f"{result.memory_bytes / 2**20:,.0f} MiB"
     if result.error is not None:
         row["error"] = f"{result.error:.1e}" if result.error < 1e-3 else f"{result.error:.3f}"
     if result.stage == "decode":

@@ -11,22 +11,21 @@ generation is timed from the pixels to its last token, in one run for all length
 
 "grows as" is the growth of the time after the first token between the last two lengths: n^2 where every step reads all
 tokens again, n^1 where each token is read once. Beside it is the growth of the floating-point operations that PyTorch
-counts in matmuls and attention. A second table compares memory, prefill by length, decode by batch size, and what each
-design can do. "bytes/token" are the keys and values held after the longest generation, divided by the tokens then read;
-those of the image, for cross-attention, are apart. Last, minGPT's two models learn to sort and must agree on every
-input (eval/sort_task.py). The command fails if a design yields other tokens than no cache in float32.
+counts in matmuls and attention. A second table compares memory, prefill by length, decode by batch size, and the ids
+with those of no cache. "bytes/token" are the keys and values held after the longest generation, divided by the tokens
+then read; those of the image, for cross-attention, are apart. Last, minGPT's two models learn to sort and must agree on
+every input (eval/sort_task.py). The command fails if a design yields other tokens than no cache in float32.
 
 --quality measures what designs that change the output cost: exact captions and answers of the embedded model about
 freshly drawn scenes, as eval.captions counts them. "evict" forgets tokens (models/kv_study/eviction.py),
 "bits" rounds keys and values (quantized_cache.py); "logit error" is over the first tokens, given the same tokens.
 "guess" decodes speculatively (speculative.py), whose answers must be the same: tokens per step, and time per token.
-"share" trains models whose heads or blocks share their cache (sharing.py) on the sorting task, until each sorts.
+"share" trains models whose heads or blocks share their cache (sharing.py) on the sorting task, for 1,200 steps at most.
 
 --save appends what is printed, with the command line, to eval/results.
 """
 
 import argparse
-import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -43,7 +42,6 @@ from eval.lib.cache_answers import answers_table, eviction_answers, make_batches
 from eval.lib.cache_study import Sizes, Study, designs_table, generations_table, make_case, measure_case
 from eval.lib.command import add_device_flags, add_save_flag, make_parser, positive, report
 from eval.lib.hardware import environment
-from eval.lib.plot import draw
 from eval.lib.shapes import SHAPES
 from eval.lib.sharing_study import measure_sharing, sharing_table
 from eval.lib.speculation import measure_speculation, speculation_table
@@ -132,7 +130,6 @@ def make_speedup_parser() -> Parser:
     add("--attribute", action=switch, default=True, help="split minGPT's speedup into its causes (default: yes)")
     add("--quality", nargs="+", choices=tuple(QUALITY), help="measure exact answers instead of times")
     add("--scenes", type=positive, default=300, metavar="N", help="drawn scenes for --quality (default: 300)")
-    add("--plot", type=Path, metavar="FILE.png", help="draw a figure, which needs the extra eval")
     add("--html", type=Path, metavar="FILE.html", help="write a page: the squares step by step, memory, the tables")
     add_device_flags(parser, "float32")
     add_save_flag(parser)
@@ -142,11 +139,8 @@ def make_speedup_parser() -> Parser:
 def check_flags(parser: Parser, args: argparse.Namespace) -> None:
     if len(args.lengths) < 2 or min(args.lengths) < 2 or sorted(set(args.lengths)) != list(args.lengths):
         parser.error(f"--lengths {' '.join(map(str, args.lengths))}: give two or more, rising, from 2 on")
-    if args.plot and importlib.util.find_spec("matplotlib") is None:
-        parser.error('--plot needs matplotlib: pip install "nanovlm[eval]"')
-    for flag in ("plot", "html"):
-        if (file := getattr(args, flag)) and not file.parent.is_dir():
-            parser.error(f"--{flag} {file}: there is no folder {file.parent}")
+    if args.html and not args.html.parent.is_dir():
+        parser.error(f"--html {args.html}: there is no folder {args.html.parent}")
 
 
 def write_page(path: Path, cfg: VLMConfig, tables: str) -> None:
@@ -173,8 +167,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     attribution = attribute(device) if args.attribute else []
     sorting = sort_task() if args.sort_task else None
     where = environment(device, DTYPES[args.dtype])
-    if args.plot:
-        draw(studies, where, args.plot)
     parts = [*map(generations_table, studies), PUBLISHED]
     parts += [f"{study.model}\n{designs_table(study)}" for study in studies]
     parts += [attribution_table(attribution)] if attribution else []

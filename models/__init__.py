@@ -2,7 +2,7 @@
 
 The ten files of this folder are the core, to be read in an afternoon: config, cache, attention, vision_transformer,
 modality_projector, language_model, vision_language_model, decoding, checkpoint and errors. The subfolders are add-ons,
-which the core does not import; `models.config.formats` looks up one of them, late.
+which the core does not import. It reads nanoVLM's own files; `import models.formats` lets it read SmolVLM's and others.
 
 >>> from models import VisionLanguageModel
 >>> model = VisionLanguageModel.from_pretrained("lusxvr/nanoVLM-230M-8k")

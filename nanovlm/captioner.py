@@ -113,7 +113,8 @@ class Captioner:
         tokenizer = Tokenizer.from_pretrained(folder, cfg)
         model = load_model(folder, cfg, tokenizer.image_token_id, dtype, device)
         if options.adapter is not None:
-            from models.lora import merge, read_adapters
+            from models.lora import merge
+            from models.lora.files import read_adapters
 
             read_adapters(options.adapter, model)
             model = merge(model)
@@ -201,7 +202,7 @@ class Captioner:
             requests = self.requests(image, [prompt] * n, options)
             if options.seed is not None:
                 for i, request in enumerate(requests):
-                    request.sampling = replace(request.sampling, seed=(options.seed + i) % 2**63)
+                    request.sampling = replace(request.sampling, seed=(int(options.seed) + i) % 2**63)
             return requests
 
         return self._answers(prepare, options, stats)
@@ -253,6 +254,8 @@ class Captioner:
         options = generation_options(options, changes)
         if is_one_image(images):
             raise InputError("captions takes several images, such as a list; for one image use caption")
+        if batch_size < 1:
+            raise InputError(f"batch_size={batch_size} must be 1 or more")
         for request in self.run(self._read(pair_prompts(images, prompt), options), batch_size):
             yield self.answer(request, options)
 
@@ -352,8 +355,13 @@ class Captioner:
     def _answers(
         self, prepare: Callable[[], list[Request]], options: GenerationOptions, stats: Stats | None
     ) -> list[Any]:
-        outputs = self.generate(prepare, stats or Stats())
-        requests = list(dict.fromkeys(output.request for output in outputs))
+        requests: list[Request] = []
+
+        def listed() -> list[Request]:
+            requests.extend(prepare())
+            return requests
+
+        list(self.generate(listed, stats or Stats()))
         return [self.answer(request, options) for request in requests]
 
     def answer(self, request: Request, options: GenerationOptions | None = None) -> Any:
@@ -373,7 +381,7 @@ class Captioner:
     def _start_ids(self, options: GenerationOptions) -> list[int]:
         """Ids of the beginning of an answer; without the spaces at its end, which belong to the word that follows."""
         text = options.start_with.rstrip()
-        return self.tokenizer.encode(self.tokenizer.answer_prefix + text) if text else []
+        return self.tokenizer.encode_answer(text)[:-1] if text else []
 
     def prepare(self, image: ImageInputs, prompt: str = PROMPT) -> tuple[list[int], list[Tensor]]:
         """Token ids of one prompt, and the tiles of each image."""
@@ -393,7 +401,9 @@ def is_one_image(images: Any) -> bool:
     """Whether it is an image or a `Video`, not several: an array of four dimensions, for example, is a batch."""
     is_one_array = is_array(images) and len(images.shape) < 4
     is_file_or_video = hasattr(images, "read") or hasattr(images, "frames")
-    return is_one_array or is_file_or_video or isinstance(images, (str, bytes, os.PathLike, Image.Image))
+    return (
+        is_one_array or is_file_or_video or isinstance(images, (str, bytes, bytearray, dict, os.PathLike, Image.Image))
+    )
 
 
 def _prepend(start: Sequence[int], ids: Iterator[int]) -> Iterator[int]:

@@ -126,10 +126,13 @@ class ModelOptions:
         """The model to load and its revision: without a model, the one that the adapter was trained on, if it says."""
         if self.adapter is None or self.model != EMBEDDED:
             return self.model, self.revision
-        from models.lora import recorded_base
+        from models.lora.files import recorded_base
 
         name, revision = recorded_base(Path(self.adapter))
         return name or self.model, revision
+
+
+OWN_SETTINGS = ("max_new_tokens", "start_with", "schema")  # of GenerationOptions; the others are SamplingParams'
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +169,8 @@ class GenerationOptions:
 
     def __post_init__(self) -> None:
         check_settings(self)
-        _ = self.sampling  # InputError for a value out of range
+        if any(getattr(self, f.name) != f.default for f in fields(self) if f.name not in OWN_SETTINGS):
+            _ = self.sampling  # InputError for a value out of range; wrong use is noticed before torch is imported
         if self.schema is not None and self.start_with:
             raise InputError("schema excludes start_with, as JSON begins by itself")
         if self.schema is not None:
@@ -203,6 +207,9 @@ class ReadOptions:
         None, "column with the answers (default: text, caption or answer)", metavar="NAME"
     )
     prompt_column: str | None = setting(None, "column with the questions (default: question or prompt)", metavar="NAME")
+    image_column: str | None = setting(
+        None, "column with the images (default: image, images or another usual name)", metavar="NAME"
+    )
     stream: bool = setting(False, "read .tar, .parquet or .arrow files or a Hub data set in sequence, without a copy")
     on_error: str = setting("stop", "what to do with an unusable example", choices=("stop", "skip"))
 

@@ -70,7 +70,7 @@ def image(folder: Path) -> Target:
 
 def data_file(name: str, *seeds: bytes) -> Callable[[Path], Target]:
     def target(folder: Path) -> Target:
-        from nanovlm.data.detect import open_source
+        from nanovlm.data import open_source
         from nanovlm.options import ReadOptions
 
         (folder / "a.png").write_bytes(image_file())
@@ -90,27 +90,26 @@ def requests(folder: Path) -> Target:
     """The body of a request, up to what goes to the model, and its JSON schema up to the grammar."""
     from nanovlm import EMBEDDED, Captioner
     from nanovlm.processing.structured_output import StructuredOutput
-    from nanovlm.serving.chat_format import parse_messages, prepare_inputs
-    from nanovlm.serving.protocol import ChatCompletionRequest
+    from nanovlm.serving.chat_inputs import encode_chat, read_chat
+    from nanovlm.serving.openai_api import ChatRequest
 
     processor = Captioner.from_pretrained(EMBEDDED).processor
     structured = StructuredOutput(processor.tokenizer)
     parts = [{"type": "text", "text": "Hi"}, {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}]
     schema = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"enum": ["x"]}}, "required": ["a"]}
     body = {"model": "m", "temperature": 0.5, "stop": ["x"], "seed": 1}
-    body |= {"repetition_detection": {"max_pattern_size": 4, "min_count": 2}, "stream": True}
+    body |= {"stream": True}
     chat = {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": parts}]}
     chat["response_format"] = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
 
     def check(data: bytes) -> None:
-        request = ChatCompletionRequest.parse(data)
-        request.sampling()
-        if (schema := request.response_format.required_schema()) is not None:
+        request = ChatRequest.parse(data)
+        if (schema := request.options().schema) is not None:
             structured.make_processors(schema, 1)
         for layout in (False, True):
-            parsed = parse_messages(request.messages, layout)
-            if not parsed.image_urls and parsed.turns is None:
-                prepare_inputs(parsed, [], processor)
+            parsed = read_chat(request.messages, layout)
+            if not parsed.images and not layout:
+                encode_chat(parsed, [], processor)
 
     return [json.dumps(body | chat).encode()], check
 
@@ -177,7 +176,7 @@ def main() -> None:
     with atheris.instrument_imports(include=["models", "nanovlm"], enable_loader_override=False):
         seeds, check = TARGETS[args.name](folder / "work")
         from nanovlm.errors import NanoVLMError
-        from nanovlm.serving.errors import APIError
+        from nanovlm.serving.openai_api import APIError
 
     def run(data: bytes) -> None:
         try:

@@ -4,7 +4,9 @@ import json
 import re
 
 import pytest
+import torch
 
+from models.mingpt import GPT, GPTConfig, append_kv
 from support import ROOT
 
 NOTEBOOKS = sorted((ROOT / "docs").glob("*.ipynb"))
@@ -44,17 +46,50 @@ def test_quickstart_fine_tunes_a_model_and_plots_its_training(run):
 
 
 @pytest.mark.full
-def test_kv_caching_counts_what_is_read_and_held(run, tmp_path):
-    printed = run("kv-caching.ipynb")
-    uncached, cached = re.findall(r"(\d+) tokens read; .* ids (.*)", printed)
-    assert uncached == (str(sum(range(49, 81))), cached[1]) and cached[0] == str(49 + 31)
-    used, formula = re.search(r"([\d,]+) bytes used, ([\d,]+) by the formula", printed).groups()
-    assert used == formula
-    held = {
-        name: int(held.replace(",", "")) for name, held in re.findall(r"^(\w+).*%\s+([\d,]+)", printed, re.MULTILINE)
-    }
-    assert held["whole"] == 3072 and held["heavy"] < 1000 and held["random"] < 1000
-    assert "heavy hitters" in (tmp_path / "kv.html").read_text("utf-8")
+@pytest.mark.parametrize("is_solved", [False, True])
+def test_the_kv_caching_exercise_is_checked_with_its_blanks_and_with_its_solutions(capsys, is_solved):
+    """Blanks are "not yet", one after the other; solutions in their place, or at the end, are right."""
+    sources = ["".join(cell["source"]) for cell in cells(ROOT / "docs/kv-caching.ipynb", "code")]
+    solutions = {source.split("\n")[0][-1]: source for source in sources if source.startswith("# solution")}
+    assert list(solutions) == list("123456")
+    names = {}
+    for source in sources:
+        exercise = re.match(r"# exercise (\d)", source)
+        assert not exercise or "..." in source
+        exec(solutions[exercise[1]] if exercise and is_solved else source, names)
+    steps = re.findall(r"step (\d): (right|not yet)", capsys.readouterr().out)
+    first = "right" if is_solved else "not yet"
+    assert steps == [("0", "right"), *((n, first) for n in "123456"), *((n, "right") for n in "123456")]
+
+
+def test_the_lectures_steps_are_diffs_of_ten_lines_that_keep_the_ids():
+    """Each of the page's six diffs applies to the one before, and the last reads the newest token alone."""
+    page = (ROOT / "docs/kv-caching.md").read_text("utf-8")
+    code = re.search(r"```python\n(.*?)```", page, re.DOTALL)[1]
+    diffs = re.findall(r"```diff\n(.*?)```", page, re.DOTALL)
+    gpt = GPT(GPTConfig("gpt-nano", vocab_size=50, block_size=32)).eval()
+    idx, read, tokens = torch.randint(50, (2, 5)), [], []
+    expected = gpt.generate(idx, 9)
+    gpt.transformer.wte.register_forward_hook(lambda wte, args, out: read.append(out.size(1)))
+    for change in ["", *diffs]:
+        assert sum(line[0] in "+-" for line in change.splitlines()) <= 10
+        lines, at = code.split("\n"), 0
+        for sign, text in ((line[0], line[1:]) for line in change.splitlines()):
+            if sign == "+":
+                lines.insert(at, text)
+                at += 1
+            elif sign == "-":
+                at = lines.index(text, at)
+                del lines[at]
+            elif sign == " ":
+                at = lines.index(text, at) + 1
+        code = "\n".join(lines)
+        read.clear()
+        exec(code, names := {"append_kv": append_kv})
+        with torch.inference_mode():
+            assert torch.equal(names["generate"](gpt, idx, 9), expected)
+        tokens.append(sum(read))
+    assert tokens == [sum(range(5, 14))] * 5 + [5 + 8] * 2
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda notebook: notebook.name)

@@ -54,4 +54,4 @@ def peers_note(levels: Sequence[str]) -> str:
     if not lowering(levels):
         return "other engines at their best"
     held = f"PyTorch and oneDNN in OpenVINO held to {levels[0]}"
-    return f"{held}, the rest of OpenVINO, llama.cpp and ONNX Runtime at their best"
+    return f"{held}, the rest of OpenVINO and llama.cpp at their best"

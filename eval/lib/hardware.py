@@ -24,7 +24,7 @@ from models.inference.kernels.load import cpu_info
 from models.vision_language_model import PrefillState, VisionLanguageModel
 
 PACKAGES = {  # by the module whose presence says that the package was used
-    "transformers": "transformers", "llama_cpp": "llama-cpp-python", "openvino": "openvino",
+    "llama_cpp": "llama-cpp-python", "openvino": "openvino",
 }  # fmt: skip
 
 

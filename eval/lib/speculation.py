@@ -1,14 +1,13 @@
-"""Tokens per step of speculative decoding: captions, questions, DocTags-like text and the sorting task.
+"""Tokens per step of speculative decoding: captions, questions and the sorting task.
 
 The embedded model answers as in eval/lib/cache_answers.py. Its draft is a text model of one block and width 64, trained
 here on captions and answers about other scenes, which does not see the image. The sorting task's model and draft are
-trained here, too. DocTags-like pages are drawn and written by a reader that makes no mistake: which guesses count
-depends on the text alone. Only their draft is a model, trained on other pages, so they have no time per token.
+trained here, too.
 """
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from random import Random
 
@@ -20,7 +19,6 @@ from torch.nn.utils.rnn import pad_sequence
 from eval.lib.cache_answers import Batch
 from eval.lib.command import progress, table
 from eval.sort_task import splits
-from models.cache import KVCache
 from models.config import VLMConfig
 from models.decoding import MAX_NEW_TOKENS
 from models.kv_study.speculative import DraftModel, Guess, Read, prompt_lookup, read_lm, read_vlm, speculate
@@ -32,8 +30,6 @@ from nanovlm.processing.image_loading import load_image
 from nanovlm.synthetic import caption, questions, random_scene
 
 DIGITS, VALUES = 6, 3  # of the sorting task
-WORDS = 300  # of the language of DocTags-like pages
-ELEMENTS = ["page_header", "section_header_level_1", "text", "text", "otsl", "section_header_level_1", "text"]
 LEARNING_RATE = 3e-3
 Rows = Sequence[tuple[list[int], list[int]]]  # ids of prompts and answers
 Prefill = Callable[[], tuple[Tensor, PrefillState]]
@@ -47,7 +43,7 @@ class Speculation:
     task: str
     guess: str
     tokens_per_step: float  # after the prefill's token; 1 without guesses
-    ms_per_token: float | None  # likewise, guessing included; None where no model reads
+    ms_per_token: float  # likewise, guessing included
     identical: int  # answers that equal plain decoding's
     answers: int
 
@@ -103,51 +99,6 @@ def caption_draft(captioner: Captioner, n_scenes: int = 3000, steps: int = 400) 
     return train_decoder(rows, steps, small_config(captioner.model.cfg.lm_vocab_size, 64, 2, 1))
 
 
-def doctags(rng: Random) -> list[str]:
-    """The tokens of a drawn page in the form of SmolDocling's output; its words are as frequent as Zipf's law says."""
-
-    def words(low: int, high: int) -> list[str]:
-        chosen = [int(WORDS ** rng.random()) for _ in range(rng.randint(low, high))]
-        pieces = lambda word: " " if word < 30 else " -"  # noqa: E731  rare ones are two tokens
-        return [f"w{word}{piece}" for word in chosen for piece in pieces(word)]
-
-    tokens, left, right, bottom = ["<doctag>"], rng.randint(40, 120), rng.randint(380, 460), 50
-    for tag in ELEMENTS:
-        top, bottom = bottom + rng.randint(5, 15), bottom + rng.randint(20, 60)
-        tokens += [f"<{tag}>", *(f"<loc_{n}>" for n in (left, top, right, bottom))]
-        n_columns = rng.randint(3, 6)
-        for _ in range(rng.randint(3, 6) if tag == "otsl" else 0):
-            tokens += [token for _ in range(n_columns) for token in ("<fcel>", *words(1, 3))] + ["<nl>"]
-        tokens += words(30, 80) if tag == "text" else words(2, 6) if tag != "otsl" else []
-        tokens += [f"</{tag}>", "\n"]
-    return [*tokens, "</doctag>"]
-
-
-def measure_doctags(n: int = 50, n_training: int = 300, steps: int = 100) -> list[Speculation]:
-    """Pages of DocTags-like text, behind each other in one tensor; a state's length is the position in it."""
-    rng, ids = Random("doctags"), dict[str, int]()
-    drawn = [[ids.setdefault(token, len(ids)) for token in doctags(rng)] for _ in range(n + n_training)]
-    pages = drawn[:n]
-    text = torch.tensor([token for page in pages for token in page])
-
-    def state_at(n: int) -> PrefillState:
-        return PrefillState([KVCache(torch.empty(1, 1, n, 0), torch.empty(1, 1, n, 0))])
-
-    def read(new: Tensor, state: PrefillState) -> tuple[Tensor, PrefillState]:
-        stop = state.length + new.size(1)
-        return F.one_hot(text[state.length + 1 : stop + 1], len(ids)), state_at(stop)
-
-    prompts: list[Prompt] = []
-    start = 0
-    for page in pages:
-        prompts.append((page[:1], partial(read, text[None, start : start + 1], state_at(start))))
-        start += len(page)
-    draft = train_decoder([([], page) for page in drawn[n:]], steps, small_config(len(ids), 64, 2, 1))
-    guesses: dict[str, Guess] = {"prompt lookup": prompt_lookup, "draft model": DraftModel(draft)}
-    rows = speculation("DocTags-like", prompts, read, guesses, ids["</doctag>"], max(map(len, pages)))
-    return [replace(row, ms_per_token=None) for row in rows]
-
-
 @torch.inference_mode()
 def speculation(
     task: str, prompts: Sequence[Prompt], read: Read, guesses: dict[str, Guess], eos: int, max_new_tokens: int
@@ -174,7 +125,7 @@ def speculation(
 
 
 def measure_speculation(captioner: Captioner, batches: Sequence[Batch]) -> list[Speculation]:
-    """Captions and questions of the embedded model, DocTags-like pages, the sorting task's held-out inputs."""
+    """Captions and questions of the embedded model, and the sorting task's held-out inputs."""
     model, eos = captioner.model, captioner.tokenizer.eos_token_id
     results: list[Speculation] = []
     progress("speculation: training drafts")
@@ -198,7 +149,7 @@ def measure_speculation(captioner: Captioner, batches: Sequence[Batch]) -> list[
     guesses = {"prompt lookup": prompt_lookup, "draft model": DraftModel(draft)}
     sorted_ones = speculation("sorting task", inputs, read_lm(sorter), guesses, -1, DIGITS)
     progress(f"speculation: the sorting model is right on {sort_cached(sorter, test)[0]:.1%}")
-    return results + measure_doctags() + sorted_ones
+    return results + sorted_ones
 
 
 @torch.inference_mode()
@@ -216,6 +167,6 @@ def sort_cached(model: LanguageModel, inputs: Tensor) -> tuple[float, float]:
 def speculation_table(title: str, rows: Sequence[Speculation]) -> str:
     cells = [[title, "guess", "tokens/step", "ms/token", "identical"]]
     for row in rows:
-        ms = "" if row.ms_per_token is None else f"{row.ms_per_token:.2f}"
-        cells.append([row.task, row.guess, f"{row.tokens_per_step:.2f}", ms, f"{row.identical} of {row.answers}"])
+        figures = f"{row.tokens_per_step:.2f}", f"{row.ms_per_token:.2f}", f"{row.identical} of {row.answers}"
+        cells.append([row.task, row.guess, *figures])
     return table(cells)

@@ -1,4 +1,4 @@
-"""Engines that run the same model on the CPU: this project, transformers, llama.cpp and OpenVINO."""
+"""Engines that run the same model on the CPU: this project, llama.cpp and OpenVINO."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,20 +9,16 @@ import torch
 from torch import Tensor
 
 from eval.lib.cpu_levels import at_level, current_level
-from eval.peers import import_peer
 from eval.peers.llama_cpp_engine import LlamaCppEngine
 from eval.peers.openvino_engine import OpenVINOEngine
 from models.decoding import TokenSampler
-from models.formats.smolvlm import SmolVLM
-from models.formats.transformers_names import LLAMA_CONFIG
 from models.inference.kernels.load import WITHOUT_BF16_DOT
-from models.language_model import LanguageModel
 from models.vision_language_model import PrefillState
 from nanovlm import PROMPT
 from nanovlm.captioner import Captioner, ImageInput
 from nanovlm.device import choose_dtype
 
-BASELINES = ("plain", "transformers", "llama.cpp", "openvino")
+BASELINES = ("plain", "llama.cpp", "openvino")
 GGUF_TYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 QUANTIZED = {"int8": ("q8_0", 1), "int4": ("q4_0", 0.625)}  # llama.cpp's type, our bytes
 
@@ -98,37 +94,6 @@ class NanoVLMEngine:
         return int(TokenSampler()(self.model.prefill(torch.tensor([ids]), torch.cat(tiles))[0]))
 
 
-class TransformersEngine:
-    """The same decoder as transformers' LlamaForCausalLM."""
-
-    def __init__(self, decoder: LanguageModel, dtype: torch.dtype):
-        transformers = import_peer("transformers", "transformers")
-        self.name = f"transformers {str(dtype).removeprefix('torch.')}"
-        self.weight_bytes: float = dtype.itemsize
-        self.dtype, self.new_cache, self.logits = dtype, transformers.DynamicCache, torch.empty(0)
-        cfg = decoder.cfg
-        settings = {theirs: getattr(cfg, ours) for ours, (theirs, _) in LLAMA_CONFIG.items()}
-        settings |= {"vocab_size": cfg.lm_vocab_size, "num_key_value_heads": cfg.lm_n_kv_heads}
-        settings["rope_theta"] = cfg.lm_re_base
-        self.model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings)).eval()
-        stored = SmolVLM.to_stored({f"decoder.{name}": weight for name, weight in decoder.state_dict().items()})
-        self.model.load_state_dict({name.replace("text_model.", ""): weight for name, weight in stored.items()})
-        self.model.to(dtype)
-
-    def prefill(self, ids: list[list[int]]) -> list[int]:
-        self.cache = self.new_cache(config=self.model.config)
-        return self._next(ids)
-
-    def decode(self, ids: list[int]) -> list[int]:
-        return self._next([[token] for token in ids])
-
-    @torch.inference_mode()
-    def _next(self, ids: list[list[int]]) -> list[int]:
-        output = self.model(torch.tensor(ids), past_key_values=self.cache, use_cache=True, logits_to_keep=1)
-        self.logits = output.logits[:, -1]
-        return self.logits.argmax(-1).tolist()
-
-
 def make_engines(plain: NanoVLMEngine, folder: Path, temporary: Path, options: EngineOptions) -> list[Engine]:
     """All engines on the model in folder, baselines first, of which plain is one; other engines' files go to temporary.
 
@@ -169,8 +134,6 @@ def _baseline(
     captioner, quantize = plain.captioner, options.quantize
     if name == "plain":
         return [plain]
-    if name == "transformers":
-        return [TransformersEngine(captioner.model.decoder, dtype) for dtype in dtypes]
     if name == "llama.cpp":
         types = [GGUF_TYPES[dtype] for dtype in dtypes] + ([QUANTIZED[quantize][0]] if quantize else [])
         return [LlamaCppEngine(captioner, kind, temporary, options.batch_size) for kind in types]

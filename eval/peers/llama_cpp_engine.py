@@ -68,12 +68,12 @@ class LlamaCppEngine:
 
     def prefill(self, ids: list[list[int]]) -> list[int]:
         self._clear()
-        rows = self._append(ids)
+        rows = self.append(ids)
         self.logits = torch.stack(rows)
         return self.logits.argmax(-1).tolist()
 
     def decode(self, ids: list[int]) -> list[int]:
-        return [int(row.argmax()) for row in self._append([[token] for token in ids])]
+        return [int(row.argmax()) for row in self.append([[token] for token in ids])]
 
     def encode_image(self, image: Tensor) -> Tensor:
         """Embeddings (1, T, C) of one image (1, 3, S, S), which is read as 8-bit pixels; preprocessed once."""
@@ -144,7 +144,7 @@ class LlamaCppEngine:
         self.lib.llama_memory_clear(self.lib.llama_get_memory(self.context), True)
         self.length = 0
 
-    def _append(self, ids: list[list[int]]) -> list[Tensor]:
+    def append(self, ids: list[list[int]]) -> list[Tensor]:
         """Append equally many tokens to each sequence, in batches; returns the last logits (vocabulary,) of each.
 
         Logits of a single batch are not copied: the next call overwrites them.

@@ -23,11 +23,10 @@ END_TOKEN = "<end_of_utterance>"
 # The layout that SmolVLM-256M-Instruct and its relatives were trained with; it takes plain texts, too.
 CHAT_TEMPLATE = (
     "<|im_start|>{% for message in messages %}{{ message['role'] | capitalize }}"
-    "{% set parts = message['content'] %}"
-    "{% if parts is string %}{% set parts = [{'type': 'text', 'text': parts}] %}{% endif %}"
-    "{% if parts[0]['type'] == 'image' %}:{% else %}: {% endif %}"
-    "{% for part in parts %}{% if part['type'] == 'text' %}{{ part['text'] }}"
-    "{% elif part['type'] == 'image' %}<image>{% endif %}{% endfor %}<end_of_utterance>\n{% endfor %}"
+    "{% if message['content'] is string %}: {{ message['content'] }}{% else %}"
+    "{% if message['content'][0]['type'] == 'image' %}:{% else %}: {% endif %}"
+    "{% for part in message['content'] %}{% if part['type'] == 'text' %}{{ part['text'] }}"  # by which vLLM knows it
+    "{% elif part['type'] == 'image' %}<image>{% endif %}{% endfor %}{% endif %}<end_of_utterance>\n{% endfor %}"
     "{% if add_generation_prompt %}Assistant:{% endif %}"
 )
 

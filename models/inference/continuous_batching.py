@@ -299,6 +299,7 @@ class ContinuousBatch:
         request.finished, request.error, request.images = "error", error, ()
         self._outputs.append(TokenOutput(request, -1, "error", error))
 
+    @torch.inference_mode()
     def _compact(self) -> None:
         """Free the slots of requests that have ended, and move the last requests there: a step computes no others."""
         for slot in reversed(range(len(self._slots))):

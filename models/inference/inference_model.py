@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from models.cache import KVCache, PrefillState
 from models.decoding import GenerationMixin
 from models.errors import InputError
+from models.inference.huge_pages import move_to_huge_pages
 from models.inference.kernel_network import KernelNetwork
 from models.inference.proof import proven_network
 from models.inference.quantization import QuantizedLinear, check_format, quantize_linears
@@ -75,7 +76,8 @@ class InferenceModel(GenerationMixin):
 
     quantize="int8" stores the language model's linear layers in 8 bits and, with kernels, the vision encoder's and the
     projector's, too; activations are then rounded to 8 bits for every matmul (dynamic quantization). "int4" stores
-    those of the language model in 4 bits with a scale and a minimum for 32 weights. Raises InputError for other values.
+    those of the language model in 4 bits with a scale and a minimum for 32 weights, the head in 8 bits. Raises
+    InputError for other values.
     """
 
     def __init__(self, model: VisionLanguageModel, *, quantize: str | None = None):
@@ -193,6 +195,7 @@ def _build(model: VisionLanguageModel, quantize: str | None) -> _State:
     if quantize == "int8" and kernels is not None:  # elsewhere int8 saves memory, and costs time
         quantize_linears(used.vision_encoder, quantize)
         quantize_linears(used.MP, quantize)
+    move_to_huge_pages([p for m in used.modules() if isinstance(m, QuantizedLinear) for p in m.parameters()])
     quantized = None if kernels is None else proven_network(used, model)
     return _State(quantized or PlainNetwork(used), *versions)
 

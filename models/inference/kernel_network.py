@@ -35,7 +35,7 @@ MAX_PATCHES = 1024  # of images that are encoded together; activations of more l
 
 
 class NoKernels(Exception):
-    """A device, CPU or dtype without kernels."""
+    """A device, CPU, dtype or kind of layer that is known to have no kernels."""
 
 
 class Unsupported(Exception):
@@ -73,6 +73,8 @@ class Packer:
         """The struct of an nn.Linear or QuantizedLinear."""
         if type(layer) is nn.Linear:
             return self.dense(layer.weight, layer.bias, (n_rows, depth))
+        if hasattr(layer, "lora_A"):  # in training, where modules are expected
+            raise NoKernels
         if type(layer) is not QuantizedLinear:
             raise Unsupported(f"a layer is a {type(layer).__name__}")
         layer.check()

@@ -76,19 +76,21 @@ def dequantize_weight(data: Tensor, scale: Tensor | None, groups: Tensor | None,
 def quantize_linears(module: nn.Module, format: str) -> None:
     """Replace, in place, every linear layer inside module by a QuantizedLinear; LoRA adapters are merged into it.
 
-    A head that shares its weight with the embedding is quantized, the embedding is not. Raises InputError for a module
+    With int4 a layer named `head` is stored in int8: four bits there cost more than in all other layers together. A
+    head that shares its weight with the embedding is quantized, the embedding is not. Raises InputError for a module
     that is quantized already, and for other subclasses of nn.Linear.
     """
     from models.lora import LoRALinear  # here, as a caption without quantization needs no adapters
 
     for name, child in list(module.named_children()):
         kind = type(child).__name__
+        stored = "int8" if name == "head" else format
         if isinstance(child, QuantizedLinear):
             raise InputError(f"{name} is quantized already; quantize the floating-point model instead")
         if isinstance(child, LoRALinear):
-            setattr(module, name, QuantizedLinear(child.merged(), child.bias, format))
+            setattr(module, name, QuantizedLinear(child.merged(), child.bias, stored))
         elif type(child) is nn.Linear:
-            setattr(module, name, QuantizedLinear(child.weight, child.bias, format))
+            setattr(module, name, QuantizedLinear(child.weight, child.bias, stored))
         elif isinstance(child, nn.Linear):
             raise InputError(f"{name} is a {kind}, which quantization does not know; merge it first")
         else:

@@ -30,7 +30,7 @@ class Hypothesis:
     log_prob: float
 
     def score(self, length_penalty: float | None = None) -> float:
-        """What hypotheses are ranked by; None divides by the length, or 1 for that of an end alone."""
+        """Log-probability over the length (1 if empty), or over ((5 + length) / 6) to the power of the penalty."""
         n = len(self.ids)
         return self.log_prob / (max(1, n) if length_penalty is None else ((5 + n) / 6) ** length_penalty)
 

@@ -3,6 +3,8 @@
 Architecture and parameter names are those of openai/whisper's model.py (Radford et al. 2022).
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
@@ -10,10 +12,11 @@ from models.attention import attention
 from models.cache import KVCache
 
 KVPair = tuple[Tensor, Tensor]  # keys and values, each (B, n_head, S, D)
+HookedKV = Mapping[nn.Module, Tensor]  # outputs (B, S, C) of key and value projections, by module
 
 
 class MultiHeadAttention(nn.Module):
-    """Whisper's attention. It knows no cache: keys and values are arguments of `attend`."""
+    """Whisper's attention. Keys and values are arguments of `attend`."""
 
     def __init__(self, n_state: int, n_head: int):
         super().__init__()
@@ -23,15 +26,24 @@ class MultiHeadAttention(nn.Module):
         self.value = nn.Linear(n_state, n_state)
         self.out = nn.Linear(n_state, n_state)
 
-    def forward(self, x: Tensor, xa: Tensor | None = None) -> Tensor:
-        """Causal self-attention of x (B, T, C), or cross-attention to xa (N, S, C) where N divides B."""
-        k, v = self.project_kv(x if xa is None else xa)
+    def forward(self, x: Tensor, xa: Tensor | None = None, kv_cache: HookedKV | None = None) -> Tensor:
+        """Causal self-attention of x (B, T, C), or cross-attention to xa (N, S, C) where N divides B.
+
+        Cross-attention reads its keys and values from kv_cache if they are there, as openai-whisper's does.
+        """
+        if xa is not None and kv_cache and self.key in kv_cache:
+            k, v = self.split_heads(kv_cache[self.key]), self.split_heads(kv_cache[self.value])
+        else:
+            k, v = self.project_kv(x if xa is None else xa)
         return self.attend(x, k, v, causal_mask(x.size(1), k.size(2), x.device) if xa is None else None)
+
+    def split_heads(self, x: Tensor) -> Tensor:
+        """View x (N, S, C) as (N, n_head, S, D)."""
+        return x.unflatten(-1, (self.n_head, -1)).transpose(1, 2)
 
     def project_kv(self, xa: Tensor) -> KVPair:
         """Keys and values of xa (N, S, C), each (N, n_head, S, D)."""
-        k, v = self.key(xa), self.value(xa)
-        return k.unflatten(-1, (self.n_head, -1)).transpose(1, 2), v.unflatten(-1, (self.n_head, -1)).transpose(1, 2)
+        return self.split_heads(self.key(xa)), self.split_heads(self.value(xa))
 
     def attend(self, x: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         """Attend from x (B, T, C) to given k and v; mask (1, 1, T, S) bool is True where a query may attend."""
@@ -60,9 +72,9 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(n_state, 4 * n_state), nn.GELU(), nn.Linear(4 * n_state, n_state))
         self.mlp_ln = nn.LayerNorm(n_state)
 
-    def forward(self, x: Tensor, xa: Tensor) -> Tensor:
+    def forward(self, x: Tensor, xa: Tensor, kv_cache: HookedKV | None = None) -> Tensor:
         x = x + self.attn(self.attn_ln(x))
-        x = x + self.cross_attn(self.cross_attn_ln(x), xa)
+        x = x + self.cross_attn(self.cross_attn_ln(x), xa, kv_cache)
         return x + self.mlp(self.mlp_ln(x))
 
     def forward_cached(

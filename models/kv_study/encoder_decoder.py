@@ -5,7 +5,7 @@ that image.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -15,8 +15,6 @@ from models.config import VLMConfig
 from models.decoding import GREEDY, SamplingParams, TokenSampler, collect_tokens, generate_tokens, validate_counts
 from models.kv_study.text_decoder import TextDecoder, TextPrefillState
 from models.vision_transformer import VisionTransformer
-
-Step = Callable[[Tensor], Tensor]  # ids (B,) to the next logits (B, vocabulary)
 
 
 class Seq2SeqModel(nn.Module, ABC):
@@ -58,33 +56,27 @@ class Seq2SeqModel(nn.Module, ABC):
         if max_new_tokens == 0:
             return
         rows = torch.arange(len(input_ids), device=input_ids.device).repeat_interleave(n_samples)
-        run = self._cached_steps if use_kv_cache else self._uncached_steps
-        logits, step = run(input_ids, inputs, rows)
-        yield from generate_tokens(logits, step, TokenSampler(sampling, eos_token_id, input_ids[rows]), max_new_tokens)
+        seen = input_ids[rows]
+        sampler = TokenSampler(sampling, eos_token_id, seen)
+        xa = self.encode(inputs)
+        state = TextPrefillState(self.decoder.project_cross_kv(xa) if use_kv_cache else [])
 
-    def _cached_steps(self, input_ids: Tensor, inputs: Tensor, rows: Tensor) -> tuple[Tensor, Step]:
-        """Logits after the prompt, and the step from new ids to the next logits, which computes only the new ids."""
-        logits, state = self.prefill(input_ids, inputs)
-        if len(rows) > len(input_ids):
-            logits, state = logits[rows], state.rows(rows)
-
-        def step(ids: Tensor) -> Tensor:
+        def cached(ids: Tensor) -> Tensor:
             nonlocal state
             logits, state = self.decode(ids, state)
             return logits
 
-        return logits, step
+        def uncached(ids: Tensor) -> Tensor:
+            nonlocal seen
+            seen = torch.cat([seen, ids[:, None]], dim=1)
+            return self.decoder(seen, xa)[:, -1]
 
-    def _uncached_steps(self, input_ids: Tensor, inputs: Tensor, rows: Tensor) -> tuple[Tensor, Step]:
-        """The same, with a step that computes the whole sequence again."""
-        x, xa = input_ids[rows], self.encode(inputs)
-
-        def step(ids: Tensor) -> Tensor:
-            nonlocal x
-            x = torch.cat([x, ids[:, None]], dim=1)
-            return self.decoder(x, xa)[:, -1]
-
-        return self.decoder(x, xa)[:, -1], step
+        if use_kv_cache:
+            logits, state = self._next_logits(input_ids, state)
+            logits, state = logits[rows], state.rows(rows)
+        else:
+            logits = self.decoder(seen, xa)[:, -1]
+        yield from generate_tokens(logits, cached if use_kv_cache else uncached, sampler, max_new_tokens)
 
     def generate(self, input_ids: Tensor, inputs: Tensor, **kwargs) -> Tensor:
         """Return all tokens that `stream` yields, (N * n_samples, T_new)."""

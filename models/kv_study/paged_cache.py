@@ -1,10 +1,10 @@
 """A paged cache: blocks of a few tokens, found through a block table, shared until somebody writes.
 
 This is the memory manager of vLLM's PagedAttention (Kwon et al. 2023), in PyTorch. A sequence owns a table of block
-numbers only; blocks count their references. vLLM's kernel reads blocks in place; `key` and `value` here copy them.
+numbers; blocks count their references. vLLM's kernel reads blocks in place; `key` and `value` here copy them.
 
-Copy-on-write: the last block of a prefix may be half full. The first sequence that continues it writes into the free
-places; another finds them taken, and copies this one block. So a cache is a value, like KVCache.
+Copy-on-write: the first sequence that continues a half-full block writes into it; another one copies this block. So a
+cache is a value, like KVCache. After a rollback by `first`, a block that no other cache refers to is written again.
 """
 
 from itertools import chain
@@ -100,10 +100,11 @@ class PagedKV:
         return longer
 
     def _make_room(self, table: list[int], n: int) -> None:
-        """Let the table end in places that are this row's to write: copy a block that another one continued."""
+        """Extend the table by room for n tokens, and copy its last block if another cache continued that."""
         pool, size = self.pool, self.pool.block_size
         start, stop = self.length, self.length + n
-        if start % size and pool.filled[table[-1]] != start % size:
+        is_continued = start % size and pool.filled[table[-1]] != start % size
+        if is_continued and pool.references[table[-1]] > 2:  # by more than this cache and its new continuation
             table[-1] = pool.copy(table[-1])
         while len(table) * size < stop:
             table.append(pool.take())

@@ -1,7 +1,8 @@
 """Quantized caches: keys and values as integers of 8, 4 or 2 bits, with scales; attention reads them multiplied back.
 
-Numbers that share a scale are stored as (x - lowest) / scale, rounded, where the scale is the range of them divided by
-2^bits - 1; an error is at most half a scale. Nothing that is cached is quantized again, and nothing is calibrated.
+Numbers that share a scale are stored as (x - lowest) / scale, rounded, where the scale is their range divided by
+2^bits - 1. In float32 an error is at most half a scale; in bfloat16 the rounding of scale and lowest value adds to it.
+Nothing that is cached is quantized again, and nothing is calibrated.
 
 - `group=1`: one scale for each token and head, of keys and of values alike (ZeroQuant's token-wise scales, Yao et al.
   2022, per head). It is enough for 8 bits.
@@ -22,6 +23,9 @@ from models.errors import InputError
 
 def quantize(x: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
     """x (..., D) as packed bytes (..., D * bits / 8), scales and lowest values, one of each along dim."""
+    per_byte = 8 // bits
+    if x.size(-1) % per_byte:
+        raise InputError(f"heads of {x.size(-1)} numbers do not fill bytes of {per_byte} at bits={bits}; use more bits")
     low, high = (bound.float() for bound in x.aminmax(dim=dim, keepdim=True))
     scale, low = ((high - low) / (2**bits - 1)).clamp(min=torch.finfo(x.dtype).tiny).to(x.dtype), low.to(x.dtype)
     numbers = ((x.float() - low.float()) / scale.float()).round().clamp(0, 2**bits - 1).to(torch.uint8)

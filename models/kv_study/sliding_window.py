@@ -5,12 +5,10 @@ The buffer is Mistral's (Jiang et al. 2023, "rolling buffer cache"): once it is 
 they can be the image. Unlike StreamingLLM, keys keep the rotary positions they were computed at; the distance to every
 token of the window stays below `window`, however long the text.
 
-The output equals that of a window mask without a cache, `forward(decoder, x, window)`, which is the definition. It does
-not equal recomputing the last `window` tokens alone: a cached key of block 2 has seen, through block 1, tokens that
-have left the window since; with n blocks a token depends on up to n * (window - 1) tokens before itself. Recomputing is
-what minGPT's `generate` does beyond block_size, and there it has no alternative: its positions are learned and
-absolute, so when the window moves, every token's position changes and with it every key. `GPT_kv.generate_kv`
-therefore drops its cache there (models/mingpt); the rolling buffer needs relative positions such as RoPE.
+The output equals that of a window mask without a cache, `forward(decoder, x, window)`, not that of recomputing the last
+`window` tokens alone: a cached key of block 2 has seen, through block 1, tokens that have left the window since.
+`GPT.generate` recomputes beyond block_size, because its positions are learned and absolute: when the window moves,
+every key changes. So `GPT_kv.generate_kv` drops its cache there; a rolling buffer needs positions such as RoPE's.
 """
 
 from collections.abc import Sequence

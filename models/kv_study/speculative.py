@@ -102,6 +102,7 @@ def speculate(
         if eos in chosen:
             chosen = chosen[: chosen.index(eos) + 1]
         state = longer.first(state.length + len(chosen))
+        del longer  # so that a paged cache may write the rejected tokens' places again
         steps.append(chosen)
         ids += chosen
     return steps

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from models.cache import KVCache
 from models.errors import InputError
-from models.kv_study.cross_attention import Block, KVPair, causal_mask
+from models.kv_study.cross_attention import Block, HookedKV, KVPair, causal_mask
 
 
 @dataclass(frozen=True)
@@ -46,14 +46,17 @@ class TextDecoder(nn.Module):
         self.ln = nn.LayerNorm(n_state)
         nn.init.normal_(self.token_embedding.weight, std=0.02)
 
-    def forward(self, x: Tensor, xa: Tensor, start_pos: int = 0) -> Tensor:
+    def forward(self, x: Tensor, xa: Tensor, start_pos: int = 0, kv_cache: HookedKV | None = None) -> Tensor:
         """Logits (B, T, n_vocab) float32 of ids x (B, T) at positions start_pos, start_pos + 1, ...
 
-        xa (N, S, n_state) are the encoded images or recordings.
+        xa (N, S, n_state) are the encoded images or recordings. kv_cache is that of `Whisper.install_kv_cache_hooks`,
+        whose tokens come before x.
         """
+        if kv_cache:
+            start_pos = kv_cache[self.blocks[0].attn.key].size(1)
         x = self.embed(x, self.positions(start_pos, x.size(1)))
         for block in self.blocks:
-            x = block(x, xa)
+            x = block(x, xa, kv_cache)
         return self.logits(x)
 
     def project_cross_kv(self, xa: Tensor) -> list[KVPair]:

@@ -12,10 +12,12 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from models.errors import CheckpointError, InputError
-from models.kv_study.cross_attention import MultiHeadAttention
+from models.kv_study.cross_attention import HookedKV, MultiHeadAttention
 from models.kv_study.encoder_decoder import Seq2SeqModel
+from models.kv_study.hook_cache import store_projections
 from models.kv_study.log_mel import HOP_LENGTH, log_mel
 from models.kv_study.text_decoder import TextDecoder
 
@@ -85,6 +87,16 @@ class Whisper(Seq2SeqModel):
         audio = F.pad(audio[..., :n_samples], (0, max(0, n_samples - audio.size(-1))))
         return log_mel(audio, self.dims["n_mels"])
 
+    def install_kv_cache_hooks(
+        self, cache: HookedKV | None = None
+    ) -> tuple[dict[nn.Module, Tensor], list[RemovableHandle]]:
+        """openai-whisper's method: a cache, for `decoder(ids, xa, kv_cache=cache)`, and the handles of its hooks.
+
+        Its decoding.PyTorchInference drives this model by it. `hook_cache.install_kv_cache_hooks` checks its use.
+        """
+        kept = dict(cache or {})
+        return kept, store_projections(self.decoder, lambda: kept)
+
 
 def load_whisper(folder_or_file: str | os.PathLike[str]) -> Whisper:
     """Load a checkpoint of openai-whisper, such as tiny.pt, or the only one in a folder, in float32 and eval mode.
@@ -99,15 +111,11 @@ def load_whisper(folder_or_file: str | os.PathLike[str]) -> Whisper:
         checkpoint = torch.load(files[0], map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         raise CheckpointError(f"{files[0]} cannot be read as a Whisper checkpoint: {error}") from None
-    if not isinstance(checkpoint, dict) or not {"dims", "model_state_dict"} <= checkpoint.keys():
-        raise CheckpointError(f"{files[0]} is no checkpoint of openai-whisper: it lacks `dims` or `model_state_dict`")
-    if missing := set(DIMENSIONS) - checkpoint["dims"].keys():
-        raise CheckpointError(f"{files[0]} is no checkpoint of openai-whisper: its `dims` lack {sorted(missing)}")
-    model = Whisper(checkpoint["dims"])
     try:
+        model = Whisper(checkpoint["dims"])
         model.load_state_dict(checkpoint["model_state_dict"])
-    except RuntimeError as error:  # load_state_dict's only error: names or shapes differ
-        raise CheckpointError(f"{files[0]} does not match its `dims`: {error}") from None
+    except (TypeError, KeyError, RuntimeError) as error:  # RuntimeError: names or shapes differ
+        raise CheckpointError(f"{files[0]} is no checkpoint of openai-whisper: {repr(error)[:200]}") from None
     return model.eval()
 
 

@@ -116,9 +116,7 @@ def caption_options(args: argparse.Namespace) -> CaptionOptions:
     if len(prompts) > 1 and (schema is not None or choices):
         raise UsageError(f"{len(prompts)} prompts with --json-schema or --choices, which are for one; ask one")
     if args.prefix and (schema is not None or len(prompts) > 1):
-        raise UsageError(
-            "--prefix: answers to several prompts or by a schema are JSON, to which no text can be added; omit it"
-        )
+        raise UsageError("--prefix: several prompts or a schema give JSON, to which no text can be added; omit it")
     are_videos = [Path(name).suffix.lower() in VIDEO_EXTENSIONS and not Path(name).is_dir() for name in args.images]
     if any(are_videos) and not (all(are_videos) or args.as_video):
         raise UsageError("videos and images are captioned by commands of their own; name either")

@@ -12,7 +12,6 @@ from nanovlm.cli.options import add_flags as add_record_flags
 from nanovlm.cli.options import (
     add_model_flags,
     check_data_names,
-    check_validation,
     from_args,
     load_captioner,
     model_options,
@@ -36,9 +35,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_record_flags(parser, ReadOptions)
     add(
         "--validation",
-        type=float,
-        metavar="N_OR_SHARE",
-        help="ask only what training with the same --validation holds out (default: all examples)",
+        nargs="?",
+        const="default",
+        metavar="N_OR_SHARE_OR_PATH",
+        help="ask only what training with the same --validation holds out; without a value, what it holds out by "
+        "default (default: all examples)",
     )
     add("--limit", type=int, metavar="N", help="ask of each source at most the first N examples")
     add(
@@ -65,11 +66,14 @@ def run(args: argparse.Namespace) -> int:
     check_data_names(args.data)
     model, read = model_options(args), from_args(ReadOptions, args)
 
+    from nanovlm.data import open_data
     from nanovlm.evaluation import METRICS, EvaluationOptions, evaluate, load_metric, questions_of
-    from nanovlm.training.examples import open_data
 
     metrics = dict(map(load_metric, args.metric or ())) or METRICS
-    everything, held_out = open_data(args.data, read, args.validation or 0)
+    validation = None if args.validation == "default" else args.validation or 0
+    everything, held_out = open_data(args.data, read, validation)
+    if args.validation and not held_out:
+        raise UsageError("--validation: training holds nothing out of these data by default; name a number or omit it")
     questions = questions_of(held_out if args.validation else everything, args.limit, read.skip_errors)
     options = EvaluationOptions(metrics, args.batch_size, args.max_new_tokens, read.skip_errors)
     captioner = load_captioner(model)
@@ -86,7 +90,6 @@ def run(args: argparse.Namespace) -> int:
 
 def check_flags(args: argparse.Namespace) -> None:
     """UsageError for a value out of range."""
-    check_validation(args.validation)
     numbers = {"--limit": args.limit, "--batch-size": args.batch_size, "--max-new-tokens": args.max_new_tokens}
     check_positive(numbers)
     if args.report and Path(args.report).suffix.lower() != ".html":

@@ -1,6 +1,7 @@
 """`nanovlm export`: write a model in the layout of transformers' SmolVLM, or as GGUF files for llama.cpp."""
 
 import argparse
+import json
 import logging
 from pathlib import Path
 
@@ -9,6 +10,8 @@ from nanovlm.options import check_output_folder, is_model_name
 
 HELP = "Write a model in the layout of transformers' SmolVLM, or as GGUF files for llama.cpp."
 EXAMPLE = "nanovlm export out/mine --out out/smolvlm"
+
+MARKER = "nanovlm_export.json"  # in a folder that an export may write again
 
 logger = logging.getLogger(__name__)
 
@@ -47,13 +50,22 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    export(args)
+    (Path(args.out) / MARKER).write_text(json.dumps({"model": str(args.model)}) + "\n", encoding="utf-8")
+    return 0
+
+
+def export(args: argparse.Namespace) -> None:
     check_output_folder(args.out)
     if Path(args.model).is_dir() and Path(args.model).resolve() == Path(args.out).resolve():
         raise UsageError(f"--out {args.out} is the model's own folder; name another")
+    out = Path(args.out)
+    if any((out / name).exists() for name in ("config.json", "model.safetensors")) and not (out / MARKER).exists():
+        raise UsageError(f"--out {out} holds a model that is no former export; name another folder")
     if not is_model_name(args.model):
         raise UsageError(f"{args.model} must be a folder with config.json, or a Hub id like owner/name")
 
-    from models.lora import ADAPTER_CONFIG, adapter_folder
+    from models.lora.files import ADAPTER_CONFIG, adapter_folder
     from nanovlm.captioner import Captioner
     from nanovlm.export.adapters import export_with_adapters
     from nanovlm.export.onnx import check_onnx_extra, export_onnx
@@ -70,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
         captioner = Captioner.from_pretrained(args.model, "cpu", args.dtype, revision=args.revision)
     if args.gguf:
         export_gguf(captioner, args.out, Path(args.model).resolve().name, args.gguf_type or "f16")
-        return 0
+        return
     if not args.adapters:
         export_smolvlm(captioner, args.out)
     if args.onnx:
@@ -79,7 +91,6 @@ def run(args: argparse.Namespace) -> int:
         logger.warning("note: the LoRA adapters are merged into the weights; --adapters exports them for PEFT")
     for note in export_notes(captioner.model.cfg):
         logger.warning("note: %s", note)
-    return 0
 
 
 def check_flags(args: argparse.Namespace) -> None:

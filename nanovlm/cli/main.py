@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 from nanovlm import __version__
 from nanovlm.console import configure_logging, print_error, warnings_as_notes
@@ -28,7 +28,7 @@ IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".ti
 class Parser(argparse.ArgumentParser):
     """An argparse parser that reports errors in one line."""
 
-    def error(self, message: str):
+    def error(self, message: str) -> NoReturn:
         print_error(f"{self.prog}: {message} (see {self.prog} --help)")
         self.exit(EXIT_USAGE)
 

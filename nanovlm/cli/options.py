@@ -50,7 +50,7 @@ def add_flags(
         if isinstance(default, bool):
             options["action"] = argparse.BooleanOptionalAction
         elif "choices" not in options:
-            kind = next((kind for kind in (*get_args(f.type), f.type) if kind in (int, float)), str)
+            kind = next((kind for kind in (*get_args(f.type), f.type) if kind in (str, int, float)), str)
             options = {"type": kind, "metavar": METAVARS.get(kind)} | options
         help = f.metadata["help"] + (f" (default: {text})" if text else "")
         parser.add_argument(flag_of(f.name), dest=f.name, default=None, help=help, **options)
@@ -112,14 +112,6 @@ def check_prompts(captioner: "Captioner", prompts: Sequence[str], max_new_tokens
     """Raise InputError for a prompt that even without an image exceeds the model's context."""
     for prompt in prompts:
         captioner.check_prompt(prompt, max_new_tokens)
-
-
-def check_validation(n: float | None) -> None:
-    """UsageError for a --validation that is neither a share below 1 nor a number of examples."""
-    if n is not None and not (0 <= n < 1 or (n >= 1 and float(n).is_integer())):
-        raise UsageError(
-            f"--validation {n:g} is neither a share below 1 nor a number of examples; name 0.05 or 50, say"
-        )
 
 
 def report_missing(names: Sequence[str]) -> bool:

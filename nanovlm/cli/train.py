@@ -10,7 +10,6 @@ from pathlib import Path
 from nanovlm.cli.options import add_flags as add_record_flags
 from nanovlm.cli.options import (
     check_data_names,
-    check_validation,
     flag_of,
     from_args,
     given,
@@ -132,4 +131,3 @@ def check_flags(args: argparse.Namespace) -> None:
             raise UsageError(f"{flag_of(one)} and {flag_of(other)} exclude each other; omit one{where}")
     if not (args.out or args.check_data):
         raise UsageError("--out is required; name a folder for the model")
-    check_validation(args.validation)

@@ -1,8 +1,9 @@
 """Training examples: images with questions and answers, encoded as the token ids, targets and tiles of a step."""
 
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from PIL import Image
@@ -28,13 +29,22 @@ class ExampleError(DataError):
 class Example:
     """Images, opened when the example is encoded, and (prompt, answer) pairs about them.
 
-    The pairs are independent of each other or, if multi_turn, the turns of one conversation.
+    The pairs are independent of each other or, if multi_turn, the turns of one conversation. learned says of each pair
+    whether its answer is trained on, or is context only; () is all.
     """
 
     images: Sequence[ImageSource]
     qa_pairs: Sequence[tuple[str, str]]
     name: str = "example"
     multi_turn: bool = False
+    learned: tuple[bool, ...] = ()
+    hashes: tuple[str, ...] = ()  # of the bytes of each image, if it was opened from data
+    columns: str = ""  # of the row that were read
+    left_out: tuple[str, ...] = ()  # what of the row was not
+
+    def is_learned(self, k: int) -> bool:
+        """Whether the k-th answer is trained on."""
+        return not self.learned or self.learned[k]
 
 
 @dataclass(frozen=True)
@@ -61,21 +71,26 @@ def encode(example: Example, processor: Processor, augment: Augment | None = Non
     images = [_load(image, example.name) for image in example.images]
     tiles, grids, _ = processor.preprocess_all(images if augment is None else list(map(augment, images)))
     row = EncodedExample(images=tiles)
+    last_id: list[int] = []  # of the answer before, which is a target only
     for k, (prompt, answer) in enumerate(example.qa_pairs):
+        if not (example.multi_turn or example.is_learned(k)):
+            continue
         turns_before = list(example.qa_pairs[:k]) if example.multi_turn else []
         ids = processor.encode_prompt(grids, prompt, turns_before)
         start = _shared_prefix_length(ids, processor)
-        if k == 0:
+        if not row.ids:
             _append(row, ids[:start], [IGNORE_INDEX] * start, segment=1)
         elif example.multi_turn:
             start = len(row.ids)
-            if ids[: start + 1] != row.ids + row.targets[-1:]:
+            if ids[: start + 1] != row.ids + last_id:
                 raise ExampleError(
                     f"{example.name}: in turn {k + 1} the model would read an earlier answer differently than it "
                     "learned it, as the chat template or the tokenizer changes it; split it into single questions"
                 )
-        answer_ids = processor.tokenizer.encode_answer(answer)  # the last one is a target only
-        targets = [*[IGNORE_INDEX] * (len(ids) - start - 1), *answer_ids]
+        answer_ids = processor.tokenizer.encode_answer(answer)
+        last_id = answer_ids[-1:]
+        learned_ids = answer_ids if example.is_learned(k) else [IGNORE_INDEX] * len(answer_ids)
+        targets = [*[IGNORE_INDEX] * (len(ids) - start - 1), *learned_ids]
         _append(row, [*ids[start:], *answer_ids[:-1]], targets, segment=2 if example.multi_turn else k + 2)
     if not any(target != IGNORE_INDEX for target in row.targets):
         raise ExampleError(f"{example.name} has no answer to learn; write one, or remove it")
@@ -103,19 +118,14 @@ def _load(image: ImageSource, name: str) -> Image.Image:
 
 def check_answers(example: Example) -> None:
     """ExampleError for an empty answer, which teaches nothing and is no reference."""
-    for prompt, answer in example.qa_pairs:
-        if not answer.strip():
+    for k, (prompt, answer) in enumerate(example.qa_pairs):
+        if not answer.strip() and example.is_learned(k):
             raise ExampleError(f"{example.name} has an empty answer to {prompt!r}; write it, or remove the example")
 
 
 def encode_checked(example: Example, processor: Processor, augment: Augment | None = None) -> EncodedExample:
-    """`encode`, with an ExampleError for empty answers, image placeholders in the text and too long examples."""
-    special = ("<image>", *(processor.cfg.vlm_extra_tokens or {}).values())
+    """`encode`, with an ExampleError for empty answers and too long examples."""
     check_answers(example)
-    for pair in example.qa_pairs:
-        for text, kind in zip(pair, ("question", "answer")):
-            if token := next((token for token in special if token in text), None):
-                raise ExampleError(f"{example.name} has {token} in its {kind}, where it would be plain text; remove it")
     row = encode(example, processor, augment)
     length, limit = len(row.ids), processor.cfg.lm_max_position_embeddings
     if length > limit:
@@ -147,3 +157,35 @@ def collate(rows: Sequence[EncodedExample], pad_id: int = 0, max_length: int | N
         "attention_mask": pad([row.mask for row in rows], 0),
         "images": torch.cat(images) if images else None,
     }
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt about images, after earlier turns of a chat if any, and all reference answers to it."""
+
+    source: str
+    name: str
+    images: Sequence[ImageSource]
+    prompt: str
+    references: Sequence[str]
+    history: Sequence[tuple[str, str]] = ()
+
+
+def questions(examples: Iterable[tuple[str, Example]]) -> list[Question]:
+    """The questions of examples of named sources; all answers to one prompt about the same images are its references.
+
+    In a chat each turn is a question, with the reference answers before it as history. Masked answers are not asked.
+    """
+    asked: dict[Any, Question] = {}
+    for number, (source, example) in enumerate(examples):
+        check_answers(example)
+        files = (os.fspath(image) if isinstance(image, (str, os.PathLike)) else "" for image in example.images)
+        images = tuple(file or value for file, value in zip(files, example.hashes))
+        for k, (prompt, answer) in enumerate(example.qa_pairs):
+            if not example.is_learned(k):
+                continue
+            history = tuple(example.qa_pairs[:k]) if example.multi_turn else ()
+            key = (source, images or number, prompt, history)
+            first = asked.get(key) or Question(source, example.name, example.images, prompt, [], history)
+            asked[key] = replace(first, references=[*first.references, answer])
+    return list(asked.values())

@@ -1,27 +1,31 @@
 """The order of examples: a pure function of the seed and the position, so that training can resume anywhere."""
 
 import logging
+import math
+import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from hashlib import blake2b
-from itertools import chain
 from random import Random
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from nanovlm.data.examples import EncodedExample, Example, ExampleError, collate, encode_checked
 from nanovlm.data.packing import pack
-from nanovlm.data.source import WHOLE, Part, Source, Stream
-from nanovlm.errors import DataError
+from nanovlm.data.rows import open_rows
+from nanovlm.data.source import Source, Stream, open_stream, read_source
+from nanovlm.errors import DataError, UsageError
+from nanovlm.options import ReadOptions
 from nanovlm.processing.image_loading import augment
 from nanovlm.processing.processor import Processor
 
 SHARE_BLOCK = 1000  # positions within which each share is kept exactly
 MIN_TO_HOLD_OUT = 100  # of fewer examples none are held out by default
-MIN_HELD_OUT, MAX_HELD_OUT = 10, 200  # by default, a twentieth of all examples within these limits
+MAX_HELD_OUT = 200  # by default, of a tenth of all examples, and of a stream
+STREAMS = "streams"  # key of a batch
 MAX_CONSECUTIVE_ERRORS = 100  # more bad examples in a row than this are not skipped but raise
 
 logger = logging.getLogger(__name__)
@@ -32,99 +36,200 @@ class Subset:
     """Some examples of a source by index, or all of a stream; weight is the share that the user gave the source."""
 
     source: Source | Stream
-    indices: Sequence[int]
+    indices: Sequence[int] = ()
     weight: float | None = None
 
     def __len__(self) -> int:
         return len(self.indices)
 
-    def __iter__(self) -> Iterator[tuple[str, object]]:
-        """Name and record of each example, from which `source.make_example` makes it."""
-        if isinstance(self.source, Stream):
-            for key, row in self.source.keyed_rows():
-                yield self.source.name(key), row
-        else:
-            for i in self.indices:
-                yield self.source.name(i), self.source.record(i)
+    def usable(self, errors: list[str] | None = None) -> Iterator[Example]:
+        """Yield the examples; a row of a stream that is none is an ExampleError, or adds its message to errors."""
+        if isinstance(self.source, Source):
+            yield from map(self.source.__getitem__, self.indices)
+            return
+        for example in self.source.all_rows():
+            if isinstance(example, Example):
+                yield example
+            elif errors is None:
+                raise example
+            else:
+                errors.append(str(example))
+
+    __iter__ = usable
+
+
+def open_data(
+    data: Sequence[str | os.PathLike[str]], read: ReadOptions, validation: float | str | None, *, check: bool = False
+) -> tuple[list[Subset], list[Subset]]:
+    """The training examples and the held-out examples of each source, see `split`; `source_lines` says what was read.
+
+    validation may also be the path of a set of its own. With check, rows that cannot be used are listed in their
+    source's errors and do not raise.
+    """
+    sources = []
+    for text in data:
+        path, weight = parse_data(text)
+        sources.append((open_source(path, read, check), weight))
+    _check_options(read, [source for source, _ in sources])
+    own_path, number = _parse_validation(validation)
+    train, held_out = split(sources, 0 if own_path else number)
+    if own_path:
+        own = open_source(own_path, read, check)
+        if isinstance(own, Stream):
+            raise DataError(f"--validation {own_path} is streamed; name a file or a folder that can be read whole")
+        held_out = [Subset(own, own.usable)]
+        trained = {
+            key for source, _ in sources if isinstance(source, Source) for i in source.usable for key in source.keys(i)
+        }
+        both = {key for i in own.usable for key in own.keys(i)} & trained
+        if both:
+            own.lines.append(f"{len(both)} of its images are also trained on")
+    return train, held_out
+
+
+def source_lines(train: Sequence[Subset], held_out: Sequence[Subset]) -> list[str]:
+    """Lines that say of each source what was read of it and what was left out."""
+    sources = dict.fromkeys(subset.source for subset in [*train, *held_out])
+    return [f"{source.path}: {line}" for source in sources for line in source.lines]
+
+
+def parse_data(name: str | os.PathLike[str]) -> tuple[str, float | None]:
+    """PATH@SHARE as its two parts; a path that exists, or has a / behind its last @, is a path without a share."""
+    text = os.fspath(name)
+    path, separator, share = text.rpartition("@")
+    if not separator or "/" in share or os.path.exists(text):
+        return text, None
+    try:
+        weight = float(share)
+    except ValueError:
+        raise UsageError(
+            f"--data {text}: no such file or folder, and {share!r} is no share like 0.3; correct either"
+        ) from None
+    if not 0 < weight < math.inf:
+        raise UsageError(f"--data {text}: a share must be above 0")
+    return path, weight
+
+
+def _parse_validation(validation: float | str | os.PathLike[str] | None) -> tuple[str | None, float | None]:
+    """A path, or a number or share; of a text that is both a number and a path the number counts, ./ names the path."""
+    if validation is None or isinstance(validation, int | float):
+        return None, validation
+    try:
+        number = float(os.fspath(validation))
+    except (TypeError, ValueError):
+        return os.fspath(validation), None
+    if not 0 <= number < math.inf or (number > 1 and number % 1):
+        raise UsageError(f"--validation {validation} must be a whole number, a share below 1 or a path")
+    return None, number
+
+
+def open_source(path: str, read: ReadOptions, check: bool = False) -> Source | Stream:
+    """The examples at a path, all of which are read once unless they are streamed."""
+    if path == "scenes" and not os.path.exists(path):
+        from nanovlm.synthetic.recipe import scene_source  # here: other data do without the drawer
+
+        return scene_source()
+    opened = open_rows(path, read)
+    source = open_stream(opened, read) if opened.stream is not None else read_source(opened, read, check)
+    source.reads_json = opened.reads_json
+    return source
+
+
+def _check_options(read: ReadOptions, sources: Sequence[Source | Stream]) -> None:
+    """UsageError for an option that has no effect on any of the sources."""
+    asks = any("--prompt" in line for source in sources for line in source.lines)
+    is_set = {
+        "--images": read.images and not any(source.reads_json for source in sources),
+        "--stream": read.stream and not any(isinstance(source, Stream) for source in sources),
+        "--prompt": read.prompt != ReadOptions().prompt and not asks,
+    }
+    for flag, unused in is_set.items():
+        if unused:
+            raise UsageError(f"{flag} has no effect on {', '.join(source.path for source in sources)}; omit it")
 
 
 def split(
     sources: Sequence[tuple[Source | Stream, float | None]], validation: float | None
 ) -> tuple[list[Subset], list[Subset]]:
-    """Split (source, weight) pairs into training and held-out subsets; validation is a fraction below 1 or a number.
+    """Split (source, weight) pairs into training and held-out subsets; validation is a number, or below 1 a share.
 
-    None holds out a twentieth of all examples, at least 10 and at most 200, but none of fewer than 100 or of streams.
+    None holds out a tenth of all examples, at most 200, but none of fewer than 100 or of streams.
 
-    The hash of an example's key decides, so that an example stays on its side when others come or go, and examples of
-    one image stay together, even if that holds out a few more than asked. Endless sources are not held out.
+    The hashes of the images' bytes decide, so that an image is on one side, and stays there when others come or go.
+    Endless sources are not held out, and of a stream the first examples only are asked.
     """
+    counted = [source for source, _ in sources if isinstance(source, Source) and not source.endless]
+    streams = [source for source, _ in sources if isinstance(source, Stream)]
+    n = sum(len(source.usable) for source in counted)
     if validation is None:
-        return _split_by_default(sources)
-    hashes = [_key_hashes(source) if validation else [] for source, _ in sources]
-    threshold = validation
-    if validation >= 1:
-        if any(isinstance(source, Stream) for source, _ in sources):
-            raise DataError(f"--validation {validation:g} counts examples, but a stream has no size; name a fraction")
-        threshold = _threshold_for(int(validation), sorted(chain(*hashes)))
+        wanted = 0 if n < MIN_TO_HOLD_OUT or streams else min(n // 10, MAX_HELD_OUT)
+    elif validation >= 1 and streams:
+        raise DataError(f"--validation {validation:g} counts examples, but a stream has no size; name a fraction")
+    elif validation >= n and validation >= 1:
+        raise DataError(f"--validation {validation:g} of {n} examples leaves none to learn from; lower it")
+    else:
+        wanted = int(validation) if validation >= 1 else math.ceil(validation * n)
+    chosen = _choose(counted, wanted)
     train: list[Subset] = []
     held_out: list[Subset] = []
-    for (source, weight), values in zip(sources, hashes):
+    for source, weight in sources:
         if isinstance(source, Stream):
-            for subsets, is_held_out in ((train, False), (held_out, True))[: 2 if threshold else 1]:
-                keep = partial(_is_on_side, threshold, is_held_out)  # a stream is pickled
-                subsets.append(Subset(replace(source, keep_key=keep), (), weight))
+            source.share = validation or 0.0
+            train.append(Subset(source, (), weight))
+            if examples := source.held_out(MAX_HELD_OUT) if validation else []:
+                numbers = range(len(examples))
+                asked = Source(
+                    source.path, examples, _as_it_is, usable=numbers, hashes={i: examples[i].hashes for i in numbers}
+                )
+                held_out.append(Subset(asked, numbers))
             continue
-        held = [i for i, value in enumerate(values) if value < threshold]
-        kept = [i for i, value in enumerate(values) if value >= threshold] if held else range(len(source))
-        if not len(kept):
+        held = [i for i in source.usable if source.keys(i)[0] in chosen]
+        kept = [i for i in source.usable if source.keys(i)[0] not in chosen]
+        if not (kept or source.endless):
+            if validation is None:
+                return split(sources, 0)
             raise DataError(f"--validation {validation:g} leaves no example of {source.path} to learn from; lower it")
-        train.append(Subset(source, kept, weight))
-        held_out += [Subset(source, held, weight)] if held else []
+        train.append(Subset(source, range(len(source.rows)) if source.endless else kept, weight))
+        held_out += [Subset(source, held)] if held else []
     if validation and not held_out:
-        raise DataError(f"--validation {validation:g} holds nothing out of so few examples; raise it")
+        raise DataError(f"--validation {validation:g} holds nothing out of so few examples or images; raise it")
     return train, held_out
 
 
-def _split_by_default(sources: Sequence[tuple[Source | Stream, float | None]]) -> tuple[list[Subset], list[Subset]]:
-    n = sum(len(source) for source, _ in sources if isinstance(source, Source) and not source.endless)
-    if n >= MIN_TO_HOLD_OUT and not any(isinstance(source, Stream) for source, _ in sources):
-        wanted = min(max(n // 20, MIN_HELD_OUT), MAX_HELD_OUT)
-        with suppress(DataError):  # nothing is left of a source with few examples
-            train, held_out = split(sources, wanted)
-            if sum(map(len, held_out)) <= 2 * wanted:  # the examples of one image may be many
-                return train, held_out
-    return split(sources, 0)
+def _as_it_is(example: Example) -> Example:
+    return example
 
 
-def hash_fraction(key: str) -> float:
-    """A number in [0, 1) that depends on the key alone."""
-    return int.from_bytes(blake2b(key.encode("utf-8", "surrogatepass"), digest_size=6).digest()) / 2**48
+def _choose(sources: Sequence[Source], wanted: int) -> set[str]:
+    """Keys to hold out: groups of examples that share images, by the lowest hashes, until enough are held."""
+    parent: dict[str, str] = {}
 
+    def find(key: str) -> str:
+        while parent.setdefault(key, key) != key:
+            parent[key] = key = parent[parent[key]]
+        return key
 
-def _key_hashes(source: Source | Stream) -> list[float]:
-    """Of each example that may be held out."""
-    if isinstance(source, Stream) or source.endless:
-        return []
-    return [hash_fraction(source.key(i)) for i in range(len(source))]
-
-
-def _threshold_for(n: int, ranked: Sequence[float]) -> float:
-    """The threshold below which n of the hashes lie, or a few more that equal the n-th."""
-    if n >= len(ranked):
-        raise DataError(f"--validation {n} of {len(ranked)} examples leaves none to learn from; lower it")
-    return min((value for value in ranked if value > ranked[n - 1]), default=1.0)
-
-
-def _is_on_side(threshold: float, held_out: bool, key: str) -> bool:
-    return (hash_fraction(key) < threshold) == held_out
+    examples = [source.keys(i) for source in sources for i in source.usable]
+    for keys in examples:
+        for key in keys[1:]:
+            low, high = sorted((find(keys[0]), find(key)))
+            parent[high] = low
+    sizes = Counter(find(keys[0]) for keys in examples)
+    chosen, total = set(), 0
+    for group in sorted(sizes):
+        if total >= wanted:
+            break
+        if 2 * sizes[group] <= len(examples):
+            chosen.add(group)
+            total += sizes[group]
+    return {key for key in parent if find(key) in chosen}
 
 
 class Mixture:
     """An endless sequence of examples in which each subset has its share.
 
     Subsets without a weight form one group, shuffled together, which gets what the weights leave of 1; if all have a
-    weight, only the proportions count. Every group shows all its examples before it repeats one. The sequence may be
-    read in parts, each with positions of its own, which together show what the whole shows.
+    weight, only the proportions count. Every group shows all its examples before it repeats one.
     """
 
     def __init__(self, subsets: Sequence[Subset], seed: int):
@@ -171,32 +276,6 @@ class Mixture:
             i -= len(subset)
         raise AssertionError("a permutation holds indices below its size")
 
-    def epoch(self, position: int, skip: int = 0, part: Part = WHOLE) -> int:
-        """The number of times that the example of a part, see `example`, has been shown before."""
-        group, turn = self.locate(position)
-        is_stream = isinstance(self.groups[group][0].source, Stream)
-        return 0 if is_stream else part.turn_of_all(turn + skip) // sum(map(len, self.groups[group]))
-
-    def example(self, position: int, skip: int = 0, part: Part = WHOLE) -> Example:
-        """The part's example at a position, or the one of its group that comes skip examples later."""
-        group, turn = self.locate(position)
-        stream = self.groups[group][0].source
-        if isinstance(stream, Stream):
-            return stream.example_at(turn + skip, f"{self.seed} {group}", part)
-        source, i = self.pick(group, part.turn_of_all(turn + skip))
-        return source[i]
-
-    def distinct(self, n: int) -> list[int]:
-        """The positions below n whose example has not been shown before."""
-        first: dict[object, int] = {}
-        for position in range(n):
-            try:
-                example = self.example(position)
-                first.setdefault((example.name, *example.qa_pairs), position)
-            except ExampleError as error:
-                first.setdefault(str(error), position)
-        return list(first.values())
-
 
 def _apportion(shares: Sequence[float]) -> list[int]:
     """SHARE_BLOCK divided by shares, the remainder going to the largest fractions (Hamilton's method)."""
@@ -220,12 +299,13 @@ def _permutation(n: int, seed: str) -> Tensor:
     return torch.randperm(n, generator=generator)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Batches:
-    """A function step -> batch, see `collate`; it is pure and can be pickled.
+    """A function step -> batch, see `collate`, which can be pickled.
 
-    With n_parts, batch n is of part n % n_parts of the mixture: a process that makes every n_parts-th batch reads one
-    part of a stream.
+    It is pure, except for streams, which are read on: batch n is of part n % n_parts, so a process that
+    makes every n_parts-th batch reads one part. Such a batch has its stream's states under STREAMS; `states` holds
+    those to go on from.
     """
 
     mixture: Mixture
@@ -236,25 +316,35 @@ class Batches:
     augment: float = 0.0  # how much `augment` changes images that are shown again
     n_parts: int = 1
     positions: Sequence[int] | None = None  # of a sequence that ends; its last batch may be smaller
+    states: dict[str, Any] = field(default_factory=dict)  # of streams, by group and part
     reported: set[str] = field(default_factory=set)  # messages of skipped examples, which come again every epoch
 
-    def __call__(self, step: int) -> dict[str, Tensor | None]:
+    def __post_init__(self) -> None:
+        self._readers: dict[str, Iterator[tuple[Example | ExampleError, Any]]] = {}
+
+    def __getstate__(
+        self,
+    ) -> dict[str, Any]:  # an open iterator cannot be pickled: the other process starts from states
+        return self.__dict__ | {"_readers": {}}
+
+    def __call__(self, step: int) -> dict[str, Any]:
         numbers = range(step * self.batch_size, (step + 1) * self.batch_size)
         positions = numbers if self.positions is None else self.positions[numbers.start : numbers.stop]
         rows = [self.row(position) for position in positions]
         limit = self.processor.cfg.lm_max_position_embeddings
-        return collate(pack(rows, min(self.pack, limit)) if self.pack else rows, max_length=limit)
+        batch: dict[str, Any] = collate(pack(rows, min(self.pack, limit)) if self.pack else rows, max_length=limit)
+        return batch | ({STREAMS: dict(self.states)} if self._readers else {})
 
     def row(self, position: int) -> EncodedExample:
         """The encoded example at a position; ExampleError if it is bad and skip_errors is off."""
         rng = Random(f"{self.mixture.seed} {position}")
         step, b = divmod(position, self.batch_size)
-        turn, part = step // self.n_parts * self.batch_size + b, Part(step % self.n_parts, self.n_parts)
+        group, turn = self.mixture.locate(step // self.n_parts * self.batch_size + b)
         for skip in range(MAX_CONSECUTIVE_ERRORS):
-            shown_before = self.mixture.epoch(turn, skip, part) > 0
-            change = partial(augment, amount=self.augment, rng=rng) if self.augment and shown_before else None
             try:
-                return encode_checked(self.mixture.example(turn, skip, part), self.processor, change)
+                example, shown_before = self._example(group, turn + skip, step % self.n_parts)
+                change = partial(augment, amount=self.augment, rng=rng) if self.augment and shown_before else None
+                return encode_checked(example, self.processor, change)
             except ExampleError as error:
                 if not self.skip_errors:
                     raise
@@ -262,3 +352,18 @@ class Batches:
                     self.reported.add(str(error))
                     logger.warning("skipped: %s", error)
         raise DataError(f"{MAX_CONSECUTIVE_ERRORS} examples in a row cannot be used; see the reasons with --check-data")
+
+    def _example(self, group: int, turn: int, part: int) -> tuple[Example, bool]:
+        """A part's turn-th example of a group, and whether the group has shown it before."""
+        stream = self.mixture.groups[group][0].source
+        if isinstance(stream, Stream):
+            key = f"{group}:{part}"
+            if key not in self._readers:
+                state = self.states.get(key)
+                self._readers[key] = stream.read(f"{self.mixture.seed} {group}", part, self.n_parts, state)
+            example, self.states[key] = next(self._readers[key])
+            if isinstance(example, ExampleError):
+                raise example
+            return example, False
+        source, i = self.mixture.pick(group, turn := turn * self.n_parts + part)
+        return source[i], turn >= sum(map(len, self.mixture.groups[group]))

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
@@ -12,7 +12,7 @@ from nanovlm.captioner import Captioner
 from nanovlm.chat_session import ChatSession
 from nanovlm.console import progress_bar
 from nanovlm.data import Subset
-from nanovlm.data.examples import Example, ExampleError, ImageSource, check_answers
+from nanovlm.data.examples import Example, Question, questions
 from nanovlm.errors import DataError, ImageError, InputError
 from nanovlm.evaluation.metrics import METRICS, Metric
 from nanovlm.processing.image_loading import load_image
@@ -20,18 +20,6 @@ from nanovlm.processing.image_loading import load_image
 MAX_FROM_ENDLESS = 200  # examples to ask of a source that has no end
 MAX_PROMPTS = 8  # rows of a table for the prompts of a source; further prompts share a row
 OTHER_PROMPTS = "(other prompts)"
-
-
-@dataclass(frozen=True)
-class Question:
-    """A prompt about images, after earlier turns of a chat if any, and all reference answers to it."""
-
-    source: str
-    name: str
-    images: Sequence[ImageSource]
-    prompt: str
-    references: Sequence[str]
-    history: Sequence[tuple[str, str]] = ()
 
 
 @dataclass(frozen=True)
@@ -105,44 +93,22 @@ def _means(answers: Sequence[Answer]) -> dict[str, float]:
     return {name: sum(answer.scores[name] for answer in answers) / len(answers) for name in names}
 
 
-def questions_of(subsets: Iterable[Subset], limit: int | None = None, skip_errors: bool = False) -> "QuestionList":
-    """The questions of the examples, at most `limit` examples of each subset; see `example_questions`."""
-    questions: list[Question] = []
-    skipped: list[str] = []
+def questions_of(subsets: Sequence[Subset], limit: int | None = None, skip_errors: bool = False) -> "QuestionList":
+    """The questions of the examples, at most `limit` examples of each subset."""
+    skipped = [error for subset in subsets for error in subset.source.errors]
+    asked: list[tuple[str, Example]] = []
     for subset in subsets:
         n = limit or (MAX_FROM_ENDLESS if subset.source.endless else None)
-        for name, record in islice(subset, n):
-            try:
-                questions += example_questions(subset.source.make_example(record, name), subset.source.path)
-            except ExampleError as error:
-                if not skip_errors:
-                    raise
-                skipped.append(str(error))
-    return QuestionList(questions, skipped)
+        asked += (
+            (subset.source.path, example) for example in islice(subset.usable(skipped if skip_errors else None), n)
+        )
+    return QuestionList(questions(asked), skipped)
 
 
 @dataclass(frozen=True)
 class QuestionList:
     questions: Sequence[Question]
     skipped: Sequence[str] = ()  # why examples were left out
-
-
-def example_questions(example: Example, source: str) -> list[Question]:
-    """The questions of an example: answers to one prompt are references of one question.
-
-    In a chat each turn is a question, with the reference answers before it as history. ExampleError for an empty one.
-    """
-    check_answers(example)
-    pairs = list(example.qa_pairs)
-    if example.multi_turn:
-        return [
-            Question(source, example.name, example.images, prompt, [answer], pairs[:turn])
-            for turn, (prompt, answer) in enumerate(pairs)
-        ]
-    references: dict[str, list[str]] = {}
-    for prompt, answer in pairs:
-        references.setdefault(prompt, []).append(answer)
-    return [Question(source, example.name, example.images, prompt, truths) for prompt, truths in references.items()]
 
 
 def evaluate(captioner: Captioner, listed: QuestionList, options: EvaluationOptions) -> Evaluation:

@@ -7,16 +7,8 @@ import torch
 from models.checkpoint import atomic_dir, checkpoint_dtype, snapshot_path
 from models.formats.base import format_of
 from models.formats.smolvlm import SmolVLM
-from models.lora import (
-    ADAPTER,
-    ADAPTER_CONFIG,
-    adapter_tensors,
-    fully_trained,
-    merged_state,
-    read_adapters,
-    recorded_base,
-    write_adapter_files,
-)
+from models.lora import fully_trained, merged_state
+from models.lora.files import ADAPTER, ADAPTER_CONFIG, read_adapters, recorded_base, write_adapter_files
 from models.vision_language_model import VisionLanguageModel, load_model
 from nanovlm.captioner import Captioner
 from nanovlm.device import choose_dtype
@@ -69,4 +61,4 @@ def write_smolvlm_adapters(folder: Path, model: VisionLanguageModel, base: str) 
     if rescaled and format_of(model.cfg).unit_pixels:
         raise InputError(f"{rescaled[0]} was trained in full, but the export rescales it; export the merged model")
     settings = {"base_model_name_or_path": base, "task_type": "CAUSAL_LM"}
-    write_adapter_files(folder, model, adapter_tensors(model, SmolVLM.to_stored), settings)
+    write_adapter_files(folder, model, SmolVLM.to_stored, settings)

@@ -1,7 +1,7 @@
 """Image files: find and decode whatever Pillow reads, to upright RGB.
 
-A file or PIL image that cannot be used raises ImageError. Importing this module changes no setting of Pillow, libtiff,
-`logging` or `warnings`; while one of our own decodes runs, `quiet_pillow` silences them.
+A file or PIL image that cannot be used raises ImageError. Importing this module changes no setting of Pillow; decoding
+does, once for the process: see `prepare_pillow`.
 """
 
 import contextlib
@@ -12,14 +12,13 @@ import io
 import logging
 import os
 import re
-import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from random import Random
 from typing import Any, BinaryIO, TypeGuard
 
 import torch
-from PIL import ExifTags, Image, ImageEnhance, features
+from PIL import ExifTags, Image, ImageEnhance, PngImagePlugin, features
 from PIL.Image import Transpose
 
 from nanovlm.errors import ImageError, MissingExtraError
@@ -33,6 +32,7 @@ NOT_IMAGES = {"BUFR", "EPS", "GRIB", "HDF5", "IPTC", "MPEG", "PDF", "WMF"}
 CODECS = {"AVIF": "avif", "JPEG2000": "jpg_2000", "WEBP": "webp"}  # formats that Pillow may be built without
 HEIF_EXTENSIONS = {".heic", ".heics", ".heif", ".heifs", ".hif"}
 HEIF_BRANDS = {b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1"}  # of a file's first box, ftyp
+NO_LOG = logging.NullHandler()
 INSTALL_HEIC = "pip install 'nanovlm[heic]'"
 # Extensions of images that people have; those that cannot be read here are counted, not passed over in silence.
 IMAGE_EXTENSIONS = HEIF_EXTENSIONS | {
@@ -60,19 +60,22 @@ def readable_extensions() -> frozenset[str]:
 def load_image(source: Any, name: str | None = None, max_pixels: int | None = None) -> Image.Image:
     """Decode an image to upright RGB, on white where it is transparent; of an animation, the first frame.
 
-    source is a path, the bytes of a file, a binary file, a PIL image, a numpy array or a tensor (see `from_array`);
-    errors call it name. An image of more than max_pixels, or of more than MAX_PIXELS, is refused before it is decoded.
-    Raises ImageError.
+    source is a path, the bytes of a file, a binary file, which is read from its beginning, either of them as the
+    {"bytes", "path"} of a data set, a PIL image, a numpy array or a tensor (see `from_array`); errors call it name. An
+    image of more than max_pixels, or of more than MAX_PIXELS, is refused before it is decoded. Raises ImageError.
     """
+    if isinstance(source, dict) and source.keys() & {"bytes", "path"}:
+        name = name or source.get("path") or "image"
+        source = source.get("path") if source.get("bytes") is None else source["bytes"]
     name = printable(source_name(source) if name is None else name)
+    prepare_pillow()
     try:
-        with quiet_pillow():
-            if isinstance(source, Image.Image):
-                return load_rgb(source, max_pixels)
-            if is_array(source):
-                return load_rgb(from_array(source), max_pixels)
-            with open_file(source) as file:
-                return load_rgb(open_image(file), max_pixels)
+        if isinstance(source, Image.Image):
+            return load_rgb(source, max_pixels)
+        if is_array(source):
+            return load_rgb(from_array(source), max_pixels)
+        with open_file(source) as file:
+            return load_rgb(open_image(file), max_pixels)
     except Exception as error:  # decoders raise anything: OSError, SyntaxError, struct.error, IndexError ...
         raise ImageError(f"{name}: {reason(error)}") from error
 
@@ -99,7 +102,11 @@ def source_name(source: Any) -> str:
     """The name of a source: its path, "<stdin>", or just "image"."""
     if isinstance(source, (str, os.PathLike)):
         return os.fspath(source)
-    if not isinstance(source, (bytes, Image.Image)) and not is_array(source) and not hasattr(source, "read"):
+    if (
+        not isinstance(source, (bytes, bytearray, memoryview, Image.Image))
+        and not is_array(source)
+        and not hasattr(source, "read")
+    ):
         raise TypeError(
             "an image is a path, bytes, a binary file, a PIL image, a numpy array or a tensor, "
             f"not {type(source).__name__}"
@@ -155,8 +162,11 @@ def printable(name: str) -> str:
 @contextlib.contextmanager
 def open_file(source: Any) -> Iterator[BinaryIO]:
     """Open a path, bytes or a binary file as a file that can seek; a pipe is read to its end."""
-    by_path = isinstance(source, (str, os.PathLike))
-    with open(source, "rb") if by_path else io.BytesIO(source.read() if hasattr(source, "read") else source) as file:
+    if hasattr(source, "read"):
+        if source.seekable():
+            source.seek(0)
+        source = source.read()
+    with open(source, "rb") if isinstance(source, (str, os.PathLike)) else io.BytesIO(source) as file:
         seekable = file if file.seekable() else io.BytesIO(file.read())
         if not seekable.read(1):
             raise ImageError("an empty file")
@@ -297,54 +307,18 @@ def augment(image: Image.Image, amount: float, rng: Random) -> Image.Image:
     )
 
 
-# ------------------------------------------------------------------------------------ silence while decoding
+def prepare_pillow() -> None:
+    """Silence Pillow's warnings and log and libtiff's messages, and let a PNG hold long texts and color profiles.
 
-_quiet_lock = threading.Lock()
-_quiet_users = 0
-_quiet_state = contextlib.ExitStack()
-
-
-@contextlib.contextmanager
-def quiet_pillow() -> Iterator[None]:
-    """Silence Pillow's warnings and log and libtiff's error messages while one of our threads decodes an image.
-
-    These settings belong to the process, so the first thread in changes them and the last one out restores what was
-    there before: threads that each saved and restored them could restore each other's.
+    These settings belong to the process. Warnings are filtered again each time, as tests and hosts reset their filters.
     """
-    global _quiet_users
-    with _quiet_lock:
-        if _quiet_users == 0:
-            _quiet_state.enter_context(_silence())
-        _quiet_users += 1
-    try:
-        yield
-    finally:
-        with _quiet_lock:
-            _quiet_users -= 1
-            if _quiet_users == 0:
-                _quiet_state.close()
+    warnings.filterwarnings("ignore", module=r"PIL\.")
+    logging.getLogger("PIL").addHandler(NO_LOG)  # without any handler, logging prints warnings on standard error
+    PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY = MAX_PIXELS  # unpacked: at most as an image
+    silence_libtiff()
 
 
-@contextlib.contextmanager
-def _silence() -> Iterator[None]:
-    handler, log = logging.NullHandler(), logging.getLogger("PIL")
-    set_tiff_handler = _libtiff_handler_setter()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", module=r"PIL\.")
-        log.addHandler(handler)  # without any handler, logging prints warnings on standard error
-        tiff_handler = set_tiff_handler(None)
-        try:
-            yield
-        finally:
-            set_tiff_handler(tiff_handler)
-            log.removeHandler(handler)
-
-
-def _libtiff_handler_setter() -> Callable[[int | None], int | None]:
-    """libtiff's TIFFSetErrorHandler, which returns the former handler; a stand-in where Pillow does not export it."""
-    try:
-        set_handler = ctypes.CDLL(Image.core.__file__).TIFFSetErrorHandler
-    except (AttributeError, OSError):
-        return lambda handler: None
-    set_handler.argtypes, set_handler.restype = [ctypes.c_void_p], ctypes.c_void_p
-    return set_handler
+@functools.cache
+def silence_libtiff() -> None:
+    with contextlib.suppress(AttributeError, OSError):  # where Pillow does not export it
+        ctypes.CDLL(Image.core.__file__).TIFFSetErrorHandler(None)

@@ -1,10 +1,11 @@
 """Tokenizer: text to ids and back, and chats by the checkpoint's template.
 
-Text that a user writes never becomes special tokens, even if it spells one.
+Text that a user writes never becomes special tokens, even if it spells one; document tags of Docling models do.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import secrets
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -24,6 +25,10 @@ from nanovlm.processing.chat_template import ChatTemplate
 from nanovlm.processing.layouts import Message, layout_of
 
 DOCTAGS = "<doctag>"  # in the vocabularies of SmolDocling and granite-docling
+DOCUMENT_TAG = re.compile(r"</?[a-z]\w*>")  # as <loc_155> and <chart>
+MARK = "\ue000{}.{}\ue001"  # of private characters, and a number that nobody can guess
+HIDDEN_END = "\ue002"
+NO_ID = -1
 ROUND_TRIP_TEXT = "Describe this picture: are there 2 or 3 red cars?"
 
 
@@ -47,6 +52,7 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder().values()
         self._make_special([*extra.values(), *self.layout.special_tokens(token.content for token in added)])
         self.skip_special_tokens = backend.token_to_id(DOCTAGS) is None  # in answers; Docling's mark up documents
+        self._add_twins()
         self.answer_prefix, self.eos_token_ids = self.layout.answer_bounds(self)
 
     @property
@@ -93,7 +99,9 @@ class Tokenizer:
             backend = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
             if is_base_vocabulary(backend.get_vocab(with_added_tokens=True), cfg):
                 extra = cfg.special_tokens.values()
-            backend.add_special_tokens(list(extra))
+            backend.add_special_tokens(
+                [token for token in extra if backend.token_to_id(token) is None]
+            )  # or lose rstrip
             tokenizer = cls(backend, cfg)
             tokenizer.check_round_trip()
         except FileNotFoundError:
@@ -137,11 +145,42 @@ class Tokenizer:
             raise CheckpointError(f"the tokenizer has no token {token!r}, which the model needs")
         return id
 
+    def _add_twins(self) -> None:
+        """Make the encoder: a second backend in which each special token has a twin that no text can spell.
+
+        There a special token is text, whoever wrote it, but its twin always counts, and takes the spaces around it as
+        the token does (lstrip, rstrip). So a chat is encoded at once, as in transformers, whatever a user has typed.
+        """
+        added = self.backend.get_added_tokens_decoder()
+        special = {id: token for id, token in added.items() if token.special}
+        nonce = secrets.randbits(64)
+        self.special = any_of(token.content for token in special.values())
+        self._twins = {token.content: MARK.format(nonce, id) for id, token in special.items()}
+        self._start_of_answer = MARK.format(nonce, "")
+        self._encoder = tokenizers.Tokenizer.from_str(self.backend.to_str())
+        self._encoder.encode_special_tokens = True
+        self._encoder.add_tokens(
+            [
+                tokenizers.AddedToken(
+                    twin, lstrip=token.lstrip, rstrip=token.rstrip, single_word=token.single_word, normalized=False
+                )
+                for twin, token in zip(self._twins.values(), special.values())
+            ]
+        )
+        self._encoder.add_tokens([tokenizers.AddedToken(self._start_of_answer, normalized=False)])
+        self._ids = {self._encoder.token_to_id(self._twins[token.content]): id for id, token in special.items()}
+        self._ids[self._encoder.token_to_id(self._start_of_answer)] = NO_ID
+
     @cached_property
-    def special(self) -> re.Pattern:
-        """Matches any special token."""
-        tokens = {token.content for token in self.backend.get_added_tokens_decoder().values() if token.special}
-        return re.compile("|".join(re.escape(token) for token in sorted(tokens, key=len, reverse=True)) or r"(?!)")
+    def typed(self) -> re.Pattern:
+        """Matches special tokens that a text may hold: document tags of a Docling model, but no markup and no ends."""
+        if self.skip_special_tokens:
+            return any_of([])
+        ends = [self.backend.id_to_token(id) for id in self.eos_token_ids]
+        kept = {*ends, *self.cfg.special_tokens.values(), *self.layout.special_tokens(self._twins)}
+        template = self.cfg.lm_chat_template or ""
+        tags = filter(DOCUMENT_TAG.fullmatch, self._twins)
+        return any_of(tag for tag in tags if tag not in kept and tag not in template)
 
     @cached_property
     def _template(self) -> ChatTemplate:
@@ -149,8 +188,16 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of plain text: '<|im_end|>' in it is ten characters, not the end of a turn."""
+        return self._encode(self.typed.sub(self._twin, text))
+
+    def _twin(self, match: re.Match) -> str:
+        return self._twins[match[0]]
+
+    def _encode(self, text: str) -> list[int]:
+        """Ids of a text in which twins stand for special tokens."""
         try:
-            return self.backend.encode(text, add_special_tokens=False).ids if text else []
+            ids = self._encoder.encode(text, add_special_tokens=False).ids if text else []
+            return [real for id in ids if (real := self._ids.get(id, id)) != NO_ID]
         except TypeError:  # a lone surrogate, which Python decodes from bytes that are not UTF-8
             word = re.search(r"\S*[\ud800-\udfff]\S*", text)  # not all of text, which may be a turn of a chat
             raise InputError(f"{word[0] if word else text!r} is not valid Unicode text") from None
@@ -176,21 +223,8 @@ class Tokenizer:
 
     def encode_answer(self, text: str) -> list[int]:
         """Ids of an answer as the model is to generate it, end token included."""
-        return [*self.encode(self.answer_prefix + text), self.eos_token_id]
-
-    def _encode_marked(self, text: str, placeholders: Mapping[str, str]) -> list[int]:
-        """Ids of a rendered chat, in which placeholders stand for special tokens that are spelled in plain text."""
-
-        def encode(plain: str) -> list[int]:
-            for token, placeholder in placeholders.items():
-                plain = plain.replace(placeholder, token)
-            return self.encode(plain)
-
-        ids, start = [], 0
-        for match in self.special.finditer(text):
-            ids += encode(text[start : match.start()]) + [self.special_id(match[0])]
-            start = match.end()
-        return ids + encode(text[start:])
+        plain = self.typed.sub(self._twin, self.answer_prefix + text)
+        return [*self._encode(self._start_of_answer + plain), self.eos_token_id]
 
     def encode_chat(self, messages: Iterable[Message], add_generation_prompt: bool = True) -> list[int]:
         """Ids of a rendered chat, the markups of a message's images before its content.
@@ -204,21 +238,23 @@ class Tokenizer:
                 f"a chat of {len(messages)} messages, but config.json has no lm_chat_template: this model was trained "
                 "on single questions; ask it one at a time"
             )
-        # Special tokens spelled in the content are rendered as private-use characters; the special tokens found in
-        # the rendered text are then the template's own, and the spelled ones are restored as plain text.
-        content = "".join(message["content"] for message in messages)
-        spelled = sorted(set(self.special.findall(content)))
-        unused = (chr(code) for code in range(0xF0000, 0xFFFFE) if chr(code) not in content)
-        placeholders = dict(zip(spelled, unused))
+        hidden: dict[str, str] = {}  # what stands for a special token that a user spelled, until the chat is rendered
 
-        def escape(text: str) -> str:
-            return self.special.sub(lambda match: placeholders[match[0]], text)
+        def hide(match: re.Match) -> str:
+            if self.typed.fullmatch(match[0]):
+                return match[0]
+            mark = self._twins[match[0]][:-1] + HIDDEN_END
+            hidden[mark] = match[0]
+            return mark
 
         escaped: list[Message] = []
         for message in messages:
-            parts = [part and escape(part) for part in message.get("parts", ())]
-            escaped.append({**message, "content": escape(message["content"]), "parts": parts})
-        return self.begin(self._encode_marked(self.render(escaped, add_generation_prompt), placeholders))
+            parts = [part and self.special.sub(hide, part) for part in message.get("parts", ())]
+            escaped.append({**message, "content": self.special.sub(hide, message["content"]), "parts": parts})
+        text = self.special.sub(self._twin, self.render(escaped, add_generation_prompt))
+        for mark, token in hidden.items():
+            text = text.replace(mark, token)
+        return self.begin(self._encode(text))
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
         """The chat as text, images as their markup."""
@@ -241,6 +277,11 @@ class Tokenizer:
                 yield text
         if text := decoder.rest():
             yield text
+
+
+def any_of(tokens: Iterable[str]) -> re.Pattern:
+    """Matches any of the tokens, the longest first."""
+    return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or r"(?!)")
 
 
 class StreamingDecoder:

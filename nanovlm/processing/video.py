@@ -24,7 +24,7 @@ from nanovlm.processing.image_loading import (
     load_image,
     open_file,
     open_image,
-    quiet_pillow,
+    prepare_pillow,
     readable_extensions,
     reason,
 )
@@ -65,9 +65,9 @@ class Video:
             return cls._of_images(names, max_frames)
         if path.suffix.lower() in VIDEO_EXTENSIONS:
             return _decode(path, max_frames)
+        prepare_pillow()
         try:
-            with quiet_pillow():
-                return _read_animation(path, max_frames)
+            return _read_animation(path, max_frames)
         except Exception as error:  # decoders raise anything
             with suppress(ImageError, MissingExtraError):
                 return _decode(path, max_frames)  # a video by its content, whatever its name

@@ -1,67 +1,24 @@
-"""The engine: one thread owns the model and decodes all requests in one continuous batch.
-
-Coroutines call `submit` and read `TokenOutput`s from the handle it returns. A failure ends the request that caused it
-and no other; the thread itself ends only by `close`.
-"""
+"""The engine: one thread steps a continuous batch; coroutines of the event loop read the tokens of their requests."""
 
 import asyncio
 import logging
 import queue
 import threading
-from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 
 from models.inference.continuous_batching import ContinuousBatch
 from models.inference.request import Request, TokenOutput
 from nanovlm.errors import NanoVLMError
-from nanovlm.serving.errors import EngineError, EngineStoppedError
+from nanovlm.serving.openai_api import APIError
 
 logger = logging.getLogger(__name__)
 
-Result = TokenOutput | BaseException
-
-
-@dataclass(eq=False, repr=False)
-class _Sequence:
-    """A request that was submitted."""
-
-    request: Request
-    results: asyncio.Queue[Result] = field(default_factory=asyncio.Queue)
-    ended: bool = False  # cancelled, or nothing more is to be delivered; only the event loop's thread sets this
-    retried: bool = False  # only the engine's thread uses it
-
-
-@dataclass(eq=False)
-class RequestHandle:
-    """The outputs of a submitted request; for the event loop that called `submit`."""
-
-    engine: "Engine"
-    sequence: _Sequence
-
-    async def outputs(self) -> list[TokenOutput]:
-        """All new outputs, at least one. Raises EngineError, or the NanoVLMError that the request itself caused."""
-        results = self.sequence.results
-        received = [await results.get()]
-        while not results.empty():
-            received.append(results.get_nowait())
-        outputs = []
-        for item in received:
-            if isinstance(item, (NanoVLMError, EngineError)):
-                raise item
-            if isinstance(item, BaseException):
-                raise EngineError("the model failed on this request") from item
-            outputs.append(item)
-        return outputs
-
-    def cancel(self) -> None:
-        """Stop before the next step; a sequence that has ended is no error."""
-        self.engine.cancel(self.sequence)
+Result = TokenOutput | Exception
 
 
 class Engine:
-    """Decodes many requests at once. Call `start` in the event loop whose coroutines submit, and `close` at the end.
+    """Decodes many requests at once. A failure ends the requests that it concerns, and never the thread.
 
     make_batch returns an empty batch; it is called again when a batch has failed as a whole.
     """
@@ -69,138 +26,100 @@ class Engine:
     def __init__(self, make_batch: Callable[[], ContinuousBatch]):
         self._make_batch = make_batch
         self.batch = make_batch()
-        # A sequence is to be added or, if it has ended, cancelled; None is to stop.
-        self._commands: queue.SimpleQueue[_Sequence | None] = queue.SimpleQueue()
-        self._active: dict[Hashable, _Sequence] = {}  # by request; only the engine's thread uses these two
-        self._retries: deque[_Sequence] = deque()
+        self._results: dict[Request, asyncio.Queue[Result]] = {}  # only the event loop touches it
+        self._inbox: queue.SimpleQueue[tuple[Request, bool] | None] = queue.SimpleQueue()  # and whether to cancel it
         self._thread = threading.Thread(target=self._run, name="nanovlm-engine", daemon=True)
 
     def start(self) -> None:
+        """Start in the event loop whose coroutines call `generate`."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
-    def close(self) -> None:
+    def stop(self) -> None:
         """Stop between two steps; requests that have not ended fail."""
-        self._commands.put(None)
-        self._thread.join()
+        self._inbox.put(None)
+        if self.alive:
+            self._thread.join()
 
     @property
     def alive(self) -> bool:
         return self._thread.is_alive()
 
-    def submit(self, request: Request) -> RequestHandle:
-        """Queue a request."""
+    async def generate(self, request: Request) -> AsyncGenerator[TokenOutput, None]:
+        """Yield the request's tokens as they come. Closing the generator cancels the request."""
         if not self.alive:
-            raise EngineStoppedError("the engine does not run")
-        sequence = _Sequence(request)
-        self._commands.put(sequence)
-        return RequestHandle(self, sequence)
-
-    def cancel(self, sequence: _Sequence) -> None:
-        if not sequence.ended:
-            sequence.ended = True
-            self._commands.put(sequence)
+            raise stopped()
+        results = self._results[request] = asyncio.Queue()
+        self._inbox.put((request, False))
+        ended = False
+        try:
+            while not ended:
+                result = await results.get()
+                ended = isinstance(result, Exception) or result.finished is not None
+                if isinstance(result, Exception):
+                    raise result
+                yield result
+        finally:
+            del self._results[request]
+            if not ended:
+                self._inbox.put((request, True))
 
     def _run(self) -> None:
-        """The thread: take commands and step the batch until `close`."""
+        """The thread: take commands and step the batch until `stop`."""
         try:
-            running = True
-            while running:
+            while self._take_commands():
                 try:
-                    running = self._take_commands()
-                    if running and self._active:
-                        self._step()
-                except BaseException as error:  # SystemExit would end the thread silently
-                    self._recover(error)
-        finally:  # requests fail at once instead of waiting for their timeout
-            self._fail_all(EngineStoppedError("the engine has stopped"))
+                    self._step()
+                except Exception as error:
+                    self.batch = self._make_batch()
+                    self._fail(None, error)
+        finally:
+            self._fail(None, stopped())
 
     def _take_commands(self) -> bool:
-        """Process all commands, waiting for one if there is nothing to do; False means stop."""
-        while not (self._active and self._commands.empty()):
-            command = self._commands.get()
+        """Add and cancel requests, waiting if there is nothing else to do; False means stop."""
+        while not (self.batch.running or self.batch.waiting) or not self._inbox.empty():
+            command = self._inbox.get()
             if command is None:
                 return False
-            if not command.ended:
-                self._add(command)
-            elif self._drop(command):
-                self.batch.cancel(command.request)
-        # After a failure of the whole batch, run its sequences one by one to isolate the one that caused it.
-        if self._retries and not (self.batch.running or self.batch.waiting):
-            sequence = self._retries.popleft()
-            if sequence.request in self._active:
-                sequence.retried = True
-                self._add_to_batch(sequence)
+            request, is_cancelled = command
+            try:
+                if is_cancelled:
+                    self.batch.cancel(request)
+                else:
+                    self.batch.add(request)
+            except Exception as error:
+                self._fail(request, error)
+            del command, request  # which hold images
         return True
 
-    def _add(self, sequence: _Sequence) -> None:
-        self._active[sequence.request] = sequence
-        if self._retries:
-            self._retries.append(sequence)
-        else:
-            self._add_to_batch(sequence)
-
-    def _add_to_batch(self, sequence: _Sequence) -> None:
-        try:
-            self.batch.add(sequence.request)
-        except BaseException as error:
-            self._fail(sequence, error)
-
     def _step(self) -> None:
-        """One step of the batch."""
-        results: list[tuple[_Sequence, Result]] = []
-        for output in self.batch.step():
-            sequence = self._active.get(output.request)
-            if sequence is None:
-                continue
+        outputs = self.batch.step()
+        for output in outputs:
             if output.error:
-                self._fail(sequence, output.error)
-                continue
-            if output.finished:
-                del self._active[output.request]
-            results.append((sequence, output))
-        self._publish(results)
+                self._fail(output.request, output.error)
+        self._publish([(output.request, output) for output in outputs if not output.error])
 
-    def _recover(self, error: BaseException) -> None:
-        """Replace a batch that has failed as a whole, for a reason that names no sequence.
+    def _fail(self, request: Request | None, error: BaseException) -> None:
+        """End a request, or all for None. Clients learn of an error of theirs, and no details of another."""
+        if not isinstance(error, (NanoVLMError, APIError)):
+            logger.error("the model failed", exc_info=error)
+            error = APIError(500, "the model failed on this request; the server's log has the reason")
+        self._publish([(request, error)])
 
-        Sequences that have tokens lost their cache and fail. The others are tried once more, one at a time.
-        """
-        logger.error("a step of the whole batch failed", exc_info=error)
-        self.batch = self._make_batch()
-        self._retries.clear()
-        for sequence in list(self._active.values()):
-            if sequence.request.output or sequence.retried:
-                self._fail(sequence, error)
-            else:
-                self._retries.append(sequence)
+    def _publish(self, results: Sequence[tuple[Request | None, Result]]) -> None:
+        """Hand results to the coroutines that wait for them; one without a request is for all."""
 
-    def _fail(self, sequence: _Sequence, error: BaseException) -> None:
-        if not isinstance(error, NanoVLMError):
-            logger.error("a sequence failed", exc_info=error)
-        self._drop(sequence)
-        self._publish([(sequence, error)])
+        def deliver() -> None:
+            for request, result in results:
+                for receiver in [request] if request else list(self._results):
+                    if receiver in self._results:
+                        self._results[receiver].put_nowait(result)
 
-    def _drop(self, sequence: _Sequence) -> bool:
-        """Forget a sequence; whether it was active."""
-        return self._active.pop(sequence.request, None) is not None
-
-    def _fail_all(self, error: BaseException) -> None:
-        sequences = list(self._active.values())
-        while not self._commands.empty():  # those that arrived after the last step
-            if command := self._commands.get():
-                sequences.append(command)
-        self._active.clear()
-        self._publish([(sequence, error) for sequence in sequences])
-
-    def _publish(self, results: Sequence[tuple[_Sequence, Result]]) -> None:
         if results:
             with suppress(RuntimeError):  # the event loop is closed: nobody reads
-                self._loop.call_soon_threadsafe(self._deliver, results)
+                self._loop.call_soon_threadsafe(deliver)
 
-    def _deliver(self, results: Sequence[tuple[_Sequence, Result]]) -> None:
-        """In the event loop: hand results to the handles that wait for them."""
-        for sequence, result in results:
-            if not sequence.ended:
-                sequence.ended = isinstance(result, BaseException) or result.finished is not None
-                sequence.results.put_nowait(result)
+
+def stopped() -> APIError:
+    return APIError(503, "the model does not run any more; the server's log has the reason")

@@ -1,8 +1,8 @@
-"""Where a server listens, whom it serves and how much it accepts; each setting is a flag of `nanovlm serve`."""
+"""Options of `nanovlm serve`: where it listens, whom it serves and how much it accepts."""
 
 import ipaddress
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from nanovlm.errors import UsageError
 from nanovlm.options import check_settings, setting
@@ -12,30 +12,8 @@ LOOPBACK_NAMES = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
-    """How much a server accepts."""
-
-    max_num_seqs: int = setting(32, "sequences decoded at once", minimum=1)
-    max_pending: int = setting(64, "sequences that may wait, --max-body each; clients of more get 429", minimum=0)
-    max_body: int = setting(
-        20 * MiB, "size of a request, and of its remote images", minimum=1, metavar="BYTES", default_text="20 MiB"
-    )
-    image_cache: int = setting(
-        128 * MiB, "memory for encoded images, which are not encoded again; 0 keeps none",
-        minimum=0, metavar="BYTES", default_text="128 MiB",
-    )  # fmt: skip
-    prefix_cache: int = setting(
-        256 * MiB,
-        "memory for keys and values of earlier chats, whose next turn computes only what is new; 0 keeps none",
-        minimum=0, metavar="BYTES", default_text="256 MiB",
-    )  # fmt: skip
-    max_pixels: int = setting(40_000_000, "pixels of an image", minimum=1, default_text="40,000,000")
-    timeout: float = setting(120.0, "seconds for a request, waiting included", minimum=1, metavar="S")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServerOptions:
-    """Where a server listens and whom it serves. InputError or UsageError for a value that is not possible."""
+class ServeOptions:
+    """Each field is a flag. InputError or UsageError for a value that is not possible."""
 
     host: str = setting(
         "127.0.0.1", "address of this machine to listen on; one that other machines can reach needs a key"
@@ -48,15 +26,29 @@ class ServerOptions:
         (), "further host name to serve, for example a proxy's", action="append", metavar="NAME"
     )
     allow_origin: tuple[str, ...] = setting(
-        (), "origin whose pages may use the server from a browser, for example http://localhost:3000; '*' is all",
+        (), "origin whose pages may use the server from a browser, for example http://localhost:3000; 'null' is a "
+        "page opened as a file, '*' is all",
         action="append", metavar="ORIGIN",
     )  # fmt: skip
     allow_remote: bool = setting(False, "fetch images from http(s) URLs of public addresses")
-    limits: Limits = field(default_factory=Limits)
+    max_num_seqs: int = setting(32, "sequences decoded at once", minimum=1)
+    max_pending: int = setting(64, "requests that may wait, --max-body each; clients of more get 429", minimum=0)
+    max_body: int = setting(
+        20 * MiB, "size of a request, and of its remote images", minimum=1, metavar="BYTES", default_text="20 MiB"
+    )
+    image_cache: int = setting(
+        128 * MiB, "memory for encoded images, which are not encoded again; 0 keeps none",
+        minimum=0, metavar="BYTES", default_text="128 MiB",
+    )  # fmt: skip
+    prefix_cache: int = setting(
+        256 * MiB, "memory for keys and values of earlier chats, which are not computed again; 0 keeps none",
+        minimum=0, metavar="BYTES", default_text="256 MiB",
+    )  # fmt: skip
+    timeout: float = setting(120.0, "seconds for a request, waiting included", minimum=1, metavar="S")
+    quiet: bool = setting(False, "write no line of log for each request")
 
     def __post_init__(self) -> None:
-        for record in (self, self.limits):
-            check_settings(record)
+        check_settings(self)
         if not is_loopback(self.host) and self.api_key is None:
             raise UsageError(
                 f"--host {self.host} is reachable from other machines and needs a key; set --api-key or, hidden from "
@@ -67,8 +59,8 @@ class ServerOptions:
                 raise UsageError(f"--allow-origin {origin!r} is no origin; give for example http://localhost:3000")
 
     @property
-    def allowed_hosts(self) -> set[str] | None:
-        """The host names that are served; None is all of them, if other machines may connect: the key protects it."""
+    def hosts(self) -> set[str] | None:
+        """Host names to serve; None is all of them, where the key protects a server that other machines reach."""
         if not is_loopback(self.host) and not self.allow_host:
             return None
         return {name.lower() for name in (*LOOPBACK_NAMES, self.host, *self.allow_host)}

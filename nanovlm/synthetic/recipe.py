@@ -177,8 +177,8 @@ def scene_source() -> Source:
     return Source("scenes", range(10**6), _example_of_number, endless=True)
 
 
-def _example_of_number(number: int, name: str) -> Example:
-    return random_example(Random(f"scene {number}"), name)
+def _example_of_number(number: int) -> Example:
+    return random_example(Random(f"scene {number}"), f"scenes[{number}]")
 
 
 def _as_typed(prompt: str, rng: Random) -> str:

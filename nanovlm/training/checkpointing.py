@@ -20,7 +20,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from models.checkpoint import atomic_dir, load_config, read_object, write_checkpoint_files
-from models.lora import adapters, merge_on_disk, merged_state, read_adapters, write_adapters
+from models.lora import adapters, merge_on_disk, merged_state
+from models.lora.files import read_adapters, write_adapters
 from models.vision_language_model import VisionLanguageModel, load_model
 from nanovlm.errors import CheckpointError, TrainingError
 

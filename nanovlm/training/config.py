@@ -19,7 +19,7 @@ from nanovlm.options import setting as bounded
 MUON_LR = 5e-4  # of fine-tuning by Muon, for the embedded model
 EPOCHS, MAX_STEPS = 45, 4500  # by default each example is shown 45 times, in at least FINETUNING's steps
 PATH = (str, os.PathLike)
-TURNED_OFF_BY = {"validation": 0, "lora_rank": 0, "schedule": "cosine"}  # see `setting`
+TURNED_OFF_BY = {"validation": "0", "lora_rank": 0, "schedule": "cosine"}  # see `setting`
 
 
 def setting(default: Any, help: str, *, needs: str = "", **options: Any) -> Any:
@@ -200,12 +200,11 @@ class FinetuneOptions:
         needs="data",
     )
     device: str = setting("auto", "where to train", choices=("auto", "cpu", "cuda", "mps"))
-    validation: float | None = setting(
+    validation: str | float | None = setting(
         None,
-        "hold out N examples, or below 1 a share of them; 0 holds out none (default: a twentieth, at least 10 and at "
-        "most 200, but none of fewer than 100 examples or of streamed data)",
-        metavar="N_OR_SHARE",
-        minimum=0,
+        "hold out N examples, or below 1 a share of them; 0 holds out none; or a folder or file of examples to "
+        "evaluate on (default: a tenth, at most 200, but none of fewer than 100 examples or of streamed data)",
+        metavar="N_OR_SHARE_OR_PATH",
         needs="data",
     )
     metric: Sequence[str] = setting(

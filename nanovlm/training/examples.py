@@ -1,18 +1,16 @@
 """The examples of a fine-tuning run: which are trained on, which are held out, and how often each is shown."""
 
-import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from hashlib import blake2b
 
 from nanovlm.console import count
-from nanovlm.data import Mixture, Source, Stream, Subset, open_source, split
-from nanovlm.data.examples import ExampleError
-from nanovlm.errors import MissingCaptionsError, TrainingError, UsageError
-from nanovlm.options import ReadOptions
-from nanovlm.synthetic.recipe import scene_source
+from nanovlm.data import ExampleError, Mixture, Source, Stream, Subset, open_data
+from nanovlm.data.mixture import parse_data as parse_data
+from nanovlm.data.mixture import source_lines
+from nanovlm.errors import TrainingError, UsageError
 from nanovlm.training.checkpointing import stored_settings
 from nanovlm.training.config import FinetuneOptions, TrainConfig
 
@@ -23,69 +21,16 @@ def resumed_options(options: FinetuneOptions) -> FinetuneOptions:
     return options if settings is None else replace(options, validation=settings["validation"])
 
 
-def open_examples(options: FinetuneOptions, *, skip_sources: bool = False) -> tuple[list[Subset], list[Subset]]:
-    """The training examples and the held-out examples of each source.
+def open_examples(options: FinetuneOptions, *, check: bool = False) -> tuple[list[Subset], list[Subset]]:
+    """The training examples and the held-out examples of each source, see `open_data`.
 
     UsageError for flags that have no effect because nothing is held out.
     """
-    training, held_out = open_data(options.data, options.read, options.validation, skip_sources=skip_sources)
+    training, held_out = open_data(options.data, options.read, options.validation, check=check)
     if options.evaluation_flags and not held_out:
         flag = options.evaluation_flags[0]
         raise UsageError(f"{flag} has no effect without --validation: nothing of these data is held out by default")
     return training, held_out
-
-
-def open_data(
-    data: Sequence[str | os.PathLike[str]],
-    read: ReadOptions,
-    validation: float | None,
-    *,
-    skip_sources: bool = False,
-) -> tuple[list[Subset], list[Subset]]:
-    """The training examples and the held-out examples of each source, see FinetuneOptions and `split`.
-
-    With skip_sources, those whose captions are missing are left out if there are others.
-    """
-    sources, missing = [], []
-    for text in data:
-        path, share = parse_data(text)
-        try:
-            sources.append((open_source(path, read, generators={"scenes": scene_source}), share))
-        except MissingCaptionsError as error:
-            missing.append(str(error))
-    if not missing:
-        check_supported(read, [source for source, _ in sources])
-    elif not (skip_sources and sources):
-        raise MissingCaptionsError("; ".join(missing))
-    return split(sources, validation)
-
-
-def parse_data(name: str | os.PathLike[str]) -> tuple[str, float | None]:
-    """PATH@SHARE as its two parts; a path that exists, or has a / behind its last @, is a path without a share."""
-    text = os.fspath(name)
-    path, separator, share = text.rpartition("@")
-    if not separator or "/" in share or os.path.exists(text):
-        return text, None
-    try:
-        weight = float(share)
-    except ValueError:
-        raise UsageError(
-            f"--data {text}: no such file or folder, and {share!r} is no share like 0.3; correct either"
-        ) from None
-    if not 0 < weight < math.inf:
-        raise UsageError(f"--data {text}: a share must be above 0")
-    return path, weight
-
-
-def check_supported(read: ReadOptions, sources: Sequence[Source | Stream]) -> None:
-    """UsageError if an option was set that has no effect on any of the sources."""
-    defaults = ReadOptions()
-    for f in fields(ReadOptions):
-        is_set = getattr(read, f.name) not in (None, getattr(defaults, f.name))
-        has_effect = f.name == "on_error" or any(f.name in source.supported_options for source in sources)
-        if is_set and not has_effect:
-            paths = ", ".join(source.path for source in sources)
-            raise UsageError(f"--{f.name.replace('_', '-')} has no effect on {paths}; omit it")
 
 
 def world_size() -> int:
@@ -94,7 +39,7 @@ def world_size() -> int:
 
 
 def fingerprint(training: Sequence[Subset], n_parts: int = 1) -> str:
-    """Identify the examples by each source's path, share, number of examples and a digest of their fingerprints.
+    """Identify the examples by each source's path, share, number of examples and a digest of their texts and images.
 
     The order of a stream depends on the number of parts in which it is read, so that one belongs to it.
     """
@@ -102,9 +47,7 @@ def fingerprint(training: Sequence[Subset], n_parts: int = 1) -> str:
     for subset in training:
         part = subset.source.path if subset.weight is None else f"{subset.source.path}@{subset.weight:g}"
         if isinstance(subset.source, Source) and not subset.source.endless:
-            digest = blake2b(digest_size=4)
-            for index in subset.indices:
-                digest.update(subset.source.fingerprint(index).encode("utf-8", "surrogatepass") + b"\0")
+            digest = blake2b("".join(subset.source.digests[i] for i in subset.indices).encode(), digest_size=4)
             part += f" ({len(subset)}, {digest.hexdigest()})"
         if isinstance(subset.source, Stream) and n_parts > 1:
             part += f" (in {n_parts} parts)"
@@ -119,8 +62,10 @@ def count_steps_per_epoch(mixture: Mixture, cfg: TrainConfig) -> float:
     return positions / (cfg.batch_size * cfg.gradient_accumulation_steps * world_size())
 
 
-def describe_data(mixture: Mixture, held_out: Sequence[Subset], cfg: TrainConfig, validation: float | None) -> str:
-    """One line: how many examples each source has, how often each is shown, and how many are held out."""
+def describe_data(
+    mixture: Mixture, held_out: Sequence[Subset], cfg: TrainConfig, validation: str | float | None
+) -> str:
+    """Lines that say what was read, and one how often each example is shown, and how many are held out."""
     batches = cfg.max_steps * cfg.gradient_accumulation_steps * world_size()
     parts = []
     for subsets, share in zip(mixture.groups, mixture.shares):
@@ -139,7 +84,8 @@ def describe_data(mixture: Mixture, held_out: Sequence[Subset], cfg: TrainConfig
             parts.append("nothing held out (--validation 0.05 holds out 5%)")
         elif not all(source.endless for source in sources):
             parts.append("nothing held out (--validation N holds out N)")
-    return "; ".join(parts)
+    training = [subset for group in mixture.groups for subset in group]
+    return "\n".join([*source_lines(training, held_out), "; ".join(parts)])
 
 
 @contextmanager

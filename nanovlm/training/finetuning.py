@@ -6,7 +6,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,20 +17,17 @@ import torch
 from models.checkpoint import WEIGHTS, atomic_write, checkpoint_dtype, load_config, read_object, snapshot_path
 from models.vision_language_model import VisionLanguageModel, load_model
 from nanovlm.captioner import Captioner
-from nanovlm.console import print_text
-from nanovlm.data import Batches, Mixture, Stream
-from nanovlm.data.examples import ExampleError
-from nanovlm.data.validate import check_data
+from nanovlm.data import Batches, Mixture, Stream, check_data
+from nanovlm.data.examples import questions as ask
 from nanovlm.device import choose_device
-from nanovlm.errors import MissingCaptionsError, TrainingError, UsageError, is_out_of_memory
+from nanovlm.errors import TrainingError, UsageError, is_out_of_memory
 from nanovlm.evaluation import METRICS, Evaluation, EvaluationOptions, evaluate, load_metric
-from nanovlm.evaluation.evaluate import Question, QuestionList, example_questions
+from nanovlm.evaluation.evaluate import QuestionList
 from nanovlm.evaluation.metrics import Metric
 from nanovlm.options import check_output_folder
 from nanovlm.processing.convert import check_format, convert_layout
 from nanovlm.processing.processor import Processor
 from nanovlm.processing.tokenizer import Tokenizer
-from nanovlm.synthetic import recipe
 from nanovlm.training.checkpointing import BaseModel, checkpoint_paths, stored_settings, write_errors, write_model
 from nanovlm.training.config import FinetuneOptions, TrainConfig, choose
 from nanovlm.training.distributed import training_lock
@@ -47,7 +44,6 @@ from nanovlm.training.examples import (
 from nanovlm.training.loop import Trainer, TrainingTask
 from nanovlm.training.metrics import LOSS, check_installed
 
-STREAMED_BATCHES = 8  # of held-out examples of a stream, whose number is unknown
 MAX_ANSWER_TOKENS = 64
 RUN_FILE = "run.json"
 BEST_METRIC = "f1"  # says which evaluation is the best, unless another is named
@@ -84,16 +80,10 @@ def memory_errors() -> Iterator[None]:
 
 def check_examples(options: FinetuneOptions) -> int:
     """Read all examples and print counts, errors and samples; 1 if some are unusable and not to be skipped."""
-    options, are_missing = resumed_options(options), False
-    try:
-        training, held_out = open_examples(options)
-    except MissingCaptionsError as error:  # the other images may have faults, too
-        skipping = replace(options, read=replace(options.read, on_error="skip"))
-        training, held_out = open_examples(skipping, skip_sources=True)
-        are_missing = True
-        print_text(str(error))
+    options = resumed_options(options)
+    training, held_out = open_examples(options, check=True)
     _, processor, _ = load_start(options)
-    return check_data(training, held_out, processor, skip_errors=options.read.skip_errors) or int(are_missing)
+    return check_data(training, held_out, processor, skip_errors=options.read.skip_errors)
 
 
 def start(options: FinetuneOptions, cfg: TrainConfig) -> Trainer:
@@ -131,13 +121,8 @@ def prepare(options: FinetuneOptions, cfg: TrainConfig) -> tuple[VisionLanguageM
         n_parts = world_size() * max(1, cfg.num_workers)
     evaluation: dict[str, Any] = {}
     if held_out:
-        is_streamed = any(isinstance(subset.source, Stream) for subset in held_out)
-        if not is_streamed:
-            held_out = [replace(subset, weight=None) for subset in held_out]  # each is asked once, whatever its share
         unseen = Mixture(held_out, cfg.seed)
-        # the size of a stream is unknown; this many examples are read of it, and a small one shows some again
-        n = sum(map(len, held_out)) or cfg.batch_size * (cfg.validation_batches or STREAMED_BATCHES)
-        positions = unseen.distinct(n) if is_streamed else range(n)
+        positions = range(sum(map(len, held_out)))
         all_batches = math.ceil(len(positions) / cfg.batch_size)
         cfg = replace(cfg, validation_batches=min(cfg.validation_batches or all_batches, all_batches))
         # packed as the training batches are: padded ones might need more memory
@@ -154,7 +139,7 @@ def prepare(options: FinetuneOptions, cfg: TrainConfig) -> tuple[VisionLanguageM
         options.out,
         save_dtype=dtype,
         data_fingerprint=fingerprint(training, n_parts),
-        n_held_out=sum(map(len, held_out)) if options.validation is None else options.validation,
+        n_held_out=sum(map(len, held_out)) if options.validation is None else options.validation,  # type: ignore[arg-type]
         write_model=partial(write_model, home=str(options.out.resolve()), base=base_model(options)),
         **evaluation,
     )
@@ -167,6 +152,8 @@ def prepare(options: FinetuneOptions, cfg: TrainConfig) -> tuple[VisionLanguageM
 
 def prepare_scenes(options: FinetuneOptions, cfg: TrainConfig) -> tuple[VisionLanguageModel, TrainingTask, TrainConfig]:
     """The embedded model with random weights, and its task: drawn scenes."""
+    from nanovlm.synthetic import recipe  # here: other data do without the drawer
+
     model, processor = recipe.make_model(cfg.seed)
     get_batch, tokenizer = recipe.SceneBatches(processor, cfg.batch_size, cfg.seed), processor.tokenizer.to_json()
     return model, TrainingTask(get_batch, tokenizer, options.out, save_dtype=recipe.CHECKPOINT_DTYPE), cfg
@@ -252,10 +239,8 @@ def answer_scorer(
     """
     if not cfg.validation_questions:
         return None, 0
-    questions: list[Question] = []
-    for position in positions:
-        with suppress(ExampleError):
-            questions += example_questions(held_out.example(position), "held out")
+    groups = [held_out.pick(0, position) for position in positions]
+    questions = ask((source.path, source[i]) for source, i in groups)
     how = EvaluationOptions(metrics, max_new_tokens=MAX_ANSWER_TOKENS, skip_errors=True, show_progress=False)
 
     def answer(model: VisionLanguageModel, everything: bool) -> Evaluation:

@@ -5,6 +5,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,9 +19,25 @@ Batch = dict[str, Any]  # the arguments of VisionLanguageModel.forward: tensors,
 PREFETCH = 4  # batches that each worker prepares ahead
 
 
+class Batches(Iterator[Batch]):
+    """Batches in the order of their numbers; `state` says where each stream stands after the last one."""
+
+    def __init__(self, items: Iterator[Any], state: dict[str, Any]):
+        self.items, self.state = items, dict(state)
+
+    def __next__(self) -> Batch:
+        batch = _received(next(self.items))
+        self.state |= batch.pop("streams", {})
+        return batch
+
+
 @contextmanager
-def load_batches(get_batch: Callable[[int], Batch], numbers: range, num_workers: int) -> Iterator[Iterator[Batch]]:
-    """An iterator over get_batch(number) for each of the numbers; the workers end with the context."""
+def load_batches(
+    get_batch: Callable[[int], Batch], numbers: range, num_workers: int, state: dict[str, Any] | None = None
+) -> Iterator[Batches]:
+    """get_batch(number) for each of the numbers; workers end with the context, streams go on from state."""
+    if hasattr(get_batch, "states"):
+        get_batch = replace(get_batch, states=dict(state or {}))  # type: ignore[type-var]  # nanovlm.data.Batches
     loader: DataLoader = DataLoader(
         numbers,  # type: ignore[arg-type]  # a dataset is anything with a length and items
         batch_size=None,
@@ -31,7 +48,7 @@ def load_batches(get_batch: Callable[[int], Batch], numbers: range, num_workers:
     )
     items = iter(loader)
     try:
-        yield map(_received, items)
+        yield Batches(items, state or {})
     finally:  # workers ignore signals, and would live as long as an error's traceback refers to the iterator
         if num_workers:
             items._shutdown_workers()  # type: ignore[attr-defined]  # there is no public way

@@ -9,6 +9,7 @@ Notable features:
 
 import logging
 import math
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -249,6 +250,8 @@ class Trainer:
     def write_results(self) -> None:
         """Write the final model; answer all held-out questions with it, and report them."""
         folder, task, model = self.task.folder, self.task, self.model
+        for leftover in folder.glob(".*.tmp"):  # of a run that was killed while it wrote the final model
+            shutil.rmtree(leftover, ignore_errors=True)
         with write_errors(folder), atomic_dir(folder) as files:
             task.write_model(files, model, task.tokenizer, task.save_dtype)
         if task.answer_questions:

@@ -2,12 +2,14 @@
 
 import importlib.util
 import json
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
 
 from eval import latency
-from eval.latency import Result, cold_start, failures, main, results_table
+from eval.latency import Result, cold_start, failures, main, results_table, run_process
 from eval.lib.cpu_levels import current_level, levels_here
 from eval.lib.shapes import SHAPES
 from nanovlm import EMBEDDED
@@ -81,9 +83,14 @@ def test_a_cold_start_is_a_whole_process(results_of, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     programs = cold_start(EMBEDDED)
     assert list(programs) == ["import torch", "generate.py"]
-    assert b"ring" in programs["generate.py"]().stdout, "the sample's caption"
+    done = subprocess.run(programs["generate.py"], capture_output=True, text=True)
+    assert "ring" in done.stdout, "the sample's caption"
     results = results_of(main, *FAST, "--model-size", "230M", "--stages", "cold-start")["results"]
     assert [result["engine"] for result in results] == ["import torch", "generate.py"]
+    imports, whole = (result["memory_bytes"] for result in results)
+    assert 5e7 < imports < 4e9 and 5e7 < whole < 4e9
+    with pytest.raises(subprocess.CalledProcessError):
+        run_process([sys.executable, "-c", "1 / 0"])
 
 
 def test_other_tokens_in_float32_are_a_failure():

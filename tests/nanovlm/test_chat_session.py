@@ -16,8 +16,16 @@ QUESTIONS = ["What is this?", "How many are there? <|image|>", "?", "And where i
 
 
 @pytest.fixture(params=["one tile", "many tiles"])
-def captioner(request, model_and_processor, tiled):
+def captioner(request, model_and_processor, tiled, monkeypatch):
+    monkeypatch.setenv("NANOVLM_CPU_LEVEL", "none")  # the plain modules can be watched
     return Captioner(*(model_and_processor if request.param == "one tile" else tiled))
+
+
+def chat_about(captioner, images):
+    """A session that remembers its tiles, which it drops when they are encoded."""
+    session = ChatSession(captioner, images)
+    session.pixels = [image.tiles for image in session.images]
+    return session
 
 
 def recomputed_answer(session, question, history, **options):
@@ -25,7 +33,8 @@ def recomputed_answer(session, question, history, **options):
     captioner, eos = session.captioner, session.captioner.tokenizer.eos_token_id
     ids = torch.tensor([captioner.processor.encode_prompt(session.grids, question, history)])
     options |= {"eos_token_id": eos, "use_kv_cache": False}
-    (ids,) = captioner.model.generate(ids, session.images, **options).tolist()
+    images = torch.cat(session.pixels) if session.pixels else None
+    (ids,) = captioner.model.generate(ids, images, **options).tolist()
     return captioner.tokenizer.decode(ids[:-1] if ids[-1] == eos else ids)
 
 
@@ -34,7 +43,7 @@ WARM = SamplingParams(temperature=1.5, seed=4, repetition_penalty=1.3)
 
 @pytest.mark.parametrize(("n", "sampling"), [(0, SamplingParams()), (1, WARM), (2, SamplingParams())])
 def test_every_turn_is_answered_as_if_the_whole_chat_were_read(captioner, n, sampling):
-    session = ChatSession(captioner, [noise_image(50, 30, seed) for seed in range(n)])
+    session = chat_about(captioner, [noise_image(50, 30, seed) for seed in range(n)])
     options = {"max_new_tokens": 7, "sampling": sampling}
     for turn, question in enumerate(QUESTIONS):
         before = list(session.history)
@@ -49,18 +58,19 @@ def test_one_image_is_a_list_of_one(captioner):
     one, array, data = ChatSession(captioner, [image]), np.asarray(image), file.getvalue()
     tensor = torch.from_numpy(array.copy()).permute(2, 0, 1)
     for same in (image, array, tensor, data, io.BytesIO(data), iter([image])):
-        assert torch.equal(ChatSession(captioner, same).images, one.images)
-    assert torch.equal(ChatSession(captioner, np.stack([array] * 2)).images, torch.cat([one.images] * 2))
-    assert ChatSession(captioner, None).images is None
+        (shown,) = ChatSession(captioner, same).images
+        assert torch.equal(shown.tiles, one.images[0].tiles)
+    assert len(ChatSession(captioner, np.stack([array] * 2)).images) == 2
+    assert ChatSession(captioner, None).images == []
 
 
 def test_images_are_encoded_once_and_turns_prefill_only_new_tokens(captioner):
-    session, prefilled, tokenizer = ChatSession(captioner, [noise_image(50, 30)]), [], captioner.tokenizer
+    session, prefilled, tokenizer = chat_about(captioner, [noise_image(50, 30)]), [], captioner.tokenizer
     with watch(captioner.model.vision_encoder) as encoded:
         for _ in range(8):
             assert "".join(session.ask("?", max_new_tokens=6)) == session.history[-1][1]
             prefilled.append(session.tokens_read)
-    assert encoded == [tuple(session.images.shape)]
+    assert encoded == [tuple(session.pixels[0].shape)]
     turn = len(captioner.processor.encode_prompt([], "?")) + 8  # 8 for the template's text after an answer
     longest = max(len(tokenizer.encode(answer)) for _, answer in session.history)
     assert prefilled[0] == len(captioner.processor.encode_prompt(session.grids, "?"))
@@ -68,7 +78,7 @@ def test_images_are_encoded_once_and_turns_prefill_only_new_tokens(captioner):
 
 
 def test_chat_continues_after_an_interrupted_answer(captioner):
-    session = ChatSession(captioner, [noise_image(50, 30)])
+    session = chat_about(captioner, [noise_image(50, 30)])
     pieces = session.ask("What?", max_new_tokens=30)
     partial = next(pieces) + next(pieces)
     pieces.close()
@@ -78,7 +88,7 @@ def test_chat_continues_after_an_interrupted_answer(captioner):
 
 
 def test_question_that_could_not_be_read_leaves_no_trace(captioner):
-    session = ChatSession(captioner, [noise_image(50, 30)])
+    session = chat_about(captioner, [noise_image(50, 30)])
     list(session.ask("What?", max_new_tokens=7))
     history = list(session.history)
 
@@ -95,7 +105,7 @@ def test_question_that_could_not_be_read_leaves_no_trace(captioner):
 
 
 def test_reset_clears_history_and_keeps_encoded_images(captioner):
-    session = ChatSession(captioner, [noise_image(50, 30)])
+    session = chat_about(captioner, [noise_image(50, 30)])
     first = ["".join(session.ask(question, max_new_tokens=7)) for question in QUESTIONS[:3]]
     session.reset()
     with watch(captioner.model.vision_encoder) as encoded:

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from nanovlm import Captioner
-from nanovlm.data.detect import open_source
+from nanovlm.data import open_source
 from nanovlm.errors import CheckpointError, DataError
 from nanovlm.options import ReadOptions
 from support import ROOT

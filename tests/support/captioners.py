@@ -3,24 +3,16 @@
 import copy
 
 from models.inference.inference_model import InferenceModel
-from nanovlm import PROMPT, Captioner
+from nanovlm import Captioner
 from nanovlm.processing.processor import Processor
 
 
 class WatchedModel(InferenceModel):
-    """Calls before(name, inputs) before each prefill, decode and encode_images; inputs are their ids or images."""
+    """Calls before(name, inputs) before each encode_images; inputs are the images."""
 
     def __init__(self, model, before):
         super().__init__(model)
         self.before = before
-
-    def prefill(self, input_ids, *args, **options):
-        self.before("prefill", input_ids)
-        return super().prefill(input_ids, *args, **options)
-
-    def decode(self, input_ids, *args, **options):
-        self.before("decode", input_ids)
-        return super().decode(input_ids, *args, **options)
 
     def encode_images(self, images):
         self.before("encode_images", images)
@@ -51,9 +43,9 @@ class WatchedCaptioner(Captioner):
         super().__init__(WatchedModel(captioner.model, before), captioner.processor)
         self.before_prepare = before_prepare
 
-    def prepare(self, image, prompt=PROMPT):
+    def requests(self, image, prompts, options=None, **changes):
         self.before_prepare(image)
-        return super().prepare(image, prompt)
+        return super().requests(image, prompts, options, **changes)
 
 
 def ending_with(captioner, *eos_token_ids):

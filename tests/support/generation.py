@@ -44,14 +44,16 @@ def logits_of(model, n=6):
     return torch.cat(rows).float()
 
 
-def run(batch):
-    """Step until no request waits or runs: each key's outputs."""
-    outputs = {}
+def run(batch, *requests):
+    """Add requests, and step until none waits or runs: the ids of each of these."""
+    for request in requests:
+        batch.add(request)
     while batch.waiting or batch.running:
-        for output in batch.step():
-            outputs.setdefault(output.key, []).append(output)
-    return outputs
+        batch.step()
+    return [request.output for request in requests]
 
 
-def run_ids(batch):
-    return {key: [output.token_id for output in outputs] for key, outputs in run(batch).items()}
+def inputs_of(captioner, images, question):
+    """Model inputs of one question about images: input_ids (1, T), and images (N, 3, S, S) or None."""
+    ids, tiles = captioner.processor.encode(images, question)
+    return {"input_ids": torch.tensor([ids]), "images": torch.cat(tiles) if tiles else None}

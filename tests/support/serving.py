@@ -5,34 +5,26 @@ import io
 import json
 import threading
 import time
-from dataclasses import replace
 from functools import partial
 
 import httpx
-import uvicorn
 from PIL import Image
 
 from models.inference.continuous_batching import ContinuousBatch
 from nanovlm import SAMPLE
-from nanovlm.serving.app import make_app
-from nanovlm.serving.options import Limits, ServerOptions
-from nanovlm.serving.server import DrainingServer
-from nanovlm.serving.service import ChatService
+from nanovlm.serving.app import Server, make_app
+from nanovlm.serving.options import ServeOptions
 
 # One for all tests: each new client would read all certificates. It keeps no connection: ports change their servers.
 http = httpx.Client(timeout=60, verify=False, trust_env=False, limits=httpx.Limits(max_keepalive_connections=0))
 
 
 class WatchedBatch(ContinuousBatch):
-    """Counts steps; calls before_step() before each of them, and on_add(key, images) for each prompt."""
+    """Counts steps; calls before_step() before each of them."""
 
-    def __init__(self, model, before_step=lambda: None, on_add=lambda key, images: None, **options):
+    def __init__(self, model, before_step=lambda: None, **options):
         super().__init__(model, **options)
-        self.n_steps, self.before_step, self.on_add = 0, before_step, on_add
-
-    def add(self, key, input_ids, images=None, **options):
-        self.on_add(key, images)
-        super().add(key, input_ids, images, **options)
+        self.n_steps, self.before_step = 0, before_step
 
     def step(self):
         self.before_step()
@@ -41,15 +33,12 @@ class WatchedBatch(ContinuousBatch):
 
 
 class RunningServer:
-    """A server of its own on a free port, in a thread; batch are options of WatchedBatch, caches the caches' bytes."""
+    """A server of its own on a free port, in a thread; batch are options of WatchedBatch, options of ServeOptions."""
 
-    def __init__(self, captioner, limits=None, *, options=None, batch=(), caches=(0, 0), **service_options):
-        limits = replace(limits or Limits(), image_cache=caches[0], prefix_cache=caches[1])
-        batch_type = partial(WatchedBatch, **dict(batch))
-        self.service = ChatService(captioner, "nanovlm", limits, batch_type=batch_type, **service_options)
-        app = make_app(self.service, options or ServerOptions())
-        config = uvicorn.Config(app, port=0, log_level="warning", ws="none", http="h11")
-        self.server = DrainingServer(config, self.service)
+    def __init__(self, captioner, *, batch=(), **options):
+        options = ServeOptions(**{"image_cache": 0, "prefix_cache": 0, "quiet": True} | options)
+        app = make_app(captioner, "nanovlm", options, batch_type=partial(WatchedBatch, **dict(batch)))
+        self.chats, self.server = app.state.chats, Server(app, port=0)
         self.thread = threading.Thread(target=self.server.run)
 
     def __enter__(self):
@@ -65,10 +54,13 @@ class RunningServer:
         assert not self.thread.is_alive()
 
     @property
+    def batch(self):
+        return self.chats.engine.batch
+
+    @property
     def idle(self):
         """Whether no request is left anywhere."""
-        batch = self.service.engine.batch
-        return self.service.admission.count == batch.running == batch.waiting == 0
+        return len(self.chats.active) == self.batch.running == self.batch.waiting == 0
 
     def post(self, body, path="/v1/chat/completions", **options):
         body = {"content": body} if isinstance(body, (bytes, str)) else {"json": body}

@@ -72,12 +72,13 @@ def make_config(kind, vocab_size, ids, *, image_size=16, patch_size=4, scale_fac
 
 
 def write_folder(
-    folder, kind="SmolVLM", *, longest_edge=64, splitting=True, shard="5GB", dtype=torch.float32, added=ADDED, **sizes
-):
+    folder, kind="SmolVLM", *, longest_edge=64, splitting=True, shard="5GB", dtype=torch.float32, added=ADDED,
+    backend=None, **sizes
+):  # fmt: skip
     """Write a random model and its processor, all by transformers; returns both."""
     processing = pytest.importorskip("transformers.models.smolvlm.processing_smolvlm")
     processing.num2words = processing.num2words or str  # which it needs for videos only
-    backend = make_tokenizer(added)
+    backend = backend or make_tokenizer(added)
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token="<|im_start|>", eos_token="<end_of_utterance>", pad_token="<|im_end|>",
         padding_side="left", model_input_names=["input_ids", "attention_mask"],

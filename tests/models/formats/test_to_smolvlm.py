@@ -1,9 +1,12 @@
 """Conversion of configs and weights to transformers' SmolVLM."""
 
+import jinja2
 import pytest
 import torch
+from jinja2 import nodes
 
 from models.formats.to_smolvlm import (
+    CHAT_TEMPLATE,
     patches_keep_their_positions,
     smolvlm_config,
     smolvlm_tensors,
@@ -53,3 +56,9 @@ def test_folded_grids_match_transformers_code(grid):
         embeddings.position_embedding.weight.copy_(torch.arange(grid**2)[:, None])
         positions = embeddings(torch.zeros(1, 3, grid, grid), torch.ones(1, grid, grid, dtype=torch.bool)).flatten()
     assert (positions.tolist() == list(range(grid**2))) == patches_keep_their_positions(grid)
+
+
+def test_vllm_takes_the_contents_of_the_written_template_as_parts():
+    """Its detection, "openai" rather than "string", looks for a loop over message['content'] itself."""
+    loops = jinja2.Environment().parse(CHAT_TEMPLATE).find_all(nodes.For)
+    assert nodes.Getitem(nodes.Name("message", "load"), nodes.Const("content"), "load") in [one.iter for one in loops]

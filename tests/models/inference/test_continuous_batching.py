@@ -4,16 +4,16 @@ from random import Random
 
 import pytest
 import torch
-from models.inference.requests import PrefillError
 
 from models.decoding import GREEDY, SamplingParams, finish_reason
-from models.inference import continuous_batching, serving_caches
+from models.errors import is_out_of_memory
+from models.inference import caches, continuous_batching
+from models.inference.caches import TiledImage
 from models.inference.continuous_batching import ContinuousBatch
-from support.generation import only_row, prompt
+from models.inference.request import Request
+from support.generation import only_row, prompt, run
 
-few_seeds = pytest.mark.parametrize(
-    "seed", [*range(8), *(pytest.param(n, marks=pytest.mark.full) for n in range(8, 40))]
-)
+PROMPT = [4, 5, 6, 7, 8]
 SAMPLINGS = [
     GREEDY,
     SamplingParams(repetition_penalty=1.5),
@@ -23,244 +23,201 @@ SAMPLINGS = [
     SamplingParams(temperature=1.5, presence_penalty=2.0, seed=7),
     SamplingParams(repetition_detection=(1, 4, 2)),
 ]
+OUT_OF_MEMORY = [MemoryError(), torch.OutOfMemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")]
 
 
-def alone(model, ids, images=None, **options):
+def alone(model, ids, n=5, images=None, eos=None, sampling=GREEDY):
     """What the model generates for one prompt, up to and including the end token."""
-    output = model.generate(ids[None], images, **options)[0].tolist()
-    eos = options.get("eos_token_id")
+    ids = torch.tensor([ids])
+    output = model.generate(ids, images, max_new_tokens=n, sampling=sampling, eos_token_id=eos)[0].tolist()
     return output[: output.index(eos) + 1] if eos in output else output
 
 
-def answers(batch, generated=None):
-    """Step until no request waits or runs: each key's ids and finish reason, added to those of earlier steps."""
-    generated = {} if generated is None else generated
-    while batch.waiting or batch.running:
-        listen(batch, generated)
-    return generated
+def request(ids=PROMPT, n=5, **options):
+    return Request(ids, max_new_tokens=n, **options)
 
 
-def listen(batch, generated):
-    for output in batch.step():
-        ids, ended = generated.setdefault(output.key, ([], []))
-        assert not ended, "no token follows the end"
-        ids.append(output.token_id)
-        ended += [output.finished] * bool(output.finished)
+@pytest.fixture
+def refuse(tiny_model):
+    """A model, and a list of (condition, error): a decoder step of ids for which the condition is true raises it."""
+    model, rules = tiny_model(), []
+
+    def check(embed, inputs):
+        for condition, error in rules:
+            if condition(inputs[0]):
+                raise error
+
+    model.decoder.token_embedding.register_forward_pre_hook(check)  # for which the plain modules are used
+    return model, rules
 
 
-def random_arrivals(rng):
-
-    def row():
-        text = "".join(rng.choices("ttti", k=rng.randint(1, 10)))
-        return rng.randint(0, 12), text, rng.randint(1, 14), rng.choice(SAMPLINGS)
-
-    return sorted((row() for _ in range(rng.randint(1, 9))), key=lambda row: row[0])
-
-
-@few_seeds
-def test_each_request_generates_what_it_generates_alone(tiny_model, seed):
-    rng = Random(seed)
-    arrivals, rows, read = random_arrivals(rng), rng.randint(1, 4), rng.choice([1, 24, 2048])
-    eos, cancelled = rng.choice([None, rng.randint(4, 39)]), {rng.randint(0, 8): rng.randint(0, 14) for _ in range(2)}
-    model, generated, expected = tiny_model(), {}, {}
-    batch = ContinuousBatch(model, max_num_seqs=rows, eos_token_id=eos)
+@pytest.mark.parametrize("seed", [*range(8), *(pytest.param(n, marks=pytest.mark.full) for n in range(8, 40))])
+def test_each_request_generates_what_it_generates_alone(refuse, seed):
+    """Requests of all kinds come, go and are cancelled at any time, with any capacity, and memory runs out at times."""
+    (model, rules), rng = refuse, Random(seed)
+    rows, eos = rng.randint(1, 4), rng.choice([None, rng.randint(4, 39)])
+    arrivals, cancelled, expected = {}, {}, {}
+    for number in range(rng.randint(1, 9)):
+        row = only_row(prompt("".join(rng.choices("ttti", k=rng.randint(1, 10))), seed=number), 0)
+        ids, n, sampling = row["input_ids"][0].tolist(), rng.randint(1, 14), rng.choice(SAMPLINGS)
+        images = () if row["images"] is None else [TiledImage(row["images"])]
+        one = Request(ids, images, sampling, n)
+        expected[one] = alone(model, ids, n, row["images"], eos, sampling)
+        arrivals.setdefault(rng.randint(0, 12), []).append(one)
+        if rng.random() < 0.2:
+            cancelled.setdefault(rng.randint(0, 14), []).append(one)
+    full = rng.choice([0, 0.1, 0.4])
+    rules.append((lambda ids: len(ids) > 1 and rng.random() < full, MemoryError()))
+    batch, streamed = ContinuousBatch(model, max_num_seqs=rows, eos_token_id=eos), {one: [] for one in expected}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(continuous_batching, "MAX_PREFILL_TOKENS", read)
-        patch.setattr(serving_caches, "SLOT_CAPACITY_STEP", 4)
-        for step in range(15):
-            for key, (when, text, n, sampling) in enumerate(arrivals):
-                if when == step:
-                    row = only_row(prompt(text, seed=key), 0)
-                    row["input_ids"] = row["input_ids"][0]
-                    options = {"max_new_tokens": n, "sampling": sampling}
-                    batch.add(key, **row, **options)
-                    expected[key] = alone(model, row["input_ids"], row["images"], **options, eos_token_id=eos), sampling
-            for key, when in cancelled.items():
-                if when == step:
-                    batch.cancel(key)
+        patch.setattr(continuous_batching, "MAX_PREFILL_TOKENS", rng.choice([1, 24, 2048]))
+        patch.setattr(caches, "SLOT_CAPACITY_STEP", 4)
+        patch.setattr(caches, "MIN_PREFIX_TOKENS", rng.choice([1, 32]))
+        for step in range(400):
+            for one in arrivals.get(step, ()):
+                batch.add(one)
+            for one in cancelled.get(step, ()):
+                batch.cancel(one)
             assert batch.running <= rows
-            listen(batch, generated)
-        answers(batch, generated)
-    for key, (ids, sampling) in expected.items():
-        output, ended = generated.get(key, ([], []))
-        if key in cancelled and not ended:
-            assert output == ids[: len(output)]
+            for output in batch.step():
+                assert streamed[output.request][-1:] != ["ended"], "no token follows the end"
+                streamed[output.request] += [output.token_id] + ["ended"] * bool(output.finished)
+    assert batch.running == batch.waiting == 0
+    for one, ids in expected.items():
+        if one.finished == "cancelled":
+            assert streamed[one] == one.output == ids[: len(one.output)]
         else:
-            assert output == ids and ended == [finish_reason(ids, eos, sampling.repetition_detection)]
-            assert len(ids) <= arrivals[key][2]
-    assert set(generated) <= set(expected) and batch.running == batch.waiting == 0
+            assert one.output == ids and streamed[one] == [*ids, "ended"]
+            assert one.finished == finish_reason(ids, eos, one.sampling.repetition_detection)
 
 
-def test_a_freed_slot_is_taken_by_a_waiting_request(tiny_model):
-    batch = ContinuousBatch(tiny_model(), max_num_seqs=2)
-    batch.add("long", torch.arange(4, 9), max_new_tokens=30)
+def test_prompts_that_begin_alike_are_computed_once(tiny_model):
+    """n samples, or questions about one image: the image and the common tokens are read by the first."""
+    model, ids = tiny_model(lm_max_position_embeddings=256), [3] * 4 + [4 + i % 30 for i in range(50)]
+    image = TiledImage(torch.rand(1, 3, 16, 16))
+    expected = [alone(model, [*ids, *end], 5, image.tiles) for end in ([], [9], [8, 7])]
+    requests = [request([*ids, *end], images=[image]) for end in ([], [9], [8, 7], [])]
+    lengths = []
+    hook = model.decoder.blocks[0].register_forward_pre_hook(lambda module, args: lengths.append(args[0].shape[:2]))
+    batch = ContinuousBatch(model)
+    assert run(batch, *requests) == [*expected, expected[0]]
+    hook.remove()
+    assert [one.n_cached for one in requests] == [0, 54, 54, 53]
+    assert sum(rows * n for rows, n in lengths if n != 1) <= 54 + 2 * 2
+
+
+def test_a_freed_slot_is_taken_in_the_same_step(tiny_model):
+    batch, long = ContinuousBatch(tiny_model(), max_num_seqs=2), request(n=30)
+    batch.add(long)
     batch.step()
-    for key in range(4):
-        batch.add(key, torch.arange(5, 9), max_new_tokens=1)
-    for key in range(4):
-        assert (batch.waiting, batch.running) == (4 - key, 1)
-        assert [output.key for output in batch.step()] == [key, "long"], "no step of the long answer is missed"
+    short = [request(n=1) for _ in range(4)]
+    for one in short:
+        batch.add(one)
+    for number, one in enumerate(short):
+        assert (batch.waiting, batch.running) == (4 - number, 1)
+        assert [output.request for output in batch.step()] == [long, one], "no step of the long answer is missed"
 
 
 def test_a_cancelled_request_frees_its_slot(tiny_model):
-    batch = ContinuousBatch(tiny_model(), max_num_seqs=2)
-    for key in "abcd":
-        batch.add(key, torch.arange(4, 9), max_new_tokens=20)
+    batch, (a, b, c, d) = ContinuousBatch(tiny_model(), max_num_seqs=2), (request(n=20) for _ in range(4))
+    for one in (a, b, c, d):
+        batch.add(one)
     batch.step()
-    batch.cancel("a"), batch.cancel("c"), batch.cancel("nobody")
-    assert (batch.waiting, batch.running) == (1, 1)
-    assert {output.key for output in batch.step()} == {"b", "d"}
-    batch.add("a", torch.arange(4, 9), max_new_tokens=2)
-    assert len(answers(batch)["a"][0]) == 2
+    for one in (a, c, request()):
+        batch.cancel(one)
+    assert (batch.waiting, batch.running, a.finished, c.finished) == (1, 1, "cancelled", "cancelled")
+    assert {output.request for output in batch.step()} == {b, d}
 
 
 @pytest.mark.parametrize(
-    ("arguments", "n", "words"),
+    ("arguments", "words"),
     [
-        (("a", torch.arange(4, 9)), 9, "'a' is the key of a request"),
-        (("b", torch.full((60,), 4)), 6, "exceed lm_max_position_embeddings=64"),
-        (("b", torch.arange(4, 9)), 0, "max_new_tokens=0 is less than 1"),
-        (("b", torch.arange(4, 9)[None]), 9, r"not \(1, 5\)"),
-        (("b", torch.arange(4, 9), torch.rand(1, 3, 16, 16)), 9, "holds 0 image tokens, but the images give 4"),
-        (("b", torch.full((4,), 3)), 9, "holds 4 image tokens, but the images give 0"),
-        (("b", torch.full((4,), 3), torch.zeros(1, 3, 16, 16).byte()), 9, "images are of torch.uint8, not floats"),
+        (([4] * 60, (), GREEDY, 6), "exceed lm_max_position_embeddings=64"),
+        ((PROMPT, (), GREEDY, 0), "max_new_tokens=0 and 5 ids: each is at least 1"),
+        (([],), "0 ids: each is at least 1"),
+        ((PROMPT, [TiledImage(torch.rand(1, 3, 16, 16))], GREEDY, 9), "holds 0 image tokens, but the images give 4"),
+        (([3] * 4, (), GREEDY, 9), "holds 4 image tokens, but the images give 0"),
+        (([3] * 4, [TiledImage(torch.zeros(1, 3, 16, 16).byte())], GREEDY, 9), "images are of torch.uint8, not floats"),
     ],
 )
-def test_impossible_requests_are_refused_when_added(tiny_model, arguments, n, words):
-    batch = ContinuousBatch(tiny_model(), max_num_seqs=2)
-    batch.add("a", torch.arange(4, 9), max_new_tokens=9)
+def test_impossible_requests_are_refused_when_added(tiny_model, arguments, words):
+    batch, first = ContinuousBatch(tiny_model(), max_num_seqs=2), request()
+    batch.add(first)
     with pytest.raises(ValueError, match=words):
-        batch.add(*arguments, max_new_tokens=n)
+        batch.add(Request(*arguments))
+    with pytest.raises(ValueError, match="used once"):
+        batch.add(first)
     assert (batch.waiting, batch.running) == (1, 0)
-
-
-def test_a_batch_has_at_least_one_slot(tiny_model):
     with pytest.raises(ValueError, match="max_num_seqs=0 is less than 1"):
-        ContinuousBatch(tiny_model(), max_num_seqs=0)
+        ContinuousBatch(batch.model, max_num_seqs=0)
 
 
-@pytest.mark.parametrize("full", [False, True])
-def test_a_prompt_that_cannot_be_prefilled_fails_alone(tiny_model, full):
-    """Unknown ids, images of another size, and a lack of memory fail the one prompt that has them."""
-
-    def refuse(embed, inputs):
-        if inputs[0].numel() > 8 and inputs[0].max() == 12:
-            raise MemoryError
-
-    model, ids = tiny_model(), torch.arange(4, 9)
-    expected = alone(model, ids, max_new_tokens=5)
-    if full:  # which takes the plain modules
-        model.decoder.token_embedding.register_forward_pre_hook(refuse)
-    batch, generated, unread = ContinuousBatch(model, max_num_seqs=4), {}, []
-    images = {"image": torch.rand(1, 3, 20, 20)}
-    prompts = {"a": ids, "unknown": ids + 40, "image": torch.full((4,), 3), "large": torch.arange(4, 13), "b": ids}
-    for key, prompt_ids in prompts.items():
-        batch.add(key, prompt_ids, images.get(key), max_new_tokens=5)
-    while batch.waiting or batch.running:
-        try:
-            listen(batch, generated)
-        except PrefillError as error:
-            unread.append(error.key)
-    assert sorted(unread) == ["image", *["large"] * full, "unknown"]
-    assert generated["a"][0] == generated["b"][0] == expected
-
-
-def test_a_slots_old_contents_reach_no_other_request(tiny_model):
-    """Not even infinity, which a mask would turn into NaN."""
-    model, ids = tiny_model(), torch.arange(4, 9)
-    batch = ContinuousBatch(model, max_num_seqs=2)
-    batch.add("long", torch.arange(4, 20), max_new_tokens=20)
-    batch.add("a", torch.arange(4, 20), max_new_tokens=2)
-    batch.step()
-    with torch.inference_mode():
-        batch._cache.data[:, :, 1] = float("inf")
-    batch.cancel("a")
-    batch.add("b", ids, max_new_tokens=5)
-    assert answers(batch)["b"][0] == alone(model, ids, max_new_tokens=5)
-
-
-def fail_on(model, token_id, error):
-    """Make every decode step raise error whose batch holds a token of this id."""
-    embedding = model.decoder.token_embedding.weight[token_id]
-
-    def check(embed, inputs, output):
-        if inputs[0].size(1) == 1 and (output == embedding).all(-1).any():
-            raise error
-
-    model.decoder.token_embedding.register_forward_hook(check)
+def test_a_prompt_that_cannot_be_prefilled_fails_alone(tiny_model):
+    """Unknown ids, and an image of another size."""
+    model = tiny_model()
+    bad = request([44, 45, 46, 47]), request([3] * 4, images=[TiledImage(torch.rand(1, 3, 20, 20))])
+    good = request(), request()
+    assert run(ContinuousBatch(model), good[0], *bad, good[1]) == [expected := alone(model, PROMPT), [], [], expected]
+    assert all(one.finished == "error" and one.error is not None for one in bad)
 
 
 @pytest.mark.parametrize("n_others", [0, 1, 4])
-def test_a_sequence_that_cannot_be_decoded_ends_alone(tiny_model, n_others):
-    model = tiny_model()
-    prompts = [torch.arange(4 + i, 12 + i) for i in range(n_others + 1)]
-    expected = [alone(model, ids, max_new_tokens=6) for ids in prompts]
+def test_a_request_that_cannot_be_decoded_ends_alone(refuse, n_others):
+    (model, rules), requests = refuse, [request([*range(4 + i, 12 + i)], 6) for i in range(n_others + 1)]
+    expected = [alone(model, one.ids, 6) for one in requests]
     bad = n_others // 2
-    poison = next(
-        i for i, id in enumerate(expected[bad][:5]) if not any(id in e for k, e in enumerate(expected) if k != bad)
-    )
-    batch, error = ContinuousBatch(model, max_num_seqs=8), KeyError("no such kernel")
-    fail_on(model, expected[bad][poison], error)
-    for key, ids in enumerate(prompts):
-        batch.add(key, ids, max_new_tokens=6)
-    generated = answers(batch)
-    assert generated.pop(bad) == ([*expected[bad][: poison + 1], -1], ["error"])
-    assert {key: ids for key, (ids, _) in generated.items()} == {k: e for k, e in enumerate(expected) if k != bad}
+    others = {id for number, ids in enumerate(expected) if number != bad for id in ids}
+    poison = next(i for i, id in enumerate(expected[bad][:5]) if id not in others)
+    error = KeyError("no such kernel")
+    rules.append((lambda ids: ids.size(1) == 1 and (ids == expected[bad][poison]).any(), error))
+    outputs = run(ContinuousBatch(model, max_num_seqs=8), *requests)
+    assert requests[bad].error is error and outputs[bad] == expected[bad][: poison + 1]
+    assert [o for i, o in enumerate(outputs) if i != bad] == [e for i, e in enumerate(expected) if i != bad]
 
 
-def test_a_sampling_that_fails_ends_its_sequence_alone(tiny_model):
-    def fail(generated, logits):
-        raise ZeroDivisionError
-
-    model, ids = tiny_model(), torch.arange(4, 9)
-    batch = ContinuousBatch(model, max_num_seqs=4)
-    for key, processor in {"a": None, "broken": fail, "b": None}.items():
-        batch.add(key, ids, max_new_tokens=5, logits_processor=processor)
-    outputs = batch.step()
-    assert [(output.key, type(output.error)) for output in outputs if output.error] == [("broken", ZeroDivisionError)]
-    assert answers(batch).keys() == {"a", "b"}
+@pytest.mark.parametrize("error", OUT_OF_MEMORY)
+def test_a_step_without_memory_loses_no_token_and_no_request(refuse, error):
+    """The last one to join waits until another has ended, and is then computed again."""
+    (model, rules), requests = refuse, [request(n=n) for n in (5, 9, 9)]
+    expected = [alone(model, PROMPT, n) for n in (5, 9, 9)]
+    rules.append((lambda ids: len(ids) > 2, error))
+    batch = ContinuousBatch(model)
+    assert run(batch, *requests) == expected
+    assert max(i for i, one in enumerate(requests) if one.finished == "length") == 2
 
 
-@pytest.mark.parametrize(
-    "error", [MemoryError(), torch.OutOfMemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")]
-)
-def test_a_step_without_memory_loses_no_token(tiny_model, error):
-    model, ids = tiny_model(), torch.arange(4, 9)
-    expected, full = alone(model, ids, max_new_tokens=5), []
-
-    def refuse(embed, inputs):
-        if full and inputs[0].shape == (3, 1):
-            raise error
-
-    model.decoder.token_embedding.register_forward_pre_hook(refuse)
-    batch, generated = ContinuousBatch(model, max_num_seqs=4), {}
-    for key in "ab":
-        batch.add(key, ids, max_new_tokens=5)
-    listen(batch, generated)
-    full.append(True)
-    batch.add("c", ids, max_new_tokens=5)
-    with pytest.raises(type(error)):
-        listen(batch, generated)
-    batch.cancel("b")
-    assert {key: ids for key, (ids, _) in answers(batch, generated).items()} == {
-        "a": expected, "b": expected[:2], "c": expected,
-    }  # fmt: skip
+@pytest.mark.parametrize("error", OUT_OF_MEMORY)
+@pytest.mark.parametrize("what", ["prompt", "token"])
+def test_a_request_too_large_for_the_memory_fails_when_it_is_alone(refuse, error, what):
+    (model, rules), small, large = refuse, request(), request([*range(4, 30)])
+    expected = alone(model, PROMPT)
+    rules.append((lambda ids: ids.size(1) > 8 if what == "prompt" else 38 in ids, error))
+    if what == "token":
+        large = request(n=9, grammar=lambda ids, logits: torch.nn.functional.one_hot(torch.tensor([38]), 40).float())
+    assert run(ContinuousBatch(model), large, small)[1] == expected
+    assert is_out_of_memory(large.error) and len(large.output) == (what == "token")
 
 
-def test_logits_processor_sees_its_own_output_and_decides(tiny_model):
+def test_a_grammar_sees_its_own_output_and_decides_and_its_failure_is_its_own(tiny_model):
     model, seen = tiny_model(), []
 
     def only_even_ids(generated, logits):
         seen.append(list(generated))
-        assert logits.shape == (1, model.cfg.lm_vocab_size)
-        odd = torch.arange(logits.size(-1)) % 2 == 1
-        return logits.masked_fill(odd, float("-inf"))
+        return logits.masked_fill(torch.arange(logits.size(-1)) % 2 == 1, float("-inf"))
 
-    batch = ContinuousBatch(model, max_num_seqs=2)
-    batch.add("even", torch.arange(4, 9), max_new_tokens=8, logits_processor=only_even_ids)
-    batch.add("any", torch.arange(4, 9), max_new_tokens=8)
-    generated = answers(batch)
-    assert generated["any"][0] == alone(model, torch.arange(4, 9), max_new_tokens=8)
-    even = generated["even"][0]
-    assert all(token_id % 2 == 0 for token_id in even) and even != generated["any"][0]
-    assert seen == [even[:n] for n in range(8)]
+    even, any_id, broken = request(n=8, grammar=only_even_ids), request(n=8), request(grammar=lambda ids, logits: 1 / 0)
+    run(ContinuousBatch(model), even, any_id, broken)
+    assert any_id.output == alone(model, PROMPT, 8) != even.output and isinstance(broken.error, ZeroDivisionError)
+    assert all(token_id % 2 == 0 for token_id in even.output) and seen == [even.output[:n] for n in range(8)]
+
+
+def test_a_slots_old_contents_reach_no_other_request(tiny_model):
+    """Not even infinity, which a mask would turn into NaN."""
+    batch = ContinuousBatch(model := tiny_model(), max_num_seqs=2)
+    batch.add(request([*range(4, 20)], 20))
+    batch.add(other := request([*range(4, 20)], 2))
+    batch.step()
+    with torch.inference_mode():
+        batch._cache.data[:, :, 1] = float("inf")
+    batch.cancel(other)
+    assert run(batch, request()) == [alone(model, PROMPT)]

@@ -14,7 +14,8 @@ from models.inference.inference_model import InferenceModel, PlainNetwork
 from models.inference.kernel_network import KernelNetwork
 from models.inference.kernels.load import WITHOUT_BF16_DOT
 from models.inference.quantization import QuantizedLinear
-from models.lora import adapt, adapters, read_adapters, write_adapters
+from models.lora import adapt, adapters
+from models.lora.files import read_adapters, write_adapters
 from models.vision_language_model import VisionLanguageModel
 from support.generation import IDS, IMAGES, logits_of, only_row, prompt
 from support.kernels import LEVELS

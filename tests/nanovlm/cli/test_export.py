@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from models.checkpoint import save_checkpoint
-from models.lora import read_adapters
+from models.lora.files import read_adapters
 from nanovlm import EMBEDDED, PROMPT, SAMPLE, Captioner
 from nanovlm.cli import main as cli
 from nanovlm.processing.image_loading import load_image

@@ -13,7 +13,8 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from models.inference.quantization import QuantizedLinear
-from models.lora import adapt, write_adapters
+from models.lora import adapt
+from models.lora.files import write_adapters
 from nanovlm import EMBEDDED, SAMPLE, Captioner
 from nanovlm.cli import main as cli
 from nanovlm.cli.caption import GENERATION_FLAGS, MODEL_FLAGS

@@ -4,14 +4,11 @@ import argparse
 import sys
 
 import pytest
-import torch
 
-from models.lora import adapt, adapters, write_adapters
-from nanovlm import EMBEDDED, SAMPLE, Captioner
+from nanovlm import EMBEDDED
 from nanovlm.cli import main as cli
-from nanovlm.cli.serve import add_flags, make_service, model_name, server_options
-from nanovlm.options import ModelOptions
-from nanovlm.serving.options import Limits, ServerOptions
+from nanovlm.cli.serve import add_flags, model_name, serve_options
+from nanovlm.serving.options import ServeOptions
 
 
 def run_serve(*argv):
@@ -25,7 +22,7 @@ def run_serve(*argv):
 def parse(*argv):
     parser = argparse.ArgumentParser()
     add_flags(parser)
-    return server_options(parser.parse_args(argv))
+    return serve_options(parser.parse_args(argv))
 
 
 @pytest.mark.parametrize(
@@ -52,18 +49,18 @@ def test_wrong_use_is_one_line(argv, message, capsys, monkeypatch):
 
 def test_defaults_of_the_flags_are_those_of_the_options(monkeypatch):
     monkeypatch.delenv("NANOVLM_API_KEY", raising=False)
-    assert parse() == ServerOptions()
+    assert parse() == ServeOptions()
 
 
 def test_flags_become_options(monkeypatch):
     monkeypatch.setenv("NANOVLM_API_KEY", "secret")
     options = parse("--max-num-seqs", "3", "--max-pending", "0", "--allow-host", "a", "--allow-host", "b")
-    assert options.limits == Limits(max_num_seqs=3, max_pending=0)
+    assert (options.max_num_seqs, options.max_pending) == (3, 0)
     assert (options.allow_host, options.api_key) == (["a", "b"], "secret")
     assert parse("--api-key", "other").api_key == "other"
     options = parse("--allow-origin", "http://a:3000", "--allow-origin", "*", "--image-cache", "0")
     assert options.allow_origin == ["http://a:3000", "*"]
-    assert options.limits == Limits(image_cache=0)
+    assert options.image_cache == 0
 
 
 def test_folder_names_the_model_by_whatever_path(tmp_path, monkeypatch):
@@ -80,17 +77,3 @@ def test_missing_extra_is_named(capsys, monkeypatch):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     assert run_serve() == 2 and "pip install 'nanovlm[serve]'" in capsys.readouterr().err
-
-
-def test_an_adapter_is_merged_and_names_the_model(tmp_path):
-    captioner = Captioner.from_pretrained(dtype="float32")
-    adapt(captioner.model, 4, 8.0)
-    for module in adapters(captioner.model).values():
-        torch.nn.init.normal_(module.lora_B.weight, std=0.5)
-    (tmp_path / "birds").mkdir()
-    write_adapters(tmp_path / "birds", captioner.model)
-    options = ModelOptions(adapter=tmp_path / "birds", device="cpu", dtype="float32")
-    service = make_service(options, ServerOptions())
-    assert service.name == "birds"
-    assert service.captioner.caption(SAMPLE, max_new_tokens=9) == captioner.caption(SAMPLE, max_new_tokens=9)
-    service.close()

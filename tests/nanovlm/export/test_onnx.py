@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 
-from nanovlm import EMBEDDED, PROMPT, SAMPLE, Captioner
+from nanovlm import EMBEDDED, SAMPLE, Captioner
 from nanovlm.cli import main as cli
 from nanovlm.errors import InputError, MissingExtraError
 from nanovlm.export.onnx import check_onnx_extra, export_onnx
@@ -33,7 +33,7 @@ def test_the_processor_of_the_folder_fits_the_graphs(onnx_folder, embedded):
     pixels = {"pixel_values": inputs["pixel_values"], "pixel_attention_mask": inputs["pixel_attention_mask"] == 1}
     features = exported(onnx_folder, embedded).graphs["vision_encoder"](pixels)[0]
     model = embedded.model
-    expected = model.MP(model.vision_encoder(embedded.processor([images], [PROMPT])["images"])).detach().numpy()
+    expected = model.MP(model.vision_encoder(embedded.prepare(images)[1][0])).detach().numpy()
     assert np.abs(features - expected).max() < 0.05 * np.abs(expected).max()  # both resize 8-bit images
     halved = pixels | {"pixel_values": inputs["pixel_values"] / 2}
     wrong = exported(onnx_folder, embedded).graphs["vision_encoder"](halved)

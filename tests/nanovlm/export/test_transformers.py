@@ -14,6 +14,7 @@ from nanovlm import PROMPT, SAMPLE
 from nanovlm.export.transformers import chat_template, export_smolvlm
 from nanovlm.synthetic import draw, random_scene
 from support import Package
+from support.generation import inputs_of
 from support.smolvlm import assert_same_logits
 
 pytest.importorskip("num2words")  # without which SmolVLM's processor will not load
@@ -47,7 +48,7 @@ def test_transformers_loads_every_tensor_and_no_other(folder, embedded):
 
 
 def test_exported_embedded_model_gives_the_same_caption(folder, theirs, embedded):
-    inputs = embedded.processor([[sample_image()]], [PROMPT])
+    inputs = inputs_of(embedded, [sample_image()], PROMPT)
     assert_same_logits(embedded.model, theirs, inputs["input_ids"], inputs["images"])
     processor = transformers.AutoProcessor.from_pretrained(folder)
     text = processor.apply_chat_template([{"role": "user", "content": PARTS}], add_generation_prompt=True)
@@ -63,7 +64,7 @@ def test_transformers_processor_matches_ours(folder, embedded, n_images):
     processor = transformers.AutoProcessor.from_pretrained(folder)
     text = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
     theirs = processor(text=text, images=images or None, return_tensors="pt")
-    ours = embedded.processor([images], ["What is on the left?"])
+    ours = inputs_of(embedded, images, "What is on the left?")
     assert torch.equal(theirs["input_ids"], ours["input_ids"])
     if images:  # both resize 8-bit images, and may round a value to either side
         assert ((theirs["pixel_values"][0] + 1) / 2 - ours["images"]).abs().max() <= 1.01 / 255
@@ -71,7 +72,7 @@ def test_transformers_processor_matches_ours(folder, embedded, n_images):
 
 def test_black_image_is_not_taken_for_padding(theirs, embedded):
     """With pixels in [0, 1] it would be all 0, which they take for padding."""
-    inputs = embedded.processor([[Image.new("RGB", (96, 96))]], [PROMPT])
+    inputs = inputs_of(embedded, [Image.new("RGB", (96, 96))], PROMPT)
     assert inputs["images"].abs().max() == 0
     assert_same_logits(embedded.model, theirs, inputs["input_ids"], inputs["images"])
 

@@ -1,9 +1,8 @@
-"""Processor: numbers of tiles, and shared prefixes. test_formats.py has the layouts of prompts."""
+"""Processor: numbers of tiles. test_formats.py has the layouts of prompts."""
 
 from dataclasses import replace
 
 import pytest
-import torch
 from PIL import Image
 
 from models.config import extra_tokens
@@ -24,26 +23,23 @@ def processor(tiled):
 
 def encode_one(processor, sizes, prompt="Hi?"):
     """The ids of one row, and its number of tiles."""
-    inputs = processor([[noise_image(*size, seed) for seed, size in enumerate(sizes)]], [prompt])
-    assert inputs["attention_mask"].eq(1).all() and len(inputs["input_ids"]) == 1
-    return inputs["input_ids"][0].tolist(), 0 if inputs["images"] is None else len(inputs["images"])
+    ids, tiles = processor.encode([noise_image(*size, seed) for seed, size in enumerate(sizes)], prompt)
+    return ids, sum(map(len, tiles))
 
 
 def test_missing_tile_token_is_named(processor):
     narrow = Processor(replace(processor.cfg, vlm_extra_tokens=extra_tokens(2)), processor.tokenizer)
-    narrow([[noise_image(*WIDE)]], ["?"])
+    narrow.encode([noise_image(*WIDE)], "?")
     with pytest.raises(ValueError, match="3 x 2 tiles, but vlm_extra_tokens has no r3c2"):
-        narrow([[noise_image(*TALL)]], ["?"])
+        narrow.encode([noise_image(*TALL)], "?")
 
 
 def test_wrong_use_is_an_error(processor):
-    with pytest.raises(InputError, match="2 rows of images, but 1 prompts"):
-        processor([[], []], ["?"])
     with pytest.raises(InputError, match="max_tiles=0 is less than 1"):
         Processor(processor.cfg, processor.tokenizer, max_tiles=0)
     for prompt in ([{"role": "user", "content": "?"}], None):
         with pytest.raises(InputError, match=f"^a prompt is one string, not {type(prompt).__name__}; .*$"):
-            processor([[]], [prompt])
+            processor.encode([], prompt)
 
 
 def test_single_tile_model_resizes_any_image_to_one_tile(model_and_processor):
@@ -79,20 +75,6 @@ def test_small_images_are_enlarged_to_the_largest_side_if_the_config_says_so(pro
     assert tile_count_and_grid(processor, SQUARE) == (1, (1, 1))
     assert tile_count_and_grid(Processor(cfg, processor.tokenizer), SQUARE) == (17, (4, 4))
     assert tile_count_and_grid(Processor(cfg, processor.tokenizer, max_tiles=6), SQUARE) == (5, (2, 2))
-
-
-def test_questions_share_their_common_prefix(processor):
-    images, texts = [noise_image(*TALL, 1), noise_image(*SQUARE, 2)], ["Which?", "Where is it? " * 3, "Which one?"]
-    batch = processor.encode_questions(images, texts)
-    shared, mask = batch["shared_prefix_length"], batch["attention_mask"]
-    assert len(batch["images"]) == 8 and mask[:, :shared].all() and mask[:, -1].all()
-    for row, text in enumerate(texts):
-        alone = processor([images], [text])
-        assert torch.equal(batch["input_ids"][row][mask[row] == 1], alone["input_ids"][0])
-        assert torch.equal(batch["images"], alone["images"])
-    head = batch["input_ids"][0, :shared]
-    assert (batch["input_ids"][:, :shared] == head).all() and head.eq(IMAGE).sum() == 8 * 4
-    assert len(set(batch["input_ids"][:, shared].tolist())) > 1, "the next ids differ, or are padding"
 
 
 @pytest.mark.parametrize("max_tiles", [None, 1, 4, 7])

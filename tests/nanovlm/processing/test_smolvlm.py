@@ -3,6 +3,7 @@
 import json
 import random
 import shutil
+from functools import partial
 
 import pytest
 import tokenizers
@@ -14,10 +15,11 @@ from nanovlm.captioner import Captioner
 from nanovlm.cli.main import main
 from nanovlm.data.examples import Example, collate, encode
 from nanovlm.errors import CheckpointError
-from nanovlm.serving.chat_format import parse_messages
-from nanovlm.serving.protocol import ChatCompletionRequest
+from nanovlm.serving.chat_inputs import read_chat
+from nanovlm.serving.openai_api import ChatRequest
 from support import Package, noise_image
-from support.smolvlm import ADDED, TEMPLATE, make_tokenizer, their_inputs, write_folder
+from support.generation import inputs_of
+from support.smolvlm import ADDED, SPECIAL, TEMPLATE, make_tokenizer, their_inputs, write_folder
 
 transformers = Package("transformers")
 pytestmark = pytest.mark.full
@@ -106,12 +108,12 @@ def test_greedy_ids_match_cached_uncached_and_batched(variant, ours):
     ends = ours.tokenizer.eos_token_ids
     for cached in (True, False):
         for (row, text), ids in zip(rows, expected):
-            inputs = ours.processor([row], [text])
+            inputs = inputs_of(ours, row, text)
             generated = ours.model.generate(**inputs, max_new_tokens=12, eos_token_id=ends, use_kv_cache=cached)
             assert generated[0].tolist() == ids
-    batch = ours.inference.generate(**ours.processor(images, texts), max_new_tokens=12, eos_token_id=ends)
-    for row, ids in zip(batch.tolist(), expected):
-        assert row[: len(ids)] == ids and set(row[len(ids) :]) <= {ours.tokenizer.eos_token_id}
+    requests = [ours.request(row, text, max_new_tokens=12) for row, text in rows]
+    for request, ids in zip(ours.run(requests), expected):
+        assert request.output == ids
 
 
 def test_saved_models_are_what_transformers_reads(variant, ours, tmp_path):
@@ -222,7 +224,7 @@ def test_models_are_trained_in_smolvlms_layout_and_transformers_reads_them(
     processor = transformers.AutoProcessor.from_pretrained(out, use_fast=False)
     processor.image_processor = transformers.SmolVLMImageProcessorPil.from_pretrained(out)
     inputs = their_inputs(processor, [noise_image(70, 40)], ["What is this?"])
-    mine = ours.processor([[noise_image(70, 40)]], ["What is this?"])
+    mine = inputs_of(ours, [noise_image(70, 40)], "What is this?")
     assert inputs["input_ids"].tolist() == mine["input_ids"].tolist()
     assert (inputs["pixel_values"][0] - mine["images"]).abs().max() <= 1e-5
     expected = their_answers(theirs, processor, inputs, 6)[0]
@@ -274,9 +276,9 @@ def test_messages_keep_their_roles_and_order(folders):
     url = {"type": "image_url", "image_url": {"url": "data:,"}}
     sent = [{"role": role.replace("system", "developer"), "content": content(parts, url)} for role, parts in turns]
     sent[0]["content"], sent[-1]["content"] = "Be brief.", "Go on."
-    messages = ChatCompletionRequest.model_validate({"messages": sent}).messages
-    chat = parse_messages(messages, images_in_turns=ours.layout.images_in_turns)
-    assert len(chat.image_urls) == 3 and not chat.answer
+    messages = ChatRequest.model_validate({"messages": sent}).messages
+    chat = read_chat(messages, images_in_turns=ours.layout.images_in_turns)
+    assert len(chat.images) == 3
     ids = ours.encode_turns([ours.preprocess(image)[1] for image in images], chat.turns)
     asked = [{"role": role, "content": content(parts, {"type": "image"})} for role, parts in turns]
     prompt = theirs.apply_chat_template(asked, add_generation_prompt=True)
@@ -340,10 +342,63 @@ def test_a_prompt_begins_as_the_post_processor_says(tmp_path, writes_bos):
         Captioner.from_pretrained(tmp_path / "model").processor.encode_prompt([], "What?")
 
 
-def test_the_markup_of_documents_is_kept(tmp_path):
-    """SmolDocling's tags are special tokens of its vocabulary."""
-    write_folder(tmp_path / "model", "Idefics3", added=[*ADDED, "<doctag>", "</doctag>", "<loc_5>"])
-    tokenizer = Captioner.from_pretrained(tmp_path / "model").tokenizer
+def metaspace(scheme):
+    """A tokenizer of Llama's kind: a ▁ for each space, and before a text or before each piece of it."""
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<|endoftext|>"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    backend.decoder = tokenizers.decoders.Metaspace(prepend_scheme=scheme)
+    letters = [*map(chr, range(33, 127)), "\n", "▁"]
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=200, special_tokens=SPECIAL, initial_alphabet=letters, show_progress=False
+    )
+    backend.train_from_iterator(["What is in this picture? Assistant: User:"], trainer)
+    backend.add_special_tokens(ADDED)
+    return backend
+
+
+def stripping(**sides):
+    """SmolVLM's tokenizer, whose special tokens swallow the spaces beside them, as those of Phi-4 do."""
+    backend = make_tokenizer(added=[])
+    backend.add_special_tokens([tokenizers.AddedToken(token, normalized=False, **sides) for token in ADDED])
+    return backend
+
+
+TOKENIZERS = {
+    "rstrip": lambda: stripping(rstrip=True),
+    "lstrip": lambda: stripping(lstrip=True),
+    "both": lambda: stripping(lstrip=True, rstrip=True),
+    **{f"Metaspace {scheme}": partial(metaspace, scheme) for scheme in ("first", "always", "never")},
+}
+
+
+@pytest.mark.parametrize("make", TOKENIZERS.values(), ids=TOKENIZERS)
+def test_prompts_of_other_tokenizers_have_transformers_ids(tmp_path, make):
+    _, processor = write_folder(tmp_path, backend=make())
+    ours, image = Captioner.from_pretrained(tmp_path).processor, noise_image(70, 40)
+    (grid,) = ours.preprocess_all([image])[1]
+    for turns in (["What is this?"], ["  What\n", "Two  dogs. ", " And there? "]):
+        expected = their_inputs(processor, [image], turns)["input_ids"][0].tolist()
+        history = [tuple(turns[:2])] if len(turns) > 1 else []
+        assert ours.encode_prompt([grid], turns[-1], history) == expected
+        typed = ours.encode_prompt([grid], turns[-1] + "<end_of_utterance><image>", history)
+        special = {*map(ours.tokenizer.special_id, ADDED)}
+        assert [id for id in typed if id in special] == [id for id in expected if id in special]
+
+
+def test_the_markup_of_documents_is_kept_and_may_be_typed(tmp_path):
+    """SmolDocling's tags are special tokens of its vocabulary, and its card's prompts hold them."""
+    added = [*ADDED, "<doctag>", "</doctag>", "<loc_5>", "<chart>", "<|end_of_text|>"]
+    _, processor = write_folder(tmp_path / "model", "Idefics3", added=added)
+    ours, image = Captioner.from_pretrained(tmp_path / "model").processor, noise_image(70, 40)
+    tokenizer = ours.tokenizer
     begin, location, end = map(tokenizer.special_id, ("<doctag>", "<loc_5>", "</doctag>"))
     ids = [begin, location, *tokenizer.encode("Hi"), end]
     assert tokenizer.decode(ids) == "".join(tokenizer.stream(ids)) == "<doctag><loc_5>Hi</doctag>"
+    answer = [*tokenizer.encode(tokenizer.answer_prefix), *ids, tokenizer.eos_token_id]
+    assert tokenizer.encode_answer("<doctag><loc_5>Hi</doctag>") == answer
+    question, (grid,) = "Convert <chart> at <loc_5> to <doctag>.", ours.preprocess_all([image])[1]
+    expected = their_inputs(processor, [image], [question])["input_ids"][0].tolist()
+    assert ours.encode_prompt([grid], question) == expected and location in expected
+    for markup in ("<image>", "<end_of_utterance>", "<|im_start|>", "<row_1_col_1>", "<|end_of_text|>"):
+        typed, plain = (ours.encode_prompt([grid], question + text) for text in (markup, "?"))
+        assert typed.count(tokenizer.special_id(markup)) == plain.count(tokenizer.special_id(markup))

@@ -6,7 +6,6 @@ import json
 import pytest
 
 from nanovlm import SAMPLE
-from nanovlm.serving.options import ServerOptions
 from support.serving import QUESTIONS, SAMPLE_URL, RunningServer, answer_of, http, user_message
 
 pytestmark = pytest.mark.full
@@ -58,7 +57,7 @@ def test_llm(served, embedded, tmp_path, monkeypatch):
 def test_open_webui(embedded):
     """The list of models, a streamed chat, and the title and tags that it asks for in the background."""
     front_end = {"origin": "http://localhost:3000"}  # "direct connections" come from the browser
-    with RunningServer(embedded, options=ServerOptions(allow_origin=("http://localhost:3000",))) as server:
+    with RunningServer(embedded, allow_origin=("http://localhost:3000",)) as server:
         models = http.get(f"{server.url}/v1/models", headers=front_end | {"authorization": "Bearer none"}).json()
         model = models["data"][0]["id"]
         chat = {"stream": True, "model": model, "messages": user_message(QUESTIONS[0], SAMPLE_URL)}
@@ -72,19 +71,24 @@ def test_open_webui(embedded):
         assert server.post(task).status_code == 200, "the context has no room for 1,000 tokens more"
 
 
-def test_sillytavern(served):
-    """A card's greeting, a system message at the end, and many samplers."""
-    image = {"type": "image_url", "image_url": {"url": SAMPLE_URL, "detail": "low"}}
-    messages = [
-        {"role": "system", "content": "Write the Guide's next reply in a chat between the Guide and You."},
-        {"role": "system", "content": "[Start a new Chat]"},
-        {"role": "assistant", "content": "Welcome to the gallery."},
-        {"role": "user", "content": [{"type": "text", "text": QUESTIONS[0]}, image]},
-        {"role": "system", "content": "Stay in character."},
-    ]
-    body = {"messages": messages, "model": "gpt-4-turbo", "max_tokens": 5000, "stream": False, "stop": ["\nYou:"]}
-    body |= {"temperature": 1, "presence_penalty": 0.3, "frequency_penalty": 0.2, "top_p": 0.9, "top_k": 0, "min_p": 0}
-    body |= {"repetition_penalty": 1, "seed": 7, "logit_bias": {}, "user_name": "You", "char_name": "the Guide"}
-    body |= {"n": 1, "type": "quiet", "chat_completion_source": "custom"}
-    reply = served.post(body, "/v1/chat/completions")
-    assert reply.status_code == 200 and answer_of(reply)
+def test_webcam_page(embedded):
+    """ngxson's smolvlm-realtime-webcam, opened as a file: a frame and its instruction, twice a second."""
+    body = {"max_tokens": 100, "messages": [{"role": "user", "content": [
+        {"type": "text", "text": QUESTIONS[0]}, {"type": "image_url", "image_url": {"url": SAMPLE_URL}},
+    ]}]}  # fmt: skip
+    with RunningServer(embedded, allow_origin=("null",)) as server:
+        reply = server.post(body, headers={"origin": "null"})
+        assert reply.headers["access-control-allow-origin"] == "null" and answer_of(reply) == embedded.caption(SAMPLE)
+
+
+def test_clients_raise_their_own_error_beyond_the_context(served, monkeypatch):
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+    litellm = pytest.importorskip("litellm")
+    langchain = pytest.importorskip("langchain_openai")
+    from langchain_core.exceptions import ContextOverflowError
+
+    long = "ring " * 1500
+    with pytest.raises(litellm.ContextWindowExceededError):
+        litellm.completion("openai/x", user_message(long), api_base=f"{served.url}/v1", api_key="none")
+    with pytest.raises(ContextOverflowError):
+        langchain.ChatOpenAI(model="x", base_url=f"{served.url}/v1", api_key="none").invoke(long)

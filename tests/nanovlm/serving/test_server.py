@@ -1,4 +1,4 @@
-"""The server process: its options, its port and the signals that stop it."""
+"""The server under load, failures, departures and signals; and who may use it."""
 
 import contextlib
 import logging
@@ -7,50 +7,273 @@ import re
 import signal
 import subprocess
 import sys
+import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
+from random import Random
 
 import httpx
 import pytest
 
-from nanovlm import SAMPLE
+from models.inference.caches import TiledImage
+from nanovlm import SAMPLE, Captioner
+from nanovlm.chat_session import ChatSession
 from nanovlm.errors import UsageError
-from nanovlm.serving.options import ServerOptions
-from nanovlm.serving.server import listen
+from nanovlm.serving.app import STATIC, listen
+from nanovlm.serving.options import ServeOptions
+from nanovlm.synthetic import draw, random_scene
 from support import ROOT
-from support.serving import QUESTIONS, SAMPLE_URL, PlainClient, RunningServer, http, until, user_message
+from support.captioners import WatchedProcessor
+from support.serving import (
+    QUESTIONS,
+    SAMPLE_URL,
+    PlainClient,
+    RunningServer,
+    answer_of,
+    chat,
+    data_url,
+    http,
+    until,
+    user_message,
+)
+
+ASKED = {"messages": user_message("?", SAMPLE_URL)}
+
+
+def test_answers_under_load_equal_lone_answers(embedded):
+    scenes = [draw(random_scene(Random(seed)), 96, 96) for seed in range(4)]
+    asked = [(scene, question) for scene in scenes for question in QUESTIONS]
+    expected = [embedded.caption(scene, question) for scene, question in asked]
+    with RunningServer(embedded, max_num_seqs=5, image_cache=2**26, prefix_cache=2**26) as server:
+        with ThreadPoolExecutor(8) as clients:
+            bodies = [{"messages": user_message(question, data_url(scene))} for scene, question in asked]
+            assert [answer_of(one) for one in clients.map(server.post, bodies)] == expected
+        until(lambda: server.idle)
+
+
+def test_next_turn_computes_only_what_is_new(embedded):
+    session, messages, used = ChatSession(embedded, [SAMPLE]), [], []
+    with RunningServer(embedded, image_cache=2**26, prefix_cache=2**26) as server:
+        for question in QUESTIONS:
+            messages += user_message(question, *([] if messages else [SAMPLE_URL]))
+            response = server.post({"messages": messages})
+            usage = response.json()["usage"]
+            used.append(usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"])
+            assert answer_of(response) == "".join(session.ask(question))
+            messages.append({"role": "assistant", "content": answer_of(response)})
+    assert used[0] > 40 and max(used[1:]) <= 16
+
+
+def test_full_server_answers_429_and_loses_no_request(embedded, gate):
+    with RunningServer(embedded, batch=gate.batch, max_num_seqs=2, max_pending=3) as server:
+        with ThreadPoolExecutor(5) as clients:
+            responses = [clients.submit(server.post, ASKED) for _ in range(5)]
+            until(lambda: len(server.chats.active) == 5)
+            refused = server.post(ASKED)
+            assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
+            assert "all 5 places" in refused.json()["error"]["message"]
+            gate.set()
+            assert {answer_of(one.result()) for one in responses} == {embedded.caption(SAMPLE, "?")}
+        until(lambda: server.idle)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_client_that_leaves_frees_its_place(embedded, stream, gate, slow):
+    body = {"messages": user_message(QUESTIONS[0], SAMPLE_URL), "stream": stream}
+    with RunningServer(embedded, batch=gate.batch, max_num_seqs=1) as server:  # before the first token
+        with pytest.raises(httpx.ReadTimeout):
+            http.post(f"{server.url}/v1/chat/completions", json=body, timeout=0.3)
+        gate.set()
+        until(lambda: server.idle)
+        assert server.batch.n_steps < 20
+        assert answer_of(server.post(body | {"stream": False}))
+    with RunningServer(embedded, batch=slow, max_num_seqs=1) as server:  # behind it
+        events = chat(server.client(), stream=True)
+        next(events)
+        events.close()
+        until(lambda: server.idle)
+        assert server.batch.n_steps < 20
+
+
+def test_request_that_takes_too_long_gets_504(embedded, gate):
+    with RunningServer(embedded, batch=gate.batch, timeout=1) as server:
+        for stream in (False, True):
+            response = server.post(ASKED | {"stream": stream})
+            assert response.status_code == 504 and "within 1 s" in response.json()["error"]["message"]
+        gate.set()
+        until(lambda: server.idle)
+    with RunningServer(embedded, batch={"before_step": lambda: time.sleep(0.1)}, timeout=1.5) as server:
+        *chunks, last = chat(server.client(), stream=True)
+        assert len(chunks) > 2 and "within 1.5 s" in last.error.message
+
+
+def test_failed_step_fails_its_requests_and_not_the_server(embedded, caplog):
+    failures = [RuntimeError("a secret path")]
+
+    def fail():
+        if failures:
+            raise failures.pop()
+
+    with RunningServer(embedded, batch={"before_step": fail}) as server:
+        response = server.post(ASKED)
+        assert response.status_code == 500 and "secret" not in response.text
+        assert "the model failed" in response.json()["error"]["message"] and "a secret path" in caplog.text
+        assert answer_of(server.post(ASKED)) == embedded.caption(SAMPLE, "?")
+        until(lambda: server.idle)
+        server.chats.engine.stop()
+        health = http.get(f"{server.url}/health")
+        assert (health.status_code, health.json()["status"]) == (503, "stopped")
+        assert server.post(ASKED).status_code == 503
+
+
+def test_unexpected_error_is_logged_and_answered_without_details(embedded, caplog):
+    def fail(question):
+        raise KeyError("a secret path")
+
+    processor = WatchedProcessor(embedded.processor, before_prompt=fail)
+    with RunningServer(Captioner(embedded.model, processor)) as server:
+        response = server.post(ASKED)
+        assert response.status_code == 500 and response.json()["error"]["type"] == "server_error"
+        assert "secret" not in response.text and "a secret path" in caplog.text
+
+
+def test_pixels_are_released_after_prefill(embedded, slow, monkeypatch):
+    tiles, init = [], TiledImage.__init__
+
+    def watch(self, *args, **options):
+        init(self, *args, **options)
+        tiles.append(weakref.ref(self.tiles))
+
+    monkeypatch.setattr(TiledImage, "__init__", watch)
+    with RunningServer(embedded, batch=slow) as server, ThreadPoolExecutor(1) as clients:
+        response = clients.submit(server.post, ASKED)
+        until(lambda: tiles and tiles[0]() is None)
+        assert len(server.chats.active) == 1 and not response.done()
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_each_request_has_a_line_of_log(embedded, caplog, quiet):
+    caplog.set_level(logging.INFO, "nanovlm")
+    with RunningServer(embedded, quiet=quiet) as server:
+        server.post(ASKED | {"max_tokens": 3})
+        server.post({"messages": [], "stream": True})
+        http.get(f"{server.url}/health")
+        until(lambda: server.idle)
+    lines = [record.message for record in caplog.records if record.name.startswith("nanovlm")]
+    answered = r"POST /v1/chat/completions 200: 1 image, \d+ \+ \d tokens, [\d.]+ s, [\d.]+ tokens/s"
+    patterns = [] if quiet else [answered, r"POST /v1/chat/completions 400: messages: List should have .*"]
+    assert len(lines) == len(patterns) and all(map(re.fullmatch, patterns, lines)), lines
+
+
+def test_routes_and_their_errors(served, embedded):
+    model = http.get(f"{served.url}/v1/models").json()["data"][0]
+    assert model["max_model_len"] == embedded.model.cfg.lm_max_position_embeddings
+    assert http.get(f"{served.url}/models/nanovlm").json() == model
+    for path in ("/", "/page.css", "/page.js", "/sample.png", "/health", "/v1/models"):
+        head, get = (http.request(method, served.url + path) for method in ("HEAD", "GET"))
+        assert head.status_code == get.status_code == 200 and not head.content
+        assert get.headers["content-security-policy"].startswith("default-src 'none'; script-src 'self';")
+        assert http.get(served.url + path, params={"file": "/etc/passwd"}).content == get.content
+        if path in ("/", "/page.css", "/page.js"):
+            assert not re.search(r"https?:|//[a-z]|@import|<style|style=|onclick", get.text), "loads from elsewhere"
+    for method, path, status in (("GET", "/nowhere", 404), ("GET", "/v1/models/x", 404), ("PUT", "/v1/models", 405)):
+        response = http.request(method, served.url + path)
+        assert response.status_code == status and response.json()["error"]["message"]
+    assert {path.suffix for path in STATIC.iterdir()} == {".html", ".css", ".js"}
+
+
+EVIL, FRONT_END, KEY = "https://evil.example", "http://localhost:3000", {"authorization": "Bearer schlüssel".encode()}
+WHO = [  # options, headers, status
+    ({}, {}, 200),
+    ({}, {"host": "localhost:1"}, 200),
+    ({}, {"host": "[::1]:1"}, 200),
+    ({}, {"host": "LOCALHOST"}, 200),
+    ({}, {"host": "evil.example"}, 403),
+    ({}, {"host": "127.0.0.1.evil.example"}, 403),
+    ({}, {"host": "["}, 403),
+    ({}, {"origin": EVIL}, 403),
+    ({}, {"origin": "null"}, 403),
+    ({}, {"origin": FRONT_END}, 403),
+    ({"allow_origin": (FRONT_END,)}, {"origin": FRONT_END}, 200),
+    ({"allow_origin": (FRONT_END,)}, {"origin": "http://localhost:3001"}, 403),
+    ({"allow_origin": (FRONT_END,)}, {"origin": FRONT_END, "host": "evil.example"}, 403),
+    ({"allow_origin": ("null",)}, {"origin": "null"}, 200),
+    ({"allow_origin": ("*",)}, {"origin": EVIL}, 200),
+    ({"allow_host": ("name.example",)}, {"host": "name.example"}, 200),
+    ({"api_key": "schlüssel"}, KEY, 200),
+    ({"api_key": "schlüssel"}, {"authorization": "bearer schlüssel".encode()}, 200),
+    ({"api_key": "schlüssel"}, {}, 401),
+    ({"api_key": "schlüssel"}, {"authorization": "Bearer wrong"}, 401),
+    ({"api_key": "schlüssel"}, {"authorization": "Basic schlüssel".encode()}, 401),
+    ({"api_key": "schlüssel", "allow_origin": (FRONT_END,)}, KEY | {"origin": EVIL}, 403),
+    ({"api_key": "schlüssel", "allow_origin": (FRONT_END,)}, {"origin": FRONT_END}, 401),
+]
+
+
+@pytest.mark.parametrize("options", [dict(t) for t in dict.fromkeys(tuple(o.items()) for o, _, _ in WHO)], ids=str)
+def test_who_may_use_the_server(embedded, options):
+    with RunningServer(embedded, **options) as server:
+        for headers, status in [(headers, status) for given, headers, status in WHO if given == options]:
+            got = http.get(f"{server.url}/v1/models", headers=headers)
+            sent = server.post(ASKED | {"max_tokens": 1}, headers=headers)
+            assert got.status_code == sent.status_code == status, headers
+            if headers.get("origin") in options.get("allow_origin", ()) and status != 403:
+                assert sent.headers["access-control-allow-origin"] == headers["origin"], "pages may read errors, too"
+            if "origin" in headers:
+                asked = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+                preflight = http.options(f"{server.url}/v1/chat/completions", headers=headers | asked)
+                assert (preflight.status_code == 200) == (status != 403)
+        assert http.get(f"{server.url}/health").status_code == http.get(server.url).status_code == 200
+
+
+def test_draining_server_finishes_its_answers(embedded, slow, caplog):
+    caplog.set_level(logging.INFO, "nanovlm")
+    with RunningServer(embedded, batch=slow) as server:
+        events = chat(server.client(), stream=True)
+        next(events)
+        server.server.handle_exit(signal.SIGTERM, None)
+        assert "finishing 1 answer;" in caplog.text
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in events) == embedded.caption(SAMPLE)
+        until(lambda: not server.thread.is_alive())
+
 
 SLOW_SERVER = """
 import time
 from functools import partial
 from nanovlm import Captioner
 from nanovlm.console import configure_logging
-from nanovlm.serving.options import ServerOptions
-from nanovlm.serving.server import listen, serve
-from nanovlm.serving.service import ChatService
-from support.serving import WatchedBatch, http
+from nanovlm.serving.app import listen, make_app, serve
+from nanovlm.serving.options import ServeOptions
+from support.serving import WatchedBatch
 
 configure_logging()
-captioner, options = Captioner.from_pretrained(device="cpu"), ServerOptions(port=0)
-batch_type = partial(WatchedBatch, before_step=lambda: time.sleep(0.1))
-with listen(options) as listening_socket:
-    serve(ChatService(captioner, "nanovlm", batch_type=batch_type), listening_socket, options)
+options, batch_type = ServeOptions(port=0, quiet=True), partial(WatchedBatch, before_step=lambda: time.sleep(0.1))
+with listen(options) as port:
+    app = make_app(Captioner.from_pretrained(device="cpu"), "nanovlm", options, batch_type=batch_type)
+    serve(app, port, options, "nanovlm")
 """
 
 
-@contextlib.contextmanager
-def slow_server():
-    """A server in a process of its own that needs 0.1 s for a token; the process and the server's URL."""
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGTERM")
+@pytest.mark.full
+@pytest.mark.parametrize("n_signals", [1, 2])
+def test_process_ends_in_order(n_signals):
+    """The first signal ends an idle server, or waits for the answer; the second one does not."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
-    command = [sys.executable, "-c", SLOW_SERVER]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
-        try:
-            for line in process.stderr:
-                if match := re.match(r"http://\S+", line):
-                    break
-            until(lambda: reachable(match[0]))
-            yield process, match[0]
-        finally:
-            process.kill()
+    with subprocess.Popen(
+        [sys.executable, "-c", SLOW_SERVER], stderr=subprocess.PIPE, text=True, env=environment
+    ) as one:
+        url = next(match[0] for line in one.stderr if (match := re.match(r"http://\S+", line)))
+        until(lambda: reachable(url))
+        events = PlainClient(url).chat.completions.create(**ASKED, stream=True)
+        text = next(events).choices[0].delta.content
+        for _ in range(n_signals):
+            one.send_signal(signal.SIGTERM)
+            time.sleep(0.2)
+        with contextlib.suppress(httpx.TransportError):
+            text += "".join(chunk.choices[0].delta.content or "" for chunk in events if chunk.choices)
+        assert one.wait(20) == 0 and one.stderr.read().count("\n") == 1, "no traceback"
+        assert n_signals == 2 or text
 
 
 def reachable(url):
@@ -58,74 +281,9 @@ def reachable(url):
         return http.get(f"{url}/health").status_code == 200
 
 
-def start_stream(url):
-    """A streamed answer whose first token has arrived."""
-    messages = user_message(QUESTIONS[0], SAMPLE_URL)
-    stream = PlainClient(url).chat.completions.create(messages=messages, stream=True)
-    next(stream)
-    return stream
-
-
-def test_draining_server_finishes_answers_and_refuses_new_requests(embedded, slow, caplog):
-    caplog.set_level(logging.INFO)
-    with RunningServer(embedded, batch=slow) as server:
-        stream = start_stream(server.url)
-        server.server.handle_exit(signal.SIGTERM, None)
-        assert "finishing 1 answer;" in caplog.text
-        refused = server.post({"messages": user_message("?")})
-        assert refused.status_code == 503 and "the server is stopping" in refused.json()["error"]["message"]
-        health = http.get(f"{server.url}/health")
-        assert (health.status_code, health.json()["status"]) == (503, "draining")
-        assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == embedded.caption(SAMPLE)
-        until(lambda: not server.thread.is_alive())
-
-
-def test_a_request_that_a_second_signal_ends_gets_an_error_as_any_other(embedded, gate, caplog):
-    caplog.set_level(logging.CRITICAL, "uvicorn.error")  # as the signal sets it, but restored
-    with ThreadPoolExecutor() as threads, RunningServer(embedded, batch=gate.batch) as server:
-        response = threads.submit(server.post, {"messages": user_message("?")})
-        until(lambda: server.service.engine.batch.waiting)
-        for _ in range(2):
-            server.server.handle_exit(signal.SIGTERM, None)
-        error = response.result(30).json()["error"]
-        gate.set()
-        server.service.close()
-    assert response.result().status_code == 503 and error["message"].startswith("the server is stopping")
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGTERM")
-@pytest.mark.full
-@pytest.mark.parametrize("busy", [False, True])
-def test_second_signal_stops_at_once_and_so_does_the_first_one_of_an_idle_server(busy):
-    with slow_server() as (process, url):
-        if busy:
-            _stream = start_stream(url)
-            process.send_signal(signal.SIGINT)
-            until(lambda: http.get(f"{url}/health").status_code == 503)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 0
-        assert process.stderr.read().count("\n") == busy, "no traceback"
-
-
-def test_loopback_names_and_further_ones_are_served():
-    assert ServerOptions().allowed_hosts == {"127.0.0.1", "localhost", "::1"}
-    assert ServerOptions(host="127.0.0.2", allow_host=("Proxy.example",)).allowed_hosts == {
-        "127.0.0.1", "localhost", "::1", "127.0.0.2", "proxy.example",
-    }  # fmt: skip
-    assert ServerOptions(host="0.0.0.0", api_key="x").allowed_hosts is None, "the key protects it"
-    options = ServerOptions(host="0.0.0.0", api_key="x", allow_host=("name.example",))
-    assert "name.example" in options.allowed_hosts
-
-
-def test_port_in_use_is_one_sentence():
-    with (
-        listen(ServerOptions(port=0)) as listening_socket,
-        pytest.raises(UsageError, match="in use; --port 0 takes any free port$"),
-    ):
-        listen(ServerOptions(port=listening_socket.getsockname()[1]))
-
-
 @pytest.mark.parametrize("host", ["host.invalid", "192.0.2.1", "\udcff"])
-def test_a_host_that_is_not_this_machine_is_one_sentence(host):
+def test_address_that_cannot_be_used_is_one_sentence(host):
     with pytest.raises(UsageError, match="^--host .*; name an address of this machine$"):
-        listen(ServerOptions(host=host, api_key="x"))
+        listen(ServeOptions(host=host, api_key="x"))
+    with listen(ServeOptions(port=0)) as port, pytest.raises(UsageError, match="--port 0 takes any free port$"):
+        listen(ServeOptions(port=port.getsockname()[1]))

@@ -1,0 +1,237 @@
+"""Adapters as PEFT writes them: adapter_config.json and adapter_model.safetensors.
+
+Modules have the names of the model's format: q, k and v of transformers' SigLIP are three adapters of our one qkv_proj.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from models.checkpoint import TIED, opened, read_object, why_unusable
+from models.errors import CheckpointError
+from models.formats.base import format_of
+from models.lora import LoRALinear, adapters, add_adapter, fully_trained
+from models.vision_language_model import VisionLanguageModel
+
+Pair = tuple[Tensor, Tensor]  # lora_A (rank, in) and lora_B (out, rank)
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER = "adapter"  # subfolder of a folder that transformers reads
+PREFIX = "base_model.model."  # of every tensor name
+
+# Keys of adapter_config.json that do not change what an adapter computes, or are read below. Of others, only the values
+# here are known, by default those of a switch that is off: PEFT 0.21 has twenty more kinds of LoRA.
+FREE = {
+    "r", "lora_alpha", "target_modules", "exclude_modules", "modules_to_save", "ensure_weight_tying", "lora_dropout",
+    "base_model_name_or_path", "revision", "task_type", "inference_mode", "auto_mapping", "peft_version",
+    "megatron_core", "qalora_group_size",
+}  # fmt: skip
+OFF: tuple = (None, False, {}, [])
+KNOWN: dict[str, tuple] = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "init_lora_weights": (True, False, None, "gaussian", "orthogonal"),  # PiSSA, OLoRA, ... change the base weights
+}
+
+
+def adapter_folder(folder: Path) -> Path:
+    """Where the adapters of a model's folder are: in its subfolder `adapter`, or else beside the model.
+
+    They are in the subfolder if transformers reads the folder: it would add adapters beside the merged weights again.
+    """
+    return folder / ADAPTER if (folder / ADAPTER / ADAPTER_CONFIG).exists() else folder
+
+
+def recorded_base(folder: Path) -> tuple[str | None, str | None]:
+    """The name and the revision of the model that the adapters in folder were trained on, None if they do not say."""
+    config = read_object(adapter_folder(folder) / ADAPTER_CONFIG)
+    return config.get("base_model_name_or_path"), config.get("revision")
+
+
+# ----------------------------------------------------------------------------------------------------------- writing
+
+
+def write_adapters(
+    folder: Path, model: VisionLanguageModel, base: str | None = None, revision: str | None = None
+) -> None:
+    """Write everything that was trained as two files that PEFT loads; base, at revision, is the model trained on.
+
+    Tensors have the names of the model's format. Beside a model that transformers reads, they are in a subfolder.
+    """
+    settings: dict[str, Any] = {"base_model_name_or_path": base, "revision": revision}
+    if format_of(model.cfg).for_transformers:
+        (folder := folder / ADAPTER).mkdir()
+        settings["task_type"] = "CAUSAL_LM"
+    write_adapter_files(folder, model, format_of(model.cfg).to_stored, settings)
+
+
+def write_adapter_files(
+    folder: Path,
+    model: VisionLanguageModel,
+    to_stored: Callable[[Mapping[str, Tensor]], dict[str, Tensor]],
+    settings: Mapping[str, Any],
+) -> None:
+    """Write the adapters, and what was trained in full, under the names that a format's `to_stored` gives the weights.
+
+    settings are further keys of adapter_config.json. An adapter of a weight that is stored in parts becomes one for
+    each: they share lora_A and get their rows of lora_B. Of a tied pair both are written, as PEFT needs both.
+    """
+    in_full = to_stored(fully_trained(model))
+    tensors = dict(in_full)
+    targets: list[str] = []
+    for name, module in adapters(model).items():
+        for weight, lora_b in to_stored({f"{name}.weight": module.lora_B.weight}).items():
+            targets.append(target := weight.removesuffix(".weight"))
+            tensors[f"{target}.lora_A.weight"] = module.lora_A.weight
+            tensors[f"{target}.lora_B.weight"] = lora_b
+    config = {
+        "peft_type": "LORA",
+        "r": module.rank,
+        "lora_alpha": module.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "target_modules": sorted(targets),
+        "modules_to_save": sorted(name.rpartition(".")[0] for name in in_full) or None,
+        "task_type": None,
+        **settings,
+    }
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    state = {f"{PREFIX}{name}": tensor.detach().cpu().clone() for name, tensor in tensors.items()}
+    save_file(state, folder / ADAPTER_WEIGHTS, {"format": "pt"})  # which refuses shared memory
+
+
+# ----------------------------------------------------------------------------------------------------------- reading
+
+
+@torch.no_grad()
+def read_adapters(folder: str | PathLike[str], model: VisionLanguageModel) -> None:
+    """Load the adapters in folder, written by `write_adapters` or PEFT, into the model. In place.
+
+    A model without adapters is frozen and adapted first; one with adapters must have the same. Raises CheckpointError
+    for files that cannot be read, do not fit the model, or hold another kind of adapter than LoRA (Hu et al. 2021).
+    """
+    folder = adapter_folder(Path(folder))
+    path, config = folder / ADAPTER_WEIGHTS, _read_config(folder / ADAPTER_CONFIG)
+    state, known, format = _read_tensors(path, model.dtype), adapters(model), format_of(model.cfg)
+    if not known:
+        model.requires_grad_(False)
+    for name, linear in [*model.named_modules()]:
+        if not isinstance(linear, nn.Linear) or ".lora_" in name:
+            continue
+        parts = format.to_stored({f"{name}.weight": linear.weight})
+        pairs = {weight: _take_pair(state, weight, rows, config, path) for weight, rows in parts.items()}
+        if not any(pairs.values()) and name not in known:
+            continue
+        if model.cfg.lm_tie_weights and f"{name}.weight" in TIED:
+            raise CheckpointError(f"{path} adapts the head, which is the token embedding, too; untie them in the model")
+        lora_a, lora_b = _joined([pairs[weight] or _no_pair(rows) for weight, rows in parts.items()])
+        rank, alpha = len(lora_a), config["lora_alpha"] * (len(lora_a) / config["r"])
+        if not known:
+            add_adapter(model, name, rank, alpha)
+        layer = cast(LoRALinear, model.get_submodule(name))
+        if (layer.rank, layer.alpha) != (rank, alpha):
+            raise CheckpointError(
+                f"{folder / ADAPTER_CONFIG} has r={rank} and lora_alpha={alpha}, but this model has {layer.rank} and "
+                f"{layer.alpha}; use the same, or train in another folder"
+            )
+        layer.lora_A.weight.copy_(lora_a)
+        layer.lora_B.weight.copy_(lora_b)
+    if adapted := sorted(name for name in state if ".lora_" in name):
+        raise CheckpointError(f"{path} adapts {adapted[0].partition('.lora_')[0]}, which this model does not have")
+    _load_in_full(model, state, path, bool(known))
+
+
+def _read_config(path: Path) -> dict:
+    """The object in an adapter_config.json; CheckpointError for a setting of which we would compute something else."""
+    config = read_object(path)
+    for key, value in config.items():
+        values = KNOWN.get(key, OFF)
+        if key not in FREE and value not in values:
+            raise CheckpointError(f"{path}: {key}={value!r} is not supported, only {values[0]!r}")
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if type(rank) is not int or rank < 1 or type(alpha) not in (int, float):
+        raise CheckpointError(f"{path}: r={rank} and lora_alpha={alpha} are not a rank and a factor")
+    return config
+
+
+def _read_tensors(path: Path, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The tensors of an adapter_model.safetensors without PEFT's prefix; CheckpointError unless they can be weights."""
+    state: dict[str, Tensor] = {}
+    with opened(path) as file:
+        for name in file.keys():  # noqa: SIM118 (no mapping)
+            tensor = file.get_tensor(name)
+            state[name.removeprefix(PREFIX).replace(".base_layer.", ".")] = tensor  # PEFT adds it for an adapted head
+            if reason := why_unusable(tensor, dtype):
+                raise CheckpointError(f"{path}: {name} {reason}")
+    return state
+
+
+def _take_pair(state: dict[str, Tensor], weight: str, rows: Tensor, config: dict, path: Path) -> Pair | None:
+    """Remove the adapter of a stored weight (out, in) from state; None if it has none, and needs none by the config."""
+    target, rank = weight.removesuffix(".weight"), config["r"]
+    shapes = {"lora_A": (rank, rows.size(1)), "lora_B": (len(rows), rank)}
+    pair = [state.pop(f"{target}.{part}.weight", None) for part in shapes]
+    if all(tensor is None for tensor in pair) and not is_target(target, config):
+        return None
+    for (part, shape), tensor in zip(shapes.items(), pair):
+        if tensor is None or tensor.shape != shape:
+            found = "missing" if tensor is None else tuple(tensor.shape)
+            raise CheckpointError(f"{path}: {target}.{part}.weight is {found}, not {shape}")
+    return cast(Pair, tuple(pair))
+
+
+def is_target(module: str, config: dict) -> bool:
+    """Whether adapter_config.json names a linear layer, in one of PEFT's ways: names, ends of names or a regex."""
+
+    def matches(names: Any) -> bool:
+        if isinstance(names, str):
+            return re.fullmatch(names, module) is not None
+        return any(module == name or module.endswith(f".{name}") for name in names or ())
+
+    return matches(config.get("target_modules")) and not matches(config.get("exclude_modules"))
+
+
+def _joined(pairs: list[Pair]) -> Pair:
+    """One adapter of weights that are the rows of one: they keep a common lora_A, or have the sum of their ranks."""
+    first = pairs[0][0]
+    if all(torch.equal(lora_a, first) for lora_a, _ in pairs):
+        return first, torch.cat([lora_b for _, lora_b in pairs])
+    return torch.cat([lora_a for lora_a, _ in pairs]), torch.block_diag(*(lora_b for _, lora_b in pairs))
+
+
+def _no_pair(rows: Tensor) -> Pair:
+    """An adapter of rank 0."""
+    return rows.new_empty(0, rows.size(1)), rows.new_empty(len(rows), 0)
+
+
+def _load_in_full(model: VisionLanguageModel, state: dict[str, Tensor], path: Path, is_adapted: bool) -> None:
+    """Copy what was trained in full into the model; CheckpointError unless a model with adapters trains the same."""
+    format = format_of(model.cfg)
+    if model.cfg.lm_tie_weights and not state.keys().isdisjoint(format.tied):
+        first, second = (state.get(name) for name in format.tied)
+        if first is None or second is None or not torch.equal(first, second):
+            raise CheckpointError(
+                f"{path} has different weights for {' and '.join(format.tied)}, or one alone, but in this model they "
+                "are tied; train them so (PEFT: ensure_weight_tying=True)"
+            )
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        parts = {} if ".lora_" in name else format.to_stored({name: parameter.data})
+        found = [weight for weight in parts if weight in state]
+        if is_adapted and bool(found) != (parameter.requires_grad and bool(parts)):
+            reason = "which this model does not train" if found else "is missing"
+            raise CheckpointError(f"{path}: {found[0] if found else next(iter(parts))} {reason}")
+        for weight in found:
+            if (tensor := state.pop(weight)).shape != parts[weight].shape:
+                raise CheckpointError(f"{path}: {weight} is {tuple(tensor.shape)}, not {tuple(parts[weight].shape)}")
+            parts[weight].copy_(tensor)
+            parameter.requires_grad_(True)
+    if state:
+        raise CheckpointError(f"{path} holds {min(state)}, which this model does not have")

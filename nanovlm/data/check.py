@@ -1,0 +1,62 @@
+"""`train --check-data`: encode every example once, count them, and show three as they are learned."""
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import islice
+
+from nanovlm.console import count, print_text, progress_bar
+from nanovlm.data.examples import IGNORE_INDEX, EncodedExample, Example, ExampleError, encode_checked
+from nanovlm.data.mixture import Subset, source_lines
+from nanovlm.processing.processor import Processor
+
+MAX_FROM_ENDLESS = 1000  # examples to read of a source that has no end
+MAX_LABELS = 40  # different answers that are counted each
+N_SHOWN = 3
+
+
+def check_data(train: Sequence[Subset], held_out: Sequence[Subset], processor: Processor, skip_errors: bool) -> int:
+    """Print what was read of each source, what cannot be used and why, and a few examples.
+
+    Returns the exit code: 1 if some cannot be used and are not to be skipped.
+    """
+    sources = dict.fromkeys(subset.source for subset in [*train, *held_out])
+    errors = [error for source in sources for error in source.errors]
+    print_text("\n".join(source_lines(train, held_out)))
+    shown: list[tuple[Example, EncodedExample]] = []
+    for subset in [*train, *held_out]:
+        labels: Counter[str] = Counter()
+        n = tokens = longest = 0
+        total = MAX_FROM_ENDLESS if subset.source.endless else len(subset)
+        with progress_bar(total, "example", subset.source.path, delay=2, leave=False) as bar:
+            for example in islice(subset.usable(errors), total):
+                bar.update()
+                try:
+                    row = encode_checked(example, processor)
+                except ExampleError as error:
+                    errors.append(str(error))
+                    continue
+                n += 1
+                tokens += sum(target != IGNORE_INDEX for target in row.targets)
+                longest = max(longest, len(row.ids))
+                labels.update(answer for k, (_, answer) in enumerate(example.qa_pairs) if example.is_learned(k))
+                if len(shown) < N_SHOWN and subset in train:
+                    shown.append((example, row))
+        role = "held out" if subset in held_out else "the first" if subset.source.endless else "trained on"
+        limit = processor.cfg.lm_max_position_embeddings
+        print_text(
+            f"{subset.source.path}: {role} {count(n, 'example')}, {count(tokens, 'answer token')}; the longest takes "
+            f"{longest} of {limit}"
+        )
+        if len(labels) <= MAX_LABELS and labels.total() > len(labels):
+            print_text("  by answer: " + ", ".join(f"{label} {k:,}" for label, k in labels.most_common()))
+    if errors:
+        print_text(f"\n{len(errors)} cannot be used{' and will be skipped' if skip_errors else ''}:")
+        print_text("".join(f"  {line}\n" for line in errors), end="")
+    print_text("\nAs they are learned:")
+    for example, row in shown:
+        print_text(f"\n--- {example.name}: {count(len(row.images), 'image')}, {len(row.ids)} tokens")
+        for k, (question, answer) in enumerate(example.qa_pairs):
+            print_text(
+                f"    asked:   {question}\n    {'learned' if example.is_learned(k) else 'not learned'}: {answer}"
+            )
+    return 1 if errors and not skip_errors else 0

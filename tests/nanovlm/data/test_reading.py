@@ -1,0 +1,309 @@
+# ruff: noqa: E501  # tables
+"""What is read of files as people have them: the examples and the lines that say so, or a refusal of one line."""
+
+import base64
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from nanovlm import PROMPT
+from nanovlm.data import ReadOptions, open_source
+from support import ROOT
+from support.data import OPTIONS, check_refused, llava, message, png, read_all, text, write, write_tar
+
+pytestmark = pytest.mark.usefixtures("in_tmp_path", "datasets_cache")
+
+A, B = png(1), png(2)
+TWO = {"a.png": A, "b.png": B}
+IMAGE = {"type": "image_url", "image_url": {"url": "a.png"}}
+ASK, SAY = message("user", "<image>Q?"), message("assistant", "A.")
+
+
+def rows(*rows, name="d.json"):
+    return {**TWO, name: list(rows)}
+
+
+def qa(**columns):
+    return rows({"image": "a.png", "question": "Q?", "answer": "A.", **columns})
+
+
+def chat(*messages, **columns):
+    return rows({"image": "a.png", "messages": list(messages), **columns})
+
+
+def table(content, name="metadata.csv"):
+    return {**TWO, name: content}
+
+
+def coco(images, annotations):
+    named = [{"id": id, "file_name": name} for id, name in images]
+    return rows(), {"images": named, "annotations": [{"image_id": id, "caption": c} for id, c in annotations]}
+
+
+def captions(*names):
+    return {f"{name}.png": png(i) for i, name in enumerate(names, 1)} | {f"{name}.txt": f"{name}!" for name in names}
+
+
+COCO = {"images": [{"id": 1, "file_name": "a.png"}], "annotations": [{"image_id": 1, "caption": c} for c in ("x", "y")]}
+ONE = [([1], [("Q?", "A.")])]
+CAPTION = [([1], [("What?", "x")])]
+
+# id: files, path, options, expected [(seeds of images, pairs)], words of the lines
+READ = {
+    "texts": ({"b/a.PNG": A, "b/a.txt": "\ufeff x\r\ny \r\n", ".t/c.png": B, ".t/c.txt": "no"}, ".", {},
+              [([1], [("What?", "x\ny")])], ["image image, question --prompt, answer text"]),
+    "texts of nothing": (captions("a") | {"z.txt": "z", "y.txt": "y"}, ".", {}, [([1], [("What?", "a!")])],
+                         ["2 texts without an image", "y.txt"]),
+    "texts in splits": (captions("train/a", "val/a", "test/a"), ".", {}, [([1], [("What?", "train/a!")])],
+                        ["training split; not read: 4 files, test/a.png"]),
+    "COCO's names of splits": (captions("train2017/a", "val2017/a"), ".", {}, [([1], [("What?", "train2017/a!")])],
+                               ["val2017/a.png"]),
+    "folders of labels": ({"cat/1.png": A, "dog/2.png": B}, ".", {}, [([1], [("What?", "cat")]), ([2], [("What?", "dog")])],
+                          ["the name of its folder is each image's answer: cat, dog", "answer name of the folder"]),
+    "labels in splits": ({f"{s}/{k}/1.png": A for s in ("train", "val") for k in ("x", "y")}, ".", {},
+                         [([1], [("What?", "x")]), ([1], [("What?", "y")])], ["answer: x, y", "not read: 2 files"]),
+    "jsonl table": (table([{"file_name": "a.png", "text": " x\n", "n": 1}], "metadata.jsonl"), ".", {}, CAPTION,
+                    ["image file_name", "column n (1 record", "not read: 1 image, the first ./b.png"]),
+    "csv table": (table("File Name;Text\na.png;x\n", "my.csv"), ".", {}, CAPTION, ["image File Name"]),
+    "csv file": (table('file_name,text\na.png,"x, ""y"""\n', "my.csv"), "my.csv", {}, [([1], [("What?", 'x, "y"')])], []),
+    "tables in folders": ({"in/a.png": A, "in/metadata.csv": "file_name,text\na.png,x\n"}, ".", {}, CAPTION, []),
+    "other kinds": (captions("a") | {"d.json": []}, ".", {}, [([1], [("What?", "a!")])], ["not read: records (d.json)"]),
+    "answer before caption": (qa(caption="A cat."), "d.json", {}, ONE, ["answer answer", "not read: column caption"]),
+    "text column": (qa(caption="A cat."), "d.json", {"text_column": "caption"}, [([1], [("Q?", "A cat.")])],
+                    ["not read: column answer"]),
+    "prompt column": (qa(ask="Who?"), "d.json", {"prompt_column": "ask", "text_column": "answer"},
+                      [([1], [("Who?", "A.")])], ["not read: column question"]),
+    "choices left out": (qa(choices=["A.", "B."]), "d.json", {"prompt_column": "question", "text_column": "answer"}, ONE,
+                         ["not read: column choices"]),
+    "several answers": (qa(answer=["A.", "B."]), "d.json", {}, [([1], [("Q?", "A."), ("Q?", "B.")])], []),
+    "empty column beside": (rows({"images": [], "image": "a.png", "text": "x"}), "d.json", {}, CAPTION, ["image image"]),
+    "image path": (rows({"image_path": "a.png", "caption": "x"}), "d.json", {}, CAPTION, ["image image_path"]),
+    "image column": (rows({"left": "a.png", "text": "x"}), "d.json", {"image_column": "left"}, CAPTION, ["image left"]),
+    "some without an image": (rows({"image": "a.png", "text": "x"}, {"text": "y"}), "d.json", {},
+                              [*CAPTION, ([], [("What?", "y")])], ["1 without an image, the first d.json[1]"]),
+    "a missing value skipped": (rows({"image": "a.png", "text": "x"}, {"image": "b.png", "text": float("nan")}), "d.json",
+                                {"on_error": "skip"}, CAPTION, ["left out: 1 record, the first: d.json[1]"]),
+    "the first is missing": (rows({"image": "0.png", "text": "y"}, {"image": "a.png", "text": "x"}), "d.json",
+                             {"on_error": "skip"}, CAPTION, ["left out: 1 record, the first: 0.png: No such file"]),
+    "the one folder": ({"i/a.png": A, ".t/a.png": B, "d.json": [{"image": "a.png", "text": "x"}]}, "d.json", {}, CAPTION,
+                       ["1 different image in i"]),
+    "--images": ({"i/a.png": A, "j/a.png": B, "d.json": [{"image": "a.png", "text": "x"}]}, "d.json", {"images": "i"},
+                 CAPTION, ["in i"]),
+    "COCO": (table(COCO, "d.json"), "d.json", {}, [([1], [("What?", "x"), ("What?", "y")])], ["answer captions"]),
+    "LLaVA": (rows(llava("<image>\nQ?", "A.", image="a.png")), "d.json", {}, ONE, ["question in the chat"]),
+    "LLaVA's system": (rows(llava("Q?", "A.", image="a.png", system="Be brief.")), "d.json", {},
+                       [([1], [("Be brief.\n\nQ?", "A.")])], []),
+    "two systems": (chat(message("system", "One."), message("system", "Two."), ASK, SAY), "d.json", {},
+                    [([1], [("One.\n\nTwo.\n\nQ?", "A.")])], []),
+    "OpenAI": (rows({"messages": [message("user", text("Q?"), IMAGE), SAY]}), "d.json", {}, ONE, ["image in the chat"]),
+    "the_cauldron": (rows({"images": ["a.png"], "texts": [{"user": "Q?", "assistant": "A.", "source": "s"}]}), "d.json", {},
+                     ONE, []),
+    "every key filled": (rows({"images": ["a.png"], "messages": [
+        message("user", {"type": "image", "text": None}, {"type": "text", "text": "Q?", "image": None}),
+        message("assistant", {"type": "text", "text": "A.", "image": None})]}), "d.json", {}, ONE, []),
+    "a tag in an answer": (chat(ASK, message("assistant", "Use <video> and <image>.")), "d.json", {},
+                           [([1], [("Q?", "Use <video> and <image>.")])], []),
+    "moved images": (chat(message("user", "Is <image> red?"), SAY), "d.json", {}, [([1], [("Is  red?", "A.")])],
+                     ["position of an image"]),
+    "preferences": (rows({"image": "a.png", "prompt": "Q?", "chosen": "A.", "rejected": "B."}), "d.json",
+                    {"text_column": "chosen"}, ONE, ["not read: column rejected"]),
+    "a data: address": (rows({"image": "data:image/png;base64," + base64.b64encode(A).decode(), "text": "x"}),
+                        "d.json", {}, CAPTION, []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("files", "path", "options", "expected", "words"), READ.values(), ids=READ)
+def test_read(files, path, options, expected, words):
+    for name, content in files.items():
+        write(name, content)
+    options = replace(OPTIONS, **options)
+    assert [(seeds, pairs) for _, seeds, pairs, _ in read_all(path, options)] == expected
+    lines = " | ".join(open_source(path, options).lines)
+    assert all(part in lines for part in words), lines
+
+
+TWICE = coco([(1, "a.png"), (1, "b.png")], [(1, "x")])[1]
+# id: files, path, words of the refusal
+REFUSED = {
+    "two answers": (rows({"image": "a.png", "text": "x", "caption": "y"}), "d.json",
+                    "'text' and 'caption', each may be the answer; --text-column names it"),
+    "two questions": (qa(prompt="P?"), "d.json", "may be the question; --prompt-column names it"),
+    "two images": (qa(img="b.png"), "d.json", "may be the image; --image-column names it"),
+    "a chat beside columns": (chat(ASK, SAY, caption="x"), "d.json", "'messages' and 'caption', each may be"),
+    "choices": (qa(choices=["A.", "B."]), "d.json", "has choices beside its answer"),
+    "no text": (rows({"image": "a.png", "words": "x"}), "d.json", "only image, words; name one with --text-column"),
+    "nan": (rows({"image": "a.png", "text": float("nan")}), "d.json", "an empty answer"),
+    "nan in a csv": (table("file_name,text\na.png,nan\n"), ".", "the answer 'nan'"),
+    "true": (qa(answer=True), "d.json", "of type bool, where text should be"),
+    "an empty question": (qa(question=""), "d.json", "no question in question"),
+    "no images": (rows({"photo_of": "a.png", "text": "x"}), "d.json", "--image-column names the column"),
+    "a missing image": (qa(image="c.png"), "d.json", "names the image c.png, which is not in . or one folder below"),
+    "two folders": ({"i/a.png": A, "j/a.png": B, "d.json": [{"image": "a.png", "text": "x"}]}, "d.json",
+                    "which i and j have; name the folder of the images with --images FOLDER"),
+    "ids twice": (table(TWICE, "d.json"), "d.json", "two images with the id 1"),
+    "an unknown id": (table(coco([(1, "a.png")], [(2, "x")])[1], "d.json"), "d.json", "lacks 2"),
+    "preferences": (qa(rejected_response="B."), "d.json", "is preference data"),
+    "a video": (qa(video="a.mp4"), "d.json", "names a video"),
+    "other marks": (qa(question="<|image_1|> Q?"), "d.json", "the mark <|image_1|> in its question"),
+    "too many marks": (qa(question="<image><image>Q?"), "d.json", "marks the positions of 2 images, but has 1"),
+    "half a weight": (chat(ASK, SAY | {"weight": 0.5}), "d.json", "the weight 0.5; only 0 and 1"),
+    "nothing learned": (chat(ASK, SAY | {"loss": False}), "d.json", "learns none of its answers"),
+    "a tool": (chat(ASK, SAY | {"tool_calls": [{}]}), "d.json", "calls a tool"),
+    "an odd role": (chat(ASK, message("tool", "x")), "d.json", "message 2 is of 'tool'"),
+    "no last answer": (chat(ASK, SAY, ASK), "d.json", "its answer is missing"),
+    "a web address": (qa(image="https://x/a.png"), "d.json", "download it"),
+    "no captions": ({"a.png": A}, ".", "captions missing: 1 images in ."),
+    "labels of two levels": ({"x/a.png": A, "y/z/b.png": B, "y/c.png": B}, ".", "the first ./y/z/b.png"),
+    "some texts missing": (captions("a") | {"b.png": B}, ".", "1 of 2 records of . cannot be used, the first: ./b.png"),
+    "a mask beside": (captions("a") | {"a.jpg": A}, ".", "a.txt stands beside"),
+    "an open quote": (table('file_name,text\na.png,"x\nb.png,y\n'), ".", "unexpected end of data"),
+    "cells too many": (table("file_name,text\na.png,x,y\n"), ".", "row 1, has more cells than columns"),
+    "columns twice": (table("file_name,text,text\na.png,x,y\n"), ".", "several columns named 'text'"),
+    "two tables": (table("file_name,text\na.png,x\n") | {"metadata.jsonl": []}, ".", "name the one to read"),
+    "two json": (qa() | {"e.json": []}, ".", "name the one to read"),
+    "an object": (table({"data": []}, "d.json"), "d.json", "holds dict, not a list"),
+    "broken json": (table(b'[{"a": 1}', "d.json"), "d.json", "cannot be read"),
+    "no such file": ({}, "gone", "no such file or folder"),
+    "other files": ({"a.xml": "x"}, "a.xml", "no known extension"),
+    "a model": ({"config.json": {}, "model.safetensors": b""}, ".", "holds a model, not data"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("files", "path", "words"), REFUSED.values(), ids=REFUSED)
+def test_refused(files, path, words):
+    for name, content in files.items():
+        write(name, content)
+    check_refused(path, words)
+
+
+def test_a_masked_turn_is_context_only():
+    wrong = message("assistant", "WRONG") | {"weight": 0}
+    for name, content in chat(ASK, wrong, message("user", "Again."), SAY | {"weight": 1}).items():
+        write(name, content)
+    example = open_source("d.json", ReadOptions())[0]
+    assert example.qa_pairs == [("Q?", "WRONG"), ("Again.", "A.")] and example.learned == (False, True)
+
+
+def test_a_pipe_is_no_file():
+    import os
+
+    os.mkfifo("pipe.json")
+    check_refused("pipe.json", "not a file")
+    for name, content in qa(image="p.png").items():
+        write(name, content)
+    os.mkfifo("p.png")
+    check_refused("d.json", "p.png")
+
+
+def test_the_default_question_and_names():
+    for name, content in captions("a").items():
+        write(f"mine/{name}", content)
+    assert read_all("mine", ReadOptions()) == [("mine/a.png", [1], [(PROMPT, "a!")], False)]
+
+
+def test_links_are_followed_once_and_model_folders_left_out():
+    for name in ("mine/b/1", "far/2", "mine/out/report"):
+        write(f"{name}.png", A)
+        write(f"{name}.txt", "one")
+    write("mine/out/model.safetensors", "")
+    for link, target in (("mine/a", "b"), ("mine/b/up", ".."), ("mine/c", "../far")):
+        Path(link).symlink_to(target, target_is_directory=True)
+    assert [name for name, *_ in read_all("mine")] == ["mine/b/1.png", "mine/c/2.png"]
+
+
+# ------------------------------------------------------------------------------------- the datasets library
+
+FIVE = {f"{i}.{kind}": png(i) if kind == "png" else b"x" for i in range(5) for kind in ("png", "txt")}
+# id: files of a tar, expected or words
+TARS = {
+    "texts": ({"0.png": A, "0.txt": b" x \n"}, CAPTION),
+    "records": ({"0.PNG": A, "0.json": b'{"caption": "x", "n": 1}'}, CAPTION),
+    "pages": ({f"0.page.{i}.png": png(i) for i in (10, 2)} | {"0.txt": b"x"}, [([2, 10], [("What?", "x")])]),
+    "a mask": ({"0.jpg": A, "0.mask.png": B, "0.txt": b"x"}, CAPTION),
+    "two images": ({"0.left.png": A, "0.right.png": B, "0.txt": b"x"}, "--image-column names the one"),
+    "a name twice": ([("0.png", A), ("0.txt", b"x"), ("0.png", B), ("0.txt", b"y")], "two files 0.png"),
+    "no image": ({"0.txt": b"x"}, "has no image"),
+    "no text": ({"0.png": A, "0.cls": b"1"}, "only cls; name one with --text-column"),
+    "a later type": (FIVE | {"5.jpg": A, "5.txt": b"x"}, "5 has no image of the types that the first samples have"),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("files", "expected"), TARS.values(), ids=TARS)
+def test_tars(files, expected):
+    write_tar("a.tar", files)
+    if isinstance(expected, str):
+        check_refused("a.tar", expected)
+        return
+    for stream in (False, True):
+        found = read_all("a.tar", replace(OPTIONS, stream=stream))
+        assert [(seeds, pairs) for _, seeds, pairs, _ in found] == expected
+    lines = " | ".join(open_source("a.tar", OPTIONS).lines)
+    assert "mask" not in str(files) or "not read: column mask.png" in lines
+
+
+@pytest.mark.full
+def test_a_tar_that_is_cut():
+    write_tar("a.tar", FIVE)
+    content = Path("a.tar").read_bytes()
+    Path("a.tar").write_bytes(content[: content.rindex(png(4)) + 9])
+    check_refused("a.tar", "unexpected end of data")
+    Path("a.tar").write_bytes(content[: content.rindex(b"4.png")])
+    assert any("it may have been cut" in line for line in open_source("a.tar", OPTIONS).lines)
+
+
+@pytest.mark.full
+def test_parquet_arrow_and_folders_of_save_to_disk():
+    import datasets
+
+    features = datasets.Features(
+        images=datasets.List(datasets.Image()),
+        texts=[{"user": datasets.Value("string"), "assistant": datasets.Value("string")}],
+        kind=datasets.ClassLabel(names=["x", "y"]),
+    )
+    turns = [{"user": "Q?", "assistant": "A."}, {"user": "Why?", "assistant": "So."}]
+    rows = datasets.Dataset.from_dict({"images": [[A], [A, B]], "texts": [turns, turns[:1]], "kind": [0, 1]}, features)
+    rows.save_to_disk("saved")
+    datasets.DatasetDict(train=rows, test=rows.select([0])).save_to_disk("split")
+    Path("rows").mkdir()
+    rows.to_parquet("rows/train-0.parquet")
+    rows.select([0]).to_parquet("rows/test-0.parquet")
+    expected = [([1], [("Q?", "A."), ("Why?", "So.")]), ([1, 2], [("Q?", "A.")])]
+    address = Path("rows/train-0.parquet").resolve().as_uri()
+    for path in ("saved", "split", "rows", "rows/train-0.parquet", address):
+        assert [(seeds, pairs) for _, seeds, pairs, _ in read_all(path)] == expected, path
+    assert any("not read: test" in line for line in open_source("split", OPTIONS).lines)
+    named = open_source("saved", replace(OPTIONS, text_column="kind"))
+    assert [named[i].qa_pairs for i in (0, 1)] == [[("What?", "x")], [("What?", "y")]]
+
+
+@pytest.mark.full
+def test_metadata_in_parquet_names_files():
+    from datasets import Dataset
+
+    write("mine/a.png", A)
+    Dataset.from_list([{"file_name": "a.png", "text": "x"}]).to_parquet("mine/metadata.parquet")
+    assert [(seeds, pairs) for _, seeds, pairs, _ in read_all("mine")] == CAPTION
+
+
+@pytest.mark.full
+def test_a_broken_file_a_missing_library_and_an_unreachable_hub_are_one_line(monkeypatch):
+    write("half.parquet", b"PAR1 and no end")
+    check_refused("half.parquet", "half.parquet: the datasets library cannot read it", "download it again")
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    check_refused("lab/nothing", "lab/nothing: the datasets library cannot read it")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    check_refused("half.parquet", "pip install 'nanovlm[data]'")
+
+
+@pytest.mark.full
+def test_training_imports_neither_the_drawer_nor_ray_nor_the_server():
+    code = (
+        "import sys, nanovlm.training.finetuning, nanovlm.data; "
+        "print([name for name in sys.modules if name.startswith(('nanovlm.synthetic', 'ray', 'nanovlm.serving'))])"
+    )
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"
