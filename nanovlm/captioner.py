@@ -32,6 +32,7 @@ from nanovlm.processing.processor import Processor, pair_prompts
 from nanovlm.processing.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from nanovlm.choices import Choice
     from nanovlm.processing.structured_output import StructuredOutput
 
 PathOrId = str | os.PathLike[str]  # a folder, or a Hub id
@@ -228,6 +229,12 @@ class Captioner:
         if isinstance(prompts, str):
             raise InputError(f"ask takes a list of prompts, not {prompts!r}; for one prompt use caption")
         return self._answers(lambda: self.requests(image, prompts, options), options, stats)
+
+    def classify(self, image: ImageInputs, choices: Sequence[str], prompt: str | None = None) -> list["Choice"]:
+        """The choices as answers, the most probable first; each has text, probability and log_probability."""
+        from nanovlm.choices import rank_choices
+
+        return rank_choices(self, image, choices, self.prompt if prompt is None else prompt)
 
     def caption_video(
         self, video: Any, prompt: str | None = None, max_frames: int | None = None, **options: Any

@@ -300,7 +300,7 @@ class Chats:
         try:
             if options.schema is not None:
                 structured_output = self.captioner.structured_output
-                (grammar,) = structured_output.make_processors(options.schema, 1, "response_format", untrusted=True)
+                (grammar,) = structured_output.make_processors(options.schema, 1, "response_format")
         except NanoVLMError as error:
             raise APIError(400, str(error), param="response_format") from None
         try:
