@@ -70,7 +70,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--workers", type=int, metavar="N", help="with --ray: at most N models at once (default: by GPUs, or cores)")
     answers = parser.add_argument_group("how answers are made")
     add = answers.add_argument
-    add("--prompt", dest="prompts", action="append", metavar="TEXT", help="repeat it for several (default: that of the training)")
+    ours = f"that of the model's training, else {PROMPT!r}"
+    add("--prompt", dest="prompts", action="append", metavar="TEXT", help=f"repeat it for several (default: {ours})")
     add("--choices", metavar="A,B,...", help="answer with the most probable of these, and say how probable it is")
     add("--json-schema", metavar="FILE", help="JSON schema that each answer follows (extra structured)")
     add("--as-video", action="store_true", help="read GIF, WebP, a folder or several images as one video, by content")
