@@ -32,17 +32,19 @@ def world_size() -> int:
 
 
 def fingerprint(training: Sequence[Subset], n_parts: int = 1) -> str:
-    """Identify the examples by each source's path, share, number of examples and a digest of their texts and images.
+    """Identify the examples by each source's name, share, number of examples and a digest of their texts and images.
 
     The order of a stream depends on the number of parts in which it is read, so that one belongs to it.
     """
     parts = []
     for subset in training:
-        part = subset.source.path if subset.weight is None else f"{subset.source.path}@{subset.weight:g}"
-        if isinstance(subset.source, Source) and not subset.source.endless:
-            digest = blake2b("".join(subset.source.digests[i] for i in subset.indices).encode(), digest_size=4)
-            part += f" ({len(subset)}, {digest.hexdigest()})"
-        if isinstance(subset.source, Stream) and n_parts > 1:
+        source, share = subset.source, "" if subset.weight is None else f"@{subset.weight:g}"
+        path = os.path.abspath(source.path) if os.path.exists(source.path) else source.path
+        part = path + share
+        if isinstance(source, Source) and not source.endless:
+            digest = blake2b("".join(source.digests[i] for i in subset.indices).encode(), digest_size=4)
+            part = f"{os.path.basename(path)}{share} ({len(subset)}, {digest.hexdigest()})"
+        if isinstance(source, Stream) and n_parts > 1:
             part += f" (in {n_parts} parts)"
         parts.append(part)
     return "; ".join(parts)

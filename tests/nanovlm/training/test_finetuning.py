@@ -70,10 +70,11 @@ def test_each_held_out_example_is_asked_once_whatever_the_shares():
 
 def test_data_and_model_may_be_paths():
     scenes(2)
-    named = [FinetuneOptions([kind("mine")], Path("out"), model=kind(EMBEDDED)) for kind in (str, Path)]
-    tasks = [prepare(options, FINETUNING)[1] for options in named]
-    assert tasks[0].data_fingerprint == tasks[1].data_fingerprint
-    assert base_model(named[0]) == base_model(named[1])
+    named = [
+        FinetuneOptions([kind("mine")], Path("out"), model=kind(EMBEDDED)) for kind in (str, Path, os.path.abspath)
+    ]
+    assert len({prepare(options, FINETUNING)[1].data_fingerprint for options in named}) == 1
+    assert len({base_model(options) for options in named}) == 1
 
 
 def test_each_held_out_example_of_a_stream_is_asked_once_and_counts_once_in_the_loss():
