@@ -7,7 +7,7 @@ import logging
 import re
 import socket
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from types import FrameType
@@ -22,10 +22,10 @@ from starlette.datastructures import Headers, MutableHeaders, State
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
+from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from models.inference.caches import ImageCache, PrefixCache
-from models.inference.continuous_batching import ContinuousBatch
 from models.inference.request import Request as Prompt
 from nanovlm.captioner import Captioner
 from nanovlm.console import count
@@ -41,33 +41,22 @@ from nanovlm.serving.options import ServeOptions
 logger = logging.getLogger(__name__)
 
 STATIC = Path(__file__).parent / "static"
-PAGE = {
-    "/": STATIC / "page.html",
-    "/page.css": STATIC / "page.css",
-    "/page.js": STATIC / "page.js",
-    "/sample.png": SAMPLE,
-}
 GET = ["GET", "HEAD"]
 MAX_PREPARED = 8  # requests that are preprocessed and not prefilled yet: memory holds their pixels
 CLIENT_LEFT = 499  # nginx's status; nobody reads it
-SECURITY_HEADERS = {  # on every response; the page loads nothing from elsewhere
+HEADERS = {  # of every response; the page loads nothing from elsewhere
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob: data:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Cache-Control": "no-cache",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Resource-Policy": "same-origin",
 }
 
 
-def make_app(
-    captioner: Captioner,
-    name: str,
-    options: ServeOptions,
-    description: str = "",
-    batch_type: Callable[..., ContinuousBatch] = ContinuousBatch,
-) -> FastAPI:
+def make_app(captioner: Captioner, name: str, options: ServeOptions, description: str = "") -> FastAPI:
     """The server as an ASGI app; description is what /v1/models and the page say about the model."""
-    chats = Chats(captioner, name, options, batch_type)
+    chats = Chats(captioner, name, options)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -82,9 +71,6 @@ def make_app(
             message = "wrong or missing API key; send it as Authorization: Bearer KEY"
             raise APIError(401, message, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
-    async def complete(request: Request) -> HTTPResponse:
-        return await chats.complete(request)
-
     def list_models() -> dict[str, Any]:
         cfg = captioner.processor.cfg
         model = {"id": name, "object": "model", "created": 0, "owned_by": "nanovlm"}
@@ -98,10 +84,9 @@ def make_app(
         return list_models()["data"][0]
 
     def health() -> JSONResponse:
-        running = chats.engine.batch.running
+        running, alive = chats.engine.batch.running, chats.engine.alive
         counts = {"running": running, "waiting": max(0, len(chats.active) - running)}
-        status = "ok" if chats.engine.alive else "stopped"
-        return JSONResponse({"status": status, "model": name, **counts}, 200 if status == "ok" else 503)
+        return JSONResponse({"status": "ok" if alive else "stopped", "model": name} | counts, 200 if alive else 503)
 
     app = FastAPI(title="nanoVLM", lifespan=lifespan, openapi_url=None)
     app.state.chats = chats
@@ -115,22 +100,17 @@ def make_app(
         )
     app.add_middleware(Gate, chats=chats)
     api = APIRouter(dependencies=[Depends(check_key)])
-    for prefix in ("/v1", ""):  # some clients leave it out, as llama.cpp's server allows
-        api.add_api_route(f"{prefix}/chat/completions", complete, methods=["POST"])
-        api.add_api_route(f"{prefix}/models", list_models, methods=GET)
-        api.add_api_route(f"{prefix}/models/{{model:path}}", retrieve_model, methods=GET)
-    app.include_router(api)
+    api.add_api_route("/chat/completions", chats.complete, methods=["POST"])
+    api.add_api_route("/models", list_models, methods=GET)
+    api.add_api_route("/models/{model:path}", retrieve_model, methods=GET)
+    app.include_router(api, prefix="/v1")
+    app.include_router(api)  # some clients leave /v1 out, as llama.cpp's server allows
     app.add_api_route("/health", health, methods=GET)
-    for path, file in PAGE.items():
-        app.add_api_route(path, send_file(file), methods=GET)
+    app.add_api_route("/sample.png", lambda: FileResponse(SAMPLE), methods=GET)
+    app.mount("/", StaticFiles(directory=STATIC, html=True))
     for kind in (NanoVLMError, APIError, HTTPException, Exception):
         app.add_exception_handler(kind, send_error)
     return app
-
-
-def send_file(file: Path) -> Callable[[], FileResponse]:
-    """A route for one file; a parameter of the route would be the client's to choose."""
-    return lambda: FileResponse(file, headers={"Cache-Control": "no-cache"})
 
 
 async def send_error(request: Request, error: Exception) -> JSONResponse:
@@ -175,7 +155,7 @@ class Gate:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message).update(SECURITY_HEADERS)
+                MutableHeaders(scope=message).update(HEADERS)
             await send(message)
 
         try:
@@ -217,24 +197,15 @@ def host_name(host: str) -> str:
 class Chats:
     """Chat completions from body to response, as many at once as the options allow."""
 
-    def __init__(
-        self, captioner: Captioner, name: str, options: ServeOptions, batch_type: Callable[..., ContinuousBatch]
-    ):
+    def __init__(self, captioner: Captioner, name: str, options: ServeOptions):
         self.captioner, self.name, self.options = captioner, name, options
+        self.default_prompt = PROMPT
         self.image_cache = ImageCache(options.image_cache) if options.image_cache else None
         prefix_cache = PrefixCache(options.prefix_cache) if options.prefix_cache else None
-        self.engine = Engine(
-            lambda: batch_type(
-                captioner.inference,
-                max_num_seqs=options.max_num_seqs,
-                eos_token_id=captioner.tokenizer.eos_token_ids,
-                image_cache=self.image_cache,
-                prefix_cache=prefix_cache,
-            )
-        )
+        caches = {"image_cache": self.image_cache, "prefix_cache": prefix_cache}
+        self.engine = Engine(lambda: captioner.batch(options.max_num_seqs, **caches))
         self.active: set[Response] = set()
         self.prepared = asyncio.Semaphore(MAX_PREPARED)  # which requests pass in the order of their arrival
-        self.default_prompt = PROMPT
 
     async def complete(self, http: Request) -> HTTPResponse:
         """The response to one request, which has its place before its body is read."""
@@ -269,9 +240,8 @@ class Chats:
             response.pieces = self._pieces(prompt, request, response)
             first = await anext(response.pieces)
         if request.stream:
-            headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
             events = self._events(first, response.pieces, request, state)
-            return StreamingResponse(events, headers=headers, media_type="text/event-stream")
+            return StreamingResponse(events, headers={"X-Accel-Buffering": "no"}, media_type="text/event-stream")
         text = first + "".join([piece async for piece in response.pieces])
         return JSONResponse(response.whole(text))
 

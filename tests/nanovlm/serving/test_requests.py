@@ -50,7 +50,10 @@ REFUSED = {  # changes of a request, and what the error says
         {"messages": [*user_message("?"), message("assistant", "A")]},
         "the last message must be the user's",
     ),
-    "an assistant's image": ({"messages": [{"role": "assistant", "content": [IMAGE]}]}, "only messages of the user may"),
+    "an assistant's image": (
+        {"messages": [{"role": "assistant", "content": [IMAGE]}]},
+        "only messages of the user may",
+    ),
     "a video": (content({"type": "video_url"}), "messages.0.content.0.type: Input should be 'text' or 'image_url'"),
     "a number": (content({"type": "text", "text": 1}), "messages.0.content.0.text: "),
     "no text": (content({"type": "text"}), "messages.0.content.0: a part of type text needs the field text"),

@@ -239,18 +239,17 @@ def test_draining_server_finishes_its_answers(embedded, slow, caplog):
 
 SLOW_SERVER = """
 import time
-from functools import partial
 from nanovlm import Captioner
 from nanovlm.console import configure_logging
 from nanovlm.serving.app import listen, make_app, serve
 from nanovlm.serving.options import ServeOptions
-from support.serving import WatchedBatch
+from support.serving import watch
 
 configure_logging()
-options, batch_type = ServeOptions(port=0, quiet=True), partial(WatchedBatch, before_step=lambda: time.sleep(0.1))
+options = ServeOptions(port=0, quiet=True)
+captioner = watch(Captioner.from_pretrained(device="cpu"), before_step=lambda: time.sleep(0.1))
 with listen(options) as port:
-    app = make_app(Captioner.from_pretrained(device="cpu"), "nanovlm", options, batch_type=batch_type)
-    serve(app, port, options, "nanovlm")
+    serve(make_app(captioner, "nanovlm", options), port, options, "nanovlm")
 """
 
 
