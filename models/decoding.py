@@ -287,19 +287,15 @@ class GenerationMixin(ABC):
         sampling: SamplingParams = GREEDY,
         eos_token_id: int | Sequence[int] | None = None,
         n_samples: int = 1,
-        shared_prefix_length: int = 0,
         prefix: PrefillState | None = None,
         use_kv_cache: bool = True,
         logits_processor: Callable[[Tensor], Tensor] | None = None,
-        on_state: Callable[[Any], None] | None = None,
     ) -> Iterator[Tensor]:
         """Yield token ids, (B * n_samples,), as they are chosen; the samples of a prompt are neighbors.
 
-        A prompt is prefilled once, however many samples continue it. The first shared_prefix_length ids of the rows, if
-        that many are equal and hold all images, are prefilled once for all rows. A prefix holds the first prefix.length
-        ids already, whose images are then not passed. use_kv_cache=False computes everything again for every token: the
-        reference for the cache. on_state is called with every new state of the cache, and logits_processor changes the
-        logits (B * n_samples, vocabulary) before each choice.
+        A prompt is prefilled once, however many samples continue it. A prefix holds the first prefix.length ids
+        already, whose images are then not passed. use_kv_cache=False computes everything again for every token: the
+        reference for the cache. logits_processor changes the logits (B * n_samples, vocabulary) before each choice.
         """
         validate_counts(max_new_tokens, n_samples)
         self.validate_length(input_ids.size(1), max_new_tokens)
@@ -307,7 +303,7 @@ class GenerationMixin(ABC):
             return
         rows = torch.arange(input_ids.size(0), device=input_ids.device).repeat_interleave(n_samples)
         begin = _begin_cached if use_kv_cache else _begin_uncached
-        logits, step = begin(self, input_ids, images, attention_mask, rows, shared_prefix_length, prefix, on_state)
+        logits, step = begin(self, input_ids, images, attention_mask, rows, prefix)
         counted = input_ids != self.image_token_id
         if attention_mask is not None:
             counted &= attention_mask != 0
@@ -340,34 +336,24 @@ class GenerationMixin(ABC):
             )
 
 
-def _begin_cached(
-    model: GenerationMixin, input_ids, images, attention_mask, rows: Tensor, shared: int, state: Any, on_state
-):
+def _begin_cached(model: GenerationMixin, input_ids, images, attention_mask, rows: Tensor, state: Any):
     """Prefill: the logits after the prompt, and a function from ids to the next logits that keeps the cache."""
-    if shared:
-        _, state = model.prefill(input_ids[:1, :shared], images)
-        state, images = state.rows(torch.zeros_like(input_ids[:, 0])), None
     past = 0 if state is None else state.length
     own_mask = None if attention_mask is None else attention_mask[:, past:]
     logits, state = model.prefill(input_ids[:, past:], images, own_mask, state)
     if len(rows) > len(input_ids):
         logits, state = logits[rows], state.rows(rows)
-    on_state = on_state or (lambda state: None)
-    on_state(state)
 
     def step(ids: Tensor) -> Tensor:
         nonlocal state
         logits, state = model.decode(ids, state)
-        on_state(state)
         return logits
 
     return logits, step
 
 
-def _begin_uncached(model: GenerationMixin, input_ids, images, attention_mask, rows: Tensor, shared: int, *unused):
-    """The same without a cache: every step computes the whole sequence again."""
-    if shared and images is not None:  # every row has them
-        images = images.repeat(len(input_ids), 1, 1, 1)
+def _begin_uncached(model: GenerationMixin, input_ids, images, attention_mask, rows: Tensor, *unused):
+    """Prefill without a cache: every step computes the whole sequence again."""
     x = model.embed(input_ids, images)[rows]
     mask = None if attention_mask is None else attention_mask[rows]
     logits, _ = model.prefill_embeds(x, mask)

@@ -32,6 +32,7 @@ from nanovlm.processing.processor import Processor, pair_prompts
 from nanovlm.processing.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from nanovlm.choices import Choice
     from nanovlm.processing.structured_output import StructuredOutput
 
 PathOrId = str | os.PathLike[str]  # a folder, or a Hub id
@@ -201,7 +202,7 @@ class Captioner:
             requests = self.requests(image, [prompt] * n, options)
             if options.seed is not None:
                 for i, request in enumerate(requests):
-                    request.sampling = replace(request.sampling, seed=(options.seed + i) % 2**63)
+                    request.sampling = replace(request.sampling, seed=(int(options.seed) + i) % 2**63)
             return requests
 
         return self._answers(prepare, options, stats)
@@ -220,6 +221,12 @@ class Captioner:
         if isinstance(prompts, str):
             raise InputError(f"ask takes a list of prompts, not {prompts!r}; for one prompt use caption")
         return self._answers(lambda: self.requests(image, prompts, options), options, stats)
+
+    def classify(self, image: ImageInputs, choices: Sequence[str], prompt: str = PROMPT) -> list["Choice"]:
+        """The choices as answers, the most probable first; each has text, probability and log_probability."""
+        from nanovlm.choices import rank_choices
+
+        return rank_choices(self, image, choices, prompt)
 
     def caption_video(self, video: Any, prompt: str = PROMPT, max_frames: int | None = None, **options: Any) -> Any:
         """The answer to a prompt about a `Video`, or about what `Video.read` takes, such as a file's name."""

@@ -54,13 +54,12 @@ def has_terminal() -> bool:
     return is_terminal(sys.stderr) and os.environ.get("TERM") != "dumb"
 
 
-def progress_bar(total: int, unit: str, desc: str | None = None, **options: Any) -> "tqdm":
+def progress_bar(total: int, unit: str, desc: str | None = None, is_hidden: bool = False, **options: Any) -> "tqdm":
     """A tqdm bar on standard error; it draws on a terminal only. Close it, or use it as a context manager."""
     from tqdm import tqdm
 
-    return tqdm(
-        total=total, unit=unit, desc=desc, disable=not has_terminal(), dynamic_ncols=True, file=sys.stderr, **options
-    )
+    is_hidden = is_hidden or not has_terminal()
+    return tqdm(total=total, unit=unit, desc=desc, disable=is_hidden, dynamic_ncols=True, file=sys.stderr, **options)
 
 
 class TileProgress:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from nanovlm.embedded import EMBEDDED, PROMPT
 from nanovlm.errors import InputError, UsageError
+from nanovlm.processing import MAX_FRAMES
 
 if TYPE_CHECKING:
     from models.decoding import SamplingParams
@@ -111,7 +112,7 @@ class ModelOptions:
     )
     max_tiles: int | None = setting(
         None,
-        "split an image into at most N tiles: faster, less detail",
+        "split an image into at most N tiles, or show N frames of a video: faster, less detail",
         minimum=1,
         default_text="as many as in training",
     )
@@ -181,6 +182,17 @@ class GenerationOptions:
         from models.decoding import SamplingParams  # here, as it imports torch, which --help does not wait for
 
         return SamplingParams(**{f.name: getattr(self, f.name) for f in fields(SamplingParams)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaptionOptions(GenerationOptions):
+    """What is asked about each image of many, and how it is answered."""
+
+    prompts: tuple[str, ...] = (PROMPT,)  # a table has a column for each of several
+    choices: tuple[str, ...] = ()  # the answer is the most probable of these
+    prefix: str = ""  # before each caption; {folder} is the name of the image's folder
+    as_video: bool = False  # describe each video or animation as a whole
+    max_frames: int = MAX_FRAMES  # of a video
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,8 @@ def commands(page) -> list[str]:
 
 
 def verb_and_flags(command: str) -> tuple[str, list[str]] | None:
+    if not re.search(r"\b(nanovlm|generate\.py|train\.py) ", command):  # a JSON body, perhaps, of several lines
+        return None
     words = shlex.split(command)
     for i, word in enumerate(words):
         if word.endswith(("generate.py", "train.py")):

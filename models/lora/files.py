@@ -32,7 +32,7 @@ FREE = {
     "base_model_name_or_path", "revision", "task_type", "inference_mode", "auto_mapping", "peft_version",
     "megatron_core", "qalora_group_size",
 }  # fmt: skip
-OFF = (None, False, {}, [])
+OFF: tuple = (None, False, {}, [])
 KNOWN: dict[str, tuple] = {
     "peft_type": ("LORA",),
     "bias": ("none",),

@@ -1,191 +1,95 @@
-"""`nanovlm caption`: captions of images on standard output, or in files (see `caption_files`)."""
+"""`nanovlm caption`: captions of images on standard output, in files, or from a Ray cluster."""
 
 import argparse
+import codecs
 import glob
 import json
 import os
+import re
 import sys
-import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 from nanovlm.cli.options import add_flags as add_record_flags
-from nanovlm.cli.options import (
-    add_model_flags,
-    check_prompts,
-    from_args,
-    load_captioner,
-    model_options,
-    refuse_flags,
-    report_missing,
-)
-from nanovlm.console import TileProgress, is_terminal, print_error, print_remedy, print_text
-from nanovlm.embedded import PROMPT, SAMPLE
+from nanovlm.cli.options import check_prompts, from_args, load_captioner, model_options, refuse_flags, report_missing
+from nanovlm.console import TileProgress, count, is_terminal, print_error, print_remedy, print_text
+from nanovlm.embedded import EMBEDDED, EMBEDDED_LIMITS, PROMPT, SAMPLE
 from nanovlm.errors import ImageError, InputError, UsageError, is_out_of_memory
-from nanovlm.options import GenerationOptions, ModelOptions, check_positive
+from nanovlm.options import CaptionOptions, GenerationOptions, ModelOptions, check_positive
 from nanovlm.processing import MAX_FRAMES, VIDEO_EXTENSIONS
 
 if TYPE_CHECKING:
-    import torch
-
+    from nanovlm.bulk import Report
     from nanovlm.captioner import Captioner, Stats
-    from nanovlm.processing.video import Video
 
+CHECKPOINT = "HuggingFaceTB/SmolVLM2-500M-Video-Instruct"
 HELP = "Caption images, or answer a prompt about each; without arguments, the sample image."
-EXAMPLE = "nanovlm caption photos --out photos/metadata.jsonl"
+EXAMPLE = f"""\
+nanovlm caption photo.jpg --prompt "What is on the table?"
+nanovlm caption photos --out photos/metadata.jsonl --model {CHECKPOINT}
+nanovlm caption photos --choices cat,dog,neither --html review.html --model {CHECKPOINT}"""
 
-FILE_FLAGS = ("existing", "prefix", "extension", "batch_size", "limit", "recursive")
-
-STATS_DIGITS = {  # fields of Stats that --json prints, and how they are rounded
-    "prompt_tokens": None, "new_tokens": None, "first_token_s": 4, "total_s": 4, "tokens_per_s": 1, "cache_bytes": None,
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class PrintOptions:
-    """What is asked about each of single images or videos, and how answers are printed."""
-
-    images: Sequence[str]
-    prompts: Sequence[str]
-    samples: int = 1
-    json: bool = False
-    stats: bool = False
-    quiet: bool = False
-    as_video: bool = False
-    max_frames: int = MAX_FRAMES
-    frames: Sequence[str] = ()  # files of the one video that images names
-
-    def image(self, name: str) -> "str | BinaryIO | Video":
-        """The image or video of a name."""
-        if not self.as_video:
-            return standard_input() if name == "-" else name
-        from nanovlm.processing.video import Video
-
-        return Video.read(self.frames or name, self.max_frames)
+FILE_FLAGS = ("overwrite", "prefix", "extension", "html", "workers")
+GENERATION_FLAGS = ("temperature", "top_p", "seed", "max_new_tokens", "repetition_penalty", "start_with")
+MODEL_FLAGS = ("model", "adapter", "device", "dtype", "quantize", "max_tiles")
+ADDRESS = re.compile(r"auto|local|ray://.+|[^/\s]+:\d+")  # of a Ray cluster
+REASONS = {
+    "length": "were cut at --max-new-tokens; raise it",
+    "repetition": "were ended as they repeated themselves; try --repetition-penalty 1.2",
+}
+N_NAMES = 5  # of images that a summary names
+STATS_DIGITS = {"prompt_tokens": None, "new_tokens": None, "first_token_s": 4, "total_s": 4, "tokens_per_s": 1}
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
+    add = parser.add_argument_group("files").add_argument
     add(
         "images",
         nargs="*",
         metavar="IMAGE",
-        help="image files, folders or quoted patterns; captions of folders and patterns are written to files unless "
-        "--json prints them; - reads an image from standard input (default: the sample image)",
+        help="images, videos, folders or quoted patterns; - is an image on standard input. Of folders and patterns "
+        "captions are written to files",
     )
-    add(
-        "--from-file",
-        metavar="FILE",
-        help="more names from FILE, one a line or separated by zero bytes (find -print0); - is standard input",
-    )
-    add(
-        "--prompt",
-        dest="prompts",
-        action="append",
-        metavar="TEXT",
-        help="prompt for each image; repeat it to ask several, for which the image is encoded once; a table has a "
-        f"column for each (default: {PROMPT!r})",
-    )
-    add("--samples", type=int, default=1, metavar="N", help="answers per image, which is encoded once (default: 1)")
-    add(
-        "--as-video",
-        action="store_true",
-        help="read a GIF, WebP, folder or several images as the frames of a video; with --out, each video, GIF and "
-        "WebP of the folders is described as a whole",
-    )
-    add("--max-frames", type=int, metavar="N", help="frames of a video that the model sees (default: 8)")
-    add_file_flags(parser)
-    add_ray_flags(parser)
-    add_record_flags(parser, GenerationOptions)
-    add("--json-schema", metavar="FILE", help="JSON schema that each answer follows (extra structured)")
-    add_model_flags(parser)
-    add(
-        "--json",
-        action="store_true",
-        help="print one object per image and prompt, for single images with token counts and timings",
-    )
-    add(
-        "--stats", action="store_true", help="print timings, the size of the KV cache and peak memory on standard error"
-    )
-    add("--quiet", action="store_true", help="show no progress, and no advice on speed, on a terminal")
-
-
-def add_file_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags for captions that are written to files."""
-    add = parser.add_argument_group("captions in files").add_argument
-    add(
-        "--out",
-        metavar="FILE",
-        help="a .jsonl file; txt: a .txt beside each image (default for folders); -: JSON lines on standard output",
-    )
+    add("--from-file", metavar="FILE", help="more names, one a line or separated by zero bytes; - is standard input")
+    add("--out", metavar="FILE", help="a .jsonl table; txt: a .txt beside each image (default for folders)")
     add("--extension", metavar="EXT", help="of the files beside images, such as .caption (default: .txt)")
-    add(
-        "--existing",
-        choices=("skip", "overwrite"),
-        help="what to do where a caption exists (default: skip)",
-    )
-    add("--prefix", metavar="TEXT", help="text before each caption, added without a space")
-    add(
-        "--batch-size",
-        type=int,
-        metavar="N",
-        help="images decoded at once, on each core for a small model (default: 16, or 128 without tiling)",
-    )
-    add("--limit", type=int, metavar="N", help="caption at most N images; the same command then captions the next")
-    add("--recursive", action=argparse.BooleanOptionalAction, help="search subfolders, too (default: yes)")
-
-
-def add_ray_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags for captions on a Ray cluster."""
-    add = parser.add_argument_group("captions on a Ray cluster (extra ray)").add_argument
+    add("--overwrite", action="store_const", const=True, help="caption images that have captions, too")
+    add("--prefix", metavar="TEXT", help="text before each caption; {folder} is the name of the image's folder")
+    add("--html", metavar="FILE", help="a page to review the captions of a folder: thumbnails, texts, a filter")
+    add("--json", action="store_true", help="print one JSON object per image and prompt")
     add(
         "--ray",
         nargs="?",
         const="",
         metavar="ADDRESS",
-        help="caption files and folders, by path or URI, on the cluster at this address, into parquet files in the "
-        "folder or URI --out (default: a cluster that runs already, else this machine)",
+        help="caption on this Ray cluster (default: one that runs, else this machine) into parquet files in the folder "
+        "or URI --out",
     )
-    add(
-        "--cpus-per-worker",
-        type=int,
-        metavar="N",
-        help="cores of each worker (default: 1 beside a GPU, of which each worker has one, else 4)",
-    )
+    add("--workers", type=int, metavar="N", help="with --ray: at most N models at once (default: by GPUs, or cores)")
+    answers = parser.add_argument_group("how answers are made")
+    add = answers.add_argument
+    add("--prompt", dest="prompts", action="append", metavar="TEXT", help=f"repeat it for several (default: {PROMPT})")
+    add("--choices", metavar="A,B,...", help="answer with the most probable of these, and say how probable it is")
+    add("--json-schema", metavar="FILE", help="JSON schema that each answer follows (extra structured)")
+    add("--as-video", action="store_true", help="read GIF, WebP, a folder or several images as one video, by content")
+    add_record_flags(answers, GenerationOptions, GENERATION_FLAGS)
+    add_record_flags(parser.add_argument_group("the model"), ModelOptions, MODEL_FLAGS)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print captions, or write them to files if args name several images at once or an output file."""
-    on_ray, are_frames = args.ray is not None, args.as_video and len(args.images) > 1
-    args.as_video = names_video(args)
-    are_several = not args.as_video and any(map(names_several, args.images))
-    to_files = on_ray or (args.from_file, args.out) != (None, None) or are_several
-    if not on_ray:
-        refuse_flags(args, ["cpus_per_worker"], "captions on a cluster: add --ray")
-    if args.as_video and not (to_files or args.images):
-        raise UsageError("--as-video needs names of frames or videos")
-    if not to_files:
-        refuse_flags(args, FILE_FLAGS, "files: name a folder, or a file by --out")
-    args.prompts, model, schema = args.prompts or [PROMPT], model_options(args), None
-    if not all(map(str.strip, args.prompts)):
-        raise UsageError("--prompt is empty; omit it to have the image described")
-    if args.json_schema:
-        from nanovlm.processing.structured_output import read_schema
-
-        schema = read_schema(args.json_schema)
-    generation = from_args(GenerationOptions, args, schema=schema)
-    check_samples(args.samples, len(args.prompts), generation)
-    if to_files:
-        from nanovlm.cli.caption_files import caption_files
-
-        return caption_files(args, generation)
+    model, options = model_options(args), caption_options(args)
+    several = not options.as_video and any(map(names_several, args.images))
+    if args.ray is not None or args.from_file or args.out or several:
+        return caption_names(args, model, options)
+    refuse_flags(args, FILE_FLAGS, "files: name a folder, or a file by --out")
     if report_missing(args.images):
         return 1
-    if are_frames:
-        args.frames, args.images = args.images, args.images[:1]
-    return print_captions(from_args(PrintOptions, args), generation, model)
+    if options.as_video and not args.images:
+        raise UsageError("--as-video needs names of frames or videos")
+    return print_captions(args, model, options)
 
 
 def names_several(name: str) -> bool:
@@ -193,89 +97,220 @@ def names_several(name: str) -> bool:
     return os.path.isdir(name) or (glob.has_magic(name) and not os.path.lexists(name))
 
 
-def names_video(args: argparse.Namespace) -> bool:
-    """Whether args name video files or, with --as-video, frames. UsageError for videos beside images."""
-    check_positive({"--max-frames": args.max_frames})
+def caption_options(args: argparse.Namespace) -> CaptionOptions:
+    """Settings of each answer. UsageError for flags that exclude each other, before any work."""
+    prompts, choices, schema = args.prompts or [PROMPT], [], None
+    if not all(map(str.strip, prompts)):
+        raise UsageError("--prompt is empty; omit it to have the image described")
+    if len(prompts) != len(set(prompts)) or {"file_name", "text"} & set(prompts):
+        raise UsageError("--prompt is given twice, or is file_name or text; each names a column of its own")
+    if args.choices is not None:
+        choices = [choice.strip() for choice in args.choices.split(",")]
+        if len(set(choices)) < max(2, len(choices)) or not all(choices):
+            raise UsageError(f"--choices {args.choices}: name two or more different answers, such as red,green,blue")
+        refuse_flags(args, ("json_schema", "start_with", "temperature"), "generated answers: omit it, or --choices")
+    if args.json_schema:
+        from nanovlm.processing.structured_output import read_schema
+
+        schema = read_schema(args.json_schema)
+    if len(prompts) > 1 and (schema is not None or choices):
+        raise UsageError(f"{len(prompts)} prompts with --json-schema or --choices, which are for one; ask one")
+    if args.prefix and (schema is not None or len(prompts) > 1):
+        raise UsageError("--prefix: several prompts or a schema give JSON, to which no text can be added; omit it")
     are_videos = [Path(name).suffix.lower() in VIDEO_EXTENSIONS and not Path(name).is_dir() for name in args.images]
-    if args.as_video or (are_videos and all(are_videos)):
-        return True
-    if any(are_videos):
+    if any(are_videos) and not (all(are_videos) or args.as_video):
         raise UsageError("videos and images are captioned by commands of their own; name either")
-    if args.max_frames is not None:
-        raise UsageError("--max-frames is for videos: name a video file, or add --as-video")
-    return False
+    given = from_args(GenerationOptions, args, schema=schema)
+    return CaptionOptions(
+        **vars(given),
+        prompts=tuple(prompts),
+        choices=tuple(choices),
+        prefix=args.prefix or "",
+        as_video=args.as_video or any(are_videos),
+        max_frames=args.max_tiles or MAX_FRAMES,
+    )
 
 
-def check_samples(n: int, n_prompts: int, generation: GenerationOptions) -> None:
-    """Refuse numbers of samples that make no sense."""
-    check_positive({"--samples": n})
-    if n > 1 and n_prompts > 1:
-        raise UsageError(f"--samples {n} of {n_prompts} prompts; ask for samples of one at a time")
-    if n > 1 and generation.temperature == 0:
-        raise UsageError(f"--samples {n} at temperature 0 are all the same; add --temperature 0.7, say")
+# ------------------------------------------------------------------------------------------------------------ files
 
 
-def print_captions(options: PrintOptions, generation: GenerationOptions, model: ModelOptions) -> int:
+def caption_names(args: argparse.Namespace, model: ModelOptions, options: CaptionOptions) -> int:
+    """Caption what args name into files, or on a Ray cluster into parquet files; 1 if an image failed."""
+    from nanovlm.bulk import Sidecars, Stream, Table, caption_files
+
+    if args.ray and not ADDRESS.fullmatch(args.ray):
+        raise UsageError(f"--ray {args.ray} is no address like auto or ray://HOST:10001; name images before --ray")
+    names = [*args.images, *read_names(args.from_file)]
+    if "-" in names or not names:
+        raise UsageError("captions in files need names of images; name files or folders, or list them by --from-file")
+    load = partial(load_for_files, args, model, options)
+    label = "embedded" if model.model == EMBEDDED else str(model.model)
+    label += f" + {model.adapter}" if model.adapter else ""
+    if args.ray is not None:
+        return caption_on_cluster(args, names, model, options)
+    refuse_flags(args, ["workers"], "captions on a cluster: add --ray")
+    output: Sidecars | Table
+    if args.json:
+        refuse_flags(args, ("out", "extension", "overwrite", "html"), "captions in files: omit it, or --json")
+        output = Stream()
+    elif args.out in (None, "txt"):
+        output = Sidecars(checked_extension(args.extension or ".txt"), bool(args.overwrite))
+    else:
+        refuse_flags(args, ["extension"], f"files beside images, not for {args.out}: omit it, or --out")
+        if not args.out.endswith(".jsonl"):
+            raise UsageError(f"--out {args.out} must be a .jsonl file, or txt")
+        output = Table(args.out, bool(args.overwrite))
+    report = caption_files(load, names, output, options, model=label)
+    if args.html:
+        from nanovlm.review_page import write_page
+
+        write_page(args.html, report.images, [output.row(image) for image in report.images], report.failed)
+        print_error(f"{args.html}: a page of {count(len(report.images), 'image')}; open it in a browser")
+    print_summary(report)
+    return 1 if report.failed else 0
+
+
+def load_for_files(args: argparse.Namespace, model: ModelOptions, options: CaptionOptions) -> "Captioner":
+    check_model_named(args)
+    return load_captioner(model, options.prompts, options.max_new_tokens)
+
+
+def check_model_named(args: argparse.Namespace) -> None:
+    if args.model is None and args.adapter is None:
+        raise UsageError(f"{EMBEDDED_LIMITS}; name another by --model {CHECKPOINT}, or --model embedded")
+
+
+def caption_on_cluster(args: argparse.Namespace, names: list[str], model: ModelOptions, options: CaptionOptions) -> int:
+    """Caption names into parquet files; 1 if an image failed."""
+    refuse_flags(args, ("extension", "overwrite", "html"), "one machine: omit it, or --ray")
+    check_positive({"--workers": args.workers})
+    if args.out is None or re.search(r"\.(jsonl|parquet)$|^txt$", args.out):
+        raise UsageError(f"--out {args.out or 'is missing: it'} must be a folder or URI for parquet files with --ray")
+    if args.json or options.as_video:
+        raise UsageError("--ray writes captions of images; omit --json and --as-video")
+    check_model_named(args)
+    from nanovlm.ray_captions import caption_on_ray
+
+    report = caption_on_ray(names, args.out, model, options, address=args.ray or None, workers=args.workers)
+    print_summary(report)
+    return 1 if report.failed else 0
+
+
+def checked_extension(extension: str) -> str:
+    from nanovlm.processing.image_loading import IMAGE_EXTENSIONS, readable_extensions
+
+    extension = f".{extension.removeprefix('.')}"
+    if not re.fullmatch(r"\.[^/\\\0.]+", extension) or extension.lower() in readable_extensions() | IMAGE_EXTENSIONS:
+        raise UsageError(f"--extension {extension} is not like .txt or .caption, or is that of images")
+    return extension
+
+
+def read_names(file: str | None) -> list[str]:
+    """Names from a file, if any, or from standard input (-): one a line, or each ended by a zero byte."""
+    if file is None:
+        return []
+    try:
+        data = standard_input().read() if file == "-" else Path(file).read_bytes()
+    except OSError as error:
+        raise UsageError(f"--from-file {file}: {error.strerror}") from None
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):  # as PowerShell writes
+        data = data.decode("utf-16", "replace").encode()
+    data = data.removeprefix(codecs.BOM_UTF8)
+    names = data.split(b"\0") if b"\0" in data else data.splitlines()
+    return [os.fsdecode(name) for name in names if name.strip()]
+
+
+def print_summary(report: "Report") -> None:
+    """Print what a run did, and then a line for each thing that a person may want to look at."""
+    from nanovlm.processing.image_loading import HEIF_EXTENSIONS, INSTALL_HEIC
+
+    parts = []
+    if report.captioned or not report.skipped:
+        rate = f" ({60 * report.captioned / report.seconds:,.0f} a minute)" if report.seconds > 1 else ""
+        parts.append(f"{report.captioned:,} captioned in {report.seconds:.0f} s{rate}")
+    if report.skipped:
+        parts.append(f"{len(report.skipped):,} had captions ({some(report.skipped)})")
+    parts += [f"{len(report.failed):,} failed"] if report.failed else []
+    hints = dict.fromkeys(HEIF_EXTENSIONS, f" (to read them: {INSTALL_HEIC})")
+    parts += [f"{n:,} {extension} left out{hints.get(extension, '')}" for extension, n in report.left_out.items()]
+    print_error("; ".join(parts))
+    for origin, n in report.others.items():
+        print_error(f"{count(n, 'existing caption')} of another run, with {origin}; --overwrite captions them again")
+    for reason, images in report.cut.items():
+        print_error(f"{count(len(images), 'caption')} {REASONS.get(reason, reason)}: {some(images)}")
+
+
+def some(names: Sequence[str]) -> str:
+    """The first names, and how many more there are."""
+    more = f" and {len(names) - N_NAMES:,} more" if len(names) > N_NAMES else ""
+    return ", ".join(name if name.isprintable() else repr(name) for name in names[:N_NAMES]) + more
+
+
+# ----------------------------------------------------------------------------------------------------- single images
+
+
+def print_captions(args: argparse.Namespace, model: ModelOptions, options: CaptionOptions) -> int:
     """Print the captions of some images; 1 if one of them failed, after the others are done."""
-    started = time.perf_counter()
-    captioner = load_captioner(model, own_images=bool(options.images))
-    load_seconds = time.perf_counter() - started
-    if not options.quiet:
-        captioner.inference.on_tile = TileProgress()
+    captioner = load_captioner(model, own_images=bool(args.images))
+    captioner.inference.on_tile = TileProgress()
     ways = ["--max-tiles 4"] if model.max_tiles is None and captioner.processor.max_tiles_per_image > 5 else []
     ways += ["--quantize int8"] if model.quantize is None else []
-    failed = 0
-    for name in options.images or [str(SAMPLE)]:
+    names, failed = args.images or [str(SAMPLE)], 0
+    if options.as_video and len(names) > 1 and not any(Path(name).suffix in VIDEO_EXTENSIONS for name in names):
+        names = [names]  # the frames of one video
+    for name in names:
         try:
-            stats, texts = print_caption(options, captioner, generation, name)
+            seconds = print_caption(args, captioner, options, name)
         except ImageError as error:
             print_error(str(error))
             failed += 1
         except Exception as error:
             if isinstance(error, InputError):
-                check_prompts(captioner, options.prompts, generation.max_new_tokens)
+                check_prompts(captioner, options.prompts, options.max_new_tokens)
             elif not is_out_of_memory(error):
                 raise
             print_error(f"{name}: {error or 'not enough memory'}")
             failed += 1
         else:
-            if not all(text.removeprefix(generation.start_with.rstrip()).strip() for text in texts):
-                print_error(f"{name}: the model's answer is empty")
-                failed += 1
-            if not options.quiet:
-                print_remedy(stats.total_s, ways)
-            if options.stats:
-                print_error(format_stats(stats, load_seconds, captioner.inference.device))
+            print_remedy(seconds, ways)
     return 1 if failed else 0
 
 
 def print_caption(
-    options: PrintOptions, captioner: "Captioner", generation: GenerationOptions, name: str
-) -> tuple["Stats", list[str]]:
-    """Print the answers about one image, as JSON, as a line each or, on a terminal, token by token; and return them."""
+    args: argparse.Namespace, captioner: "Captioner", options: CaptionOptions, source: str | Sequence[str]
+) -> float:
+    """Print the answers about an image, as JSON, as a line each or, on a terminal, token by token; returns seconds."""
     from nanovlm.captioner import Stats
     from nanovlm.processing.image_loading import printable
 
-    image, stats, prompts, n = options.image(name), Stats(), options.prompts, options.samples
-    label = f"{printable(name)}: " if len(options.images) > 1 else ""
-    if is_terminal(sys.stdout) and not options.json and n == len(prompts) == 1:
-        return stats, [stream_caption(captioner.stream(image, prompts[0], options=generation, stats=stats), label)]
-    if len(prompts) > 1:
-        texts = captioner.ask(image, prompts, options=generation, stats=stats)
+    name = source if isinstance(source, str) else source[0]
+    image: Any = standard_input() if name == "-" else source
+    if options.as_video:
+        from nanovlm.processing.video import Video
+
+        image = Video.read(source, options.max_frames)
+    stats, prompts, columns = Stats(), options.prompts, {}
+    label = f"{printable(name)}: " if len(args.images) > 1 and isinstance(source, str) else ""
+    if is_terminal(sys.stdout) and not args.json and len(prompts) == 1 and not options.choices:
+        texts = [stream_caption(captioner.stream(image, prompts[0], options=options, stats=stats), label)]
+    elif options.choices:
+        best = captioner.classify(image, options.choices, prompts[0])[0]
+        texts, columns = [best.text], best.columns()
+        if not args.json:
+            print_text(f"{label}{best.text} ({best.probability:.0%}, log-probability {best.log_probability:.1f})")
     else:
-        texts = captioner.samples(image, prompts[0], n, options=generation, stats=stats)
-    if generation.schema is not None:
-        texts = [json.dumps(value, ensure_ascii=False) for value in texts]
-    if options.json:
-        kind = "video" if options.as_video else "image"
-        for prompt, text, reason in zip(prompts, texts, stats.finish_reasons):
-            samples = {"samples": texts} if n > 1 else {}
-            row = {kind: name, "prompt": prompt, "text": text, "finish_reason": reason}
-            print(json.dumps(row | samples | stats_fields(stats)), flush=True)
-    else:
-        for text in texts:
+        texts = captioner.ask(image, prompts, options=options, stats=stats)
+        if options.schema is not None:
+            texts = [json.dumps(value, ensure_ascii=False) for value in texts]
+        for text in () if args.json else texts:
             print_text(label + " ".join(text.splitlines()))
-    return stats, texts
+    for prompt, text, reason in zip(prompts, texts, stats.finish_reasons or ["stop"]) if args.json else ():
+        kind = "video" if options.as_video else "image"
+        row = {kind: name, "prompt": prompt, "text": text, "finish_reason": reason}
+        print(json.dumps(row | (columns or stats_columns(stats))), flush=True)
+    if not all(text.removeprefix(options.start_with.rstrip()).strip() for text in texts):
+        raise ImageError(f"{name}: the model's answer is empty")
+    return stats.total_s
 
 
 def stream_caption(pieces: Iterator[str], label: str) -> str:
@@ -289,23 +324,12 @@ def stream_caption(pieces: Iterator[str], label: str) -> str:
     return text
 
 
-def standard_input() -> BinaryIO:
+def standard_input() -> Any:
     if sys.stdin is None or sys.stdin.isatty():
-        raise ImageError("<stdin>: - reads an image from standard input; redirect a file to it")
+        raise ImageError("<stdin>: - reads standard input; redirect a file to it")
     return sys.stdin.buffer
 
 
-def stats_fields(stats: "Stats") -> dict[str, float]:
+def stats_columns(stats: "Stats") -> dict[str, float]:
     """Token counts and seconds of one image, all prompts together, as --json prints them."""
     return {name: round(getattr(stats, name), digits) for name, digits in STATS_DIGITS.items()}
-
-
-def format_stats(stats: "Stats", load_seconds: float, device: "torch.device") -> str:
-    from nanovlm.device import peak_memory
-
-    return (
-        f"model loaded in {load_seconds:.2f} s; {stats.prompt_tokens} prompt tokens, first token after "
-        f"{stats.first_token_s * 1000:.0f} ms, then {stats.tokens_per_s:.0f} tokens/s; "
-        f"KV cache {stats.cache_bytes / 2**20:.2f} MiB; "
-        f"peak memory {peak_memory(device) / 2**20:,.0f} MiB"
-    )

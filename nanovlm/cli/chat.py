@@ -8,21 +8,14 @@ import os
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nanovlm.cli.options import add_flags as add_record_flags
-from nanovlm.cli.options import (
-    add_model_flags,
-    from_args,
-    load_captioner,
-    model_options,
-    report_missing,
-)
+from nanovlm.cli.options import from_args, load_captioner, model_options, report_missing
 from nanovlm.console import TileProgress, bold, is_terminal, print_error, print_text
 from nanovlm.errors import ImageError, NanoVLMError, UsageError, is_out_of_memory
-from nanovlm.options import CHAT_MAX_NEW_TOKENS, GenerationOptions
+from nanovlm.options import CHAT_MAX_NEW_TOKENS, GenerationOptions, ModelOptions
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -30,33 +23,26 @@ if TYPE_CHECKING:
     from nanovlm.captioner import Captioner
     from nanovlm.processing.video import Video
 
-HELP = "Ask about images, one question after another; /help lists the commands."
+HELP = "Ask about images, one question after another."
 EXAMPLE = "nanovlm chat photo.jpg"
 
-COMMANDS = """\
-/image PATH ...  start a new chat about other images, or a video
-/reset           forget all questions and answers; the images stay
-/save FILE       save the chat: a .json can be used by `nanovlm train --data`, any other name is plain text
-/help            show this list
-ctrl-c           stop an answer; the chat keeps the part generated so far
-ctrl-d           leave"""
-GENERATION_FLAGS = tuple(f.name for f in fields(GenerationOptions) if f.name not in ("start_with", "schema"))
-MAX_HISTORY_LINES = 1000  # of typed lines, kept for later chats
+COMMANDS = "/image FILE asks about another image, /reset forgets the questions, /save FILE writes the chat"
+GENERATION_FLAGS = ("temperature", "top_p", "seed", "max_new_tokens", "repetition_penalty")
+MODEL_FLAGS = ("model", "adapter", "device", "dtype", "quantize", "max_tiles")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("images", nargs="*", metavar="IMAGE", help="images or a video to ask about; without any, a chat in text alone")
+    parser.add_argument("images", nargs="*", metavar="IMAGE", help="images or a video; without any, text alone")
     add_record_flags(parser, GenerationOptions, GENERATION_FLAGS, max_new_tokens=CHAT_MAX_NEW_TOKENS)
-    add_model_flags(parser)
+    add_record_flags(parser, ModelOptions, MODEL_FLAGS)
 
 
 def run(args: argparse.Namespace) -> int:
     """Answer questions until there are no more; 1 if a line that was piped in failed."""
-    generation = from_args(GenerationOptions, args, max_new_tokens=CHAT_MAX_NEW_TOKENS)
     model = model_options(args)
     if report_missing(args.images):
         return 1
+    generation = from_args(GenerationOptions, args, max_new_tokens=CHAT_MAX_NEW_TOKENS)
     try:
         images = load_images(args.images)
     except ImageError as error:
@@ -69,15 +55,16 @@ def run(args: argparse.Namespace) -> int:
     interactive = is_terminal(sys.stdin) and is_terminal(sys.stdout)
     if interactive:
         captioner.inference.on_tile = TileProgress()
-        print_error("/help lists the commands; ctrl-d leaves")
-    with saved_input_history() if interactive else contextlib.nullcontext():
-        for line in read_lines(interactive):
-            try:
-                chat.handle(line)
-            except KeyboardInterrupt:
-                if not interactive:
-                    raise
-                print()
+        print_error(f"{COMMANDS}; ctrl-c stops an answer, ctrl-d leaves")
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401 (gives input() its arrow keys)
+    for line in read_lines(interactive):
+        try:
+            chat.handle(line)
+        except KeyboardInterrupt:
+            if not interactive:
+                raise
+            print()
     return 1 if chat.n_failed and not interactive else 0
 
 
@@ -104,39 +91,31 @@ class Chat:
 
     def handle(self, line: str) -> None:
         """Answer a question or run a command; an error is printed in one line, and the chat goes on."""
+        line = line.strip()
         try:
-            self._handle(line.strip())
+            command, _, argument = line.partition(" ")
+            if command == "/image":
+                self.open(argument.strip())
+            elif command == "/reset":
+                self.session.reset()
+            elif command == "/save":
+                self.save(argument.strip())
+            elif command.startswith("/"):
+                raise UsageError(f"{command} is not a command: {COMMANDS}")
+            elif line:
+                self.answer(line)
         except BrokenPipeError:
             raise
         except NanoVLMError as error:
-            self._report(str(error))
+            self.report(str(error).replace("reset the chat", "forget the questions by /reset"))
         except OSError as error:
-            self._report(f"{line.strip()}: {error.strerror or error}")
+            self.report(f"{line}: {error.strerror or error}")
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
-            self._report(f"not enough memory ({error})")
+            self.report(f"not enough memory ({error})")
 
-    def _handle(self, line: str) -> None:
-        command, _, argument = line.partition(" ")
-        argument = argument.strip()
-        if not line:
-            return
-        if not line.startswith("/"):
-            self.answer(line)
-        elif command == "/image":
-            self.open(argument)
-        elif command == "/reset":
-            self.session.reset()
-        elif command == "/save":
-            self.save(argument)
-        elif command == "/help":
-            for help_line in COMMANDS.splitlines():
-                print_error(help_line)
-        else:
-            raise UsageError(f"{command} is not a command; /help lists the commands")
-
-    def _report(self, message: str) -> None:
+    def report(self, message: str) -> None:
         self.n_failed += 1
         print_error(message)
 
@@ -146,6 +125,9 @@ class Chat:
             for piece in pieces:
                 print_text(piece, end="")
         print(flush=True)
+        stats, limit = self.session.stats, self.captioner.inference.cfg.lm_max_position_embeddings
+        if stats.finish_reasons == ["length"] and stats.new_tokens < self.generation.max_new_tokens:
+            print_error(f"note: the chat fills the model's context of {limit:,} tokens; /reset forgets the questions")
 
     def open(self, argument: str) -> None:
         """Start a new chat about the images that an argument names: one path as it stands, or quoted as in a shell."""
@@ -154,19 +136,22 @@ class Chat:
         except ValueError as error:
             raise UsageError(f"/image {argument}: {error}") from None
         if not paths:
-            raise UsageError("/image needs a path: /image PATH")
+            raise UsageError("/image needs a path: /image FILE")
         self.start(paths, load_images(paths))
 
     def save(self, name: str) -> None:
-        """Write the chat to a new file, or to one that this chat wrote before."""
+        """Write the chat to a new file, or to one that this chat wrote before: .json is training data, others text."""
         if not name:
             raise UsageError("/save needs a name: /save FILE")
         path = Path(name)
         if path.exists() and os.path.abspath(path) not in self.saved:
             raise UsageError(f"{name} exists already; save under another name")
-        text = self.as_json(path.parent) if path.suffix == ".json" else self.as_text()
+        is_json = path.suffix == ".json"
+        text = self.as_json(path.parent) if is_json else self.as_text()
         path.write_bytes(text.encode("utf-8", "surrogateescape"))  # a path may hold bytes that are not UTF-8
         self.saved.add(os.path.abspath(path))
+        kind = "JSON that `nanovlm train --data` reads" if is_json else "plain text"
+        print_error(f"{name}: {len(self.session.history)} questions and answers as {kind}")
 
     def as_json(self, folder: Path) -> str:
         """The chat as training data, with image paths relative to folder."""
@@ -208,24 +193,3 @@ def read_lines(interactive: bool) -> Iterator[str]:
             if not interactive:
                 raise
             print()
-
-
-@contextlib.contextmanager
-def saved_input_history() -> Iterator[None]:
-    """Keep typed lines for the arrow keys, in this chat and in later ones, where Python has readline."""
-    try:
-        import readline
-    except ImportError:
-        yield
-        return
-    state_home = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
-    file = Path(state_home, "nanovlm", "history")
-    with contextlib.suppress(OSError):
-        readline.read_history_file(file)
-    readline.set_history_length(MAX_HISTORY_LINES)
-    try:
-        yield
-    finally:
-        with contextlib.suppress(OSError):
-            file.parent.mkdir(parents=True, exist_ok=True)
-            readline.write_history_file(file)

@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any, NoReturn
 
 from nanovlm import __version__
 from nanovlm.console import configure_logging, print_error, warnings_as_notes
@@ -20,13 +21,14 @@ from nanovlm.errors import InputError, NanoVLMError, UsageError, is_out_of_memor
 
 VERBS = ("caption", "chat", "serve", "train", "evaluate", "export")  # modules of this package
 EXIT_FAILURE, EXIT_USAGE, EXIT_BUG, EXIT_INTERRUPTED = 1, 2, 70, 130
+INSTALL = "pip install -e " + shlex.quote(str(Path(__file__).parents[2]))
 IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif", ".heic"}
 
 
 class Parser(argparse.ArgumentParser):
     """An argparse parser that reports errors in one line."""
 
-    def error(self, message: str):
+    def error(self, message: str) -> NoReturn:
         print_error(f"{self.prog}: {message} (see {self.prog} --help)")
         self.exit(EXIT_USAGE)
 
@@ -43,23 +45,33 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="nanovlm",
         description="Caption images, answer questions about them, serve, train and export models.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="examples:\n" + "".join(f"  {verb.EXAMPLE}\n" for verb in verbs.values()),
+        epilog="examples:\n" + "".join(f"  {verb.EXAMPLE.splitlines()[0]}\n" for verb in verbs.values()),
     )
     parser.add_argument("--version", action="version", version=f"nanovlm {__version__}")
     subparsers = parser.add_subparsers(metavar="VERB", required=True)
     for name, verb in verbs.items():
-        epilog = f"example: {verb.EXAMPLE}"
-        add_verb_flags(verb, subparsers.add_parser(name, help=verb.HELP, description=verb.HELP, epilog=epilog))
+        add_verb_flags(verb, subparsers.add_parser(name, **describe(verb, f"nanovlm {name}"), help=verb.HELP))
     return run(parser.parse_args(argv))
 
 
 def run_verb(name: str, argv: Sequence[str] | None = None) -> int:
     """Run one verb as a program of its own, as generate.py and train.py do; returns the exit code."""
     verb = import_verb(name)
-    example = verb.EXAMPLE.replace(f"nanovlm {name}", f"python {Path(sys.argv[0]).name}")
-    parser = Parser(description=verb.HELP, epilog=f"example: {example}")
+    parser = Parser(**describe(verb, f"python {Path(sys.argv[0]).name}"))
     add_verb_flags(verb, parser)
     return run(parser.parse_args(argv))
+
+
+def describe(verb: ModuleType, program: str) -> dict[str, Any]:
+    """The beginning of a verb's help: usage in one line, and examples for a program that runs it."""
+    name = verb.__name__.rpartition(".")[2]
+    examples = verb.EXAMPLE.replace(f"nanovlm {name}", program).splitlines()
+    return {
+        "usage": f"{program} [IMAGE ...] [--FLAG VALUE ...]" if name == "caption" else None,
+        "description": "".join(f"  {example}\n" for example in examples) + f"\n{verb.HELP}",
+        "formatter_class": argparse.RawDescriptionHelpFormatter,
+        "add_help": False,
+    }
 
 
 def import_verb(name: str) -> ModuleType:
@@ -76,7 +88,7 @@ def names_image(argument: str) -> bool:
 
 def add_verb_flags(verb: ModuleType, parser: Parser) -> None:
     verb.add_flags(parser)
-    parser.add_argument("--debug", action="store_true", help="show the traceback of every error")
+    parser.add_argument_group("help").add_argument("-h", "--help", action="help", help="show this text and exit")
     parser.set_defaults(run=verb.run, prog=parser.prog)
 
 
@@ -92,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except Exception as error:
-        if args.debug or os.environ.get("NANOVLM_DEBUG", "0") not in ("", "0"):
+        if os.environ.get("NANOVLM_DEBUG", "0") not in ("", "0"):
             traceback.print_exc()
         return report_exception(args, error)
 
@@ -116,6 +128,9 @@ def report_exception(args: argparse.Namespace, error: Exception) -> int:
     if is_out_of_memory(error):
         print_error(f"{prog}: not enough memory; try --dtype bfloat16, --max-tiles 1 or smaller batches ({error})")
         return EXIT_FAILURE
+    if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] not in ("nanovlm", "models"):
+        print_error(f"{prog}: the Python package {error.name} is missing; install nanovlm and what it needs: {INSTALL}")
+        return EXIT_USAGE
     if isinstance(error, OSError):
         if not isinstance(error, BrokenPipeError):  # raised when the reader of a pipe leaves, as `head` does
             print_error(f"{prog}: {error}")

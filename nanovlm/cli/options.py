@@ -80,6 +80,8 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def model_options(args: argparse.Namespace) -> ModelOptions:
+    if getattr(args, "model", None) == "embedded":
+        args.model = EMBEDDED
     return from_args(ModelOptions, args)
 
 

@@ -7,8 +7,10 @@ from collections.abc import Iterable, Iterator, Sequence, Sized
 from itertools import cycle, islice, zip_longest
 from typing import TYPE_CHECKING, Any
 
+import torch
 from PIL import Image
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from models.config import VLMConfig
 from nanovlm.errors import InputError
@@ -55,6 +57,23 @@ class Processor:
         else:
             prepared = [self.preprocess(image) for image in images]  # type: ignore[arg-type]
         return [tiles for tiles, _ in prepared], [grid for _, grid in prepared], texts
+
+    def __call__(self, images: Sequence[Sequence[Image.Image]], questions: Sequence[str]) -> dict[str, Tensor | None]:
+        """What `VisionLanguageModel.generate` reads: row i asks questions[i] about images[i], padded on the left.
+
+        input_ids and attention_mask (B, T) int64; images (N, 3, S, S), the tiles of all rows, or None.
+        """
+        if len(images) != len(questions):
+            raise InputError(f"{len(images)} rows of images, but {len(questions)} prompts; pass one prompt a row")
+        rows = [self.encode(row, question) for row, question in zip(images, questions)]
+        ids = [torch.tensor(row) for row, _ in rows]
+        tiles = [image for _, row in rows for image in row]
+        pad = self.tokenizer.eos_token_id  # any id would do: the mask hides it
+        return {
+            "input_ids": pad_sequence(ids, batch_first=True, padding_value=pad, padding_side="left"),
+            "attention_mask": pad_sequence([torch.ones_like(row) for row in ids], True, padding_side="left"),
+            "images": torch.cat(tiles) if tiles else None,
+        }
 
     def encode(self, images: "Sequence[Image.Image | Video]", question: str) -> tuple[list[int], list[Tensor]]:
         """Token ids of a question about images, any number of them, or a video; the tiles (n, 3, S, S) of each."""

@@ -1,10 +1,9 @@
 """Answers that follow a JSON schema: llguidance tells which tokens may come next. Needs the extra `structured`."""
 
 import json
-import subprocess
-import sys
+import re
 from collections.abc import Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,19 +15,9 @@ if TYPE_CHECKING:
     from nanovlm.processing.tokenizer import Tokenizer
 
 MAX_SCHEMA = 50_000  # characters; what longer ones need at each token would delay all other requests
+CHOICES = ("anyOf", "oneOf")
+SAYS_OTHERWISE = {"additionalProperties", "patternProperties", "unevaluatedProperties", "allOf", "$ref", "if", *CHOICES}
 JSON_OPTIONS: Any = {"whitespace_flexible": False}  # or a small model could write spaces without end
-# A program that prepares the grammar of its standard input within limits of CPU time (s), core files and memory (bytes)
-COMPILING = """
-import sys
-from llguidance import LLMatcher, LLTokenizer
-try:
-    import resource
-    for limit, value in (resource.RLIMIT_CPU, 2), (resource.RLIMIT_CORE, 0), (resource.RLIMIT_AS, 1 << 30):
-        resource.setrlimit(limit, (value, value))
-except (ImportError, ValueError):  # Windows has no such limits, macOS none of memory
-    pass
-LLMatcher(LLTokenizer("byte"), sys.stdin.read(), log_level=0).compute_logit_bias()
-"""
 
 
 def read_schema(path: str) -> Any:
@@ -53,14 +42,9 @@ class StructuredOutput:
         """A copy makes its own vocabulary: llguidance's cannot be pickled."""
         return StructuredOutput, (self.tokenizer,)
 
-    def make_processors(
-        self, schema: Any, n: int, param: str = "schema", untrusted: bool = False
-    ) -> list["GrammarProcessor"]:
-        """One processor for each of n sequences. InputError names param if the schema is not possible.
-
-        An untrusted schema is refused as well if following it takes 2 seconds of CPU time or 1 GiB of memory.
-        """
-        grammar = _grammar(schema, param, untrusted)
+    def make_processors(self, schema: Any, n: int, param: str = "schema") -> list["GrammarProcessor"]:
+        """One processor for each of n sequences. InputError names param if the schema is not possible."""
+        grammar = _grammar(schema, param)
         from llguidance import LLMatcher
 
         try:
@@ -80,7 +64,10 @@ class StructuredOutput:
         try:
             return json.loads(text)
         except ValueError:
-            raise InputError(f"max_new_tokens ended the answer before its JSON did: {text!r}; raise it") from None
+            place = "".join(f", in {'.'.join(keys)}" for keys in [open_keys(text)] if keys)
+            raise InputError(
+                f"max_new_tokens ended the answer before its JSON did{place}: {text!r}; raise it"
+            ) from None
 
     @cached_property
     def _vocabulary(self) -> Any:
@@ -92,7 +79,7 @@ class StructuredOutput:
 
 
 class GrammarProcessor:
-    """A `Grammar` of a request: it excludes the tokens a grammar does not allow next.
+    """A `LogitsProcessor` that excludes the tokens a grammar does not allow next.
 
     InputError names param if the grammar turns out to need too much: a schema shows it at some later token only.
     """
@@ -126,19 +113,51 @@ class GrammarProcessor:
         return logits.masked_fill(~allowed.to(logits.device), float("-inf"))
 
 
-def _grammar(schema: Any, name: str, untrusted: bool = False) -> str:
+def open_keys(text: str) -> list[str]:
+    """The keys that lead to the end of JSON text that was cut."""
+    keys: list[str] = []  # of each open object or array; "" before the first key
+    for token in re.finditer(r'"((?:[^"\\]|\\.)*)"(\s*:)?|[{}\[\]]', text):
+        if token[2]:
+            keys[-1:] = [token[1]]
+        elif token[0] in "{[":
+            keys.append("")
+        elif token[0] in "}]" and keys:
+            keys.pop()
+    return [key for key in keys if key]
+
+
+def close_objects(schema: Any) -> Any:
+    """The schema, in which objects that list their properties have no others, unless it says so.
+
+    Left open where schemas are combined for one object: each part would exclude the properties of the others.
+    """
+    if not isinstance(schema, dict):
+        return schema
+    closed = dict(schema)
+    for key in ("properties", "$defs", "definitions", "patternProperties"):
+        if isinstance(schema.get(key), dict):
+            closed[key] = {name: close_objects(part) for name, part in schema[key].items()}
+    for key in ("items", "prefixItems", "additionalProperties", *([] if "properties" in schema else CHOICES)):
+        part = schema.get(key)
+        if part is not None:
+            closed[key] = [close_objects(one) for one in part] if isinstance(part, list) else close_objects(part)
+    if "properties" in schema and not schema.keys() & SAYS_OTHERWISE:
+        closed["additionalProperties"] = False
+    return closed
+
+
+def _grammar(schema: Any, name: str) -> str:
     """llguidance's grammar of a schema; InputError calls it name."""
     try:
         from llguidance import LLMatcher
     except ModuleNotFoundError:
         raise MissingExtraError(f"{name} needs llguidance; pip install 'nanovlm[structured]'") from None
     try:
-        text = json.dumps(schema)
+        combines = '"allOf"' in json.dumps(schema)  # of which $ref may name parts
+        text = json.dumps(schema if combines else close_objects(schema))
         if len(text) > MAX_SCHEMA:
             raise InputError(f"{name}: a JSON schema of {len(text):,} characters, more than {MAX_SCHEMA:,}; shorten it")
         grammar = LLMatcher.grammar_from_json_schema(text, defaults=JSON_OPTIONS)
-        if untrusted and not _is_cheap(grammar):
-            raise InputError(f"{name}: the JSON schema takes too much time or memory; use simpler patterns")
         problem = LLMatcher.validate_grammar(grammar)
     except InputError:
         raise
@@ -147,16 +166,6 @@ def _grammar(schema: Any, name: str, untrusted: bool = False) -> str:
     if problem:
         raise InputError(f"{name}: {_not_followed(problem)}")
     return grammar
-
-
-@lru_cache(256)
-def _is_cheap(grammar: str) -> bool:
-    """Whether a process of its own, with limits, can start with a grammar: llguidance has none for some patterns."""
-    try:
-        command = [sys.executable, "-c", COMPILING]
-        return subprocess.run(command, input=grammar, text=True, capture_output=True, timeout=30).returncode == 0
-    except subprocess.TimeoutExpired:
-        return False
 
 
 def _not_followed(problem: str) -> str:

@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,10 +68,10 @@ class Video:
         prepare_pillow()
         try:
             return _read_animation(path, max_frames)
-        except ImageError:
-            raise
         except Exception as error:  # decoders raise anything
-            raise ImageError(f"{path}: {reason(error)}") from error
+            with suppress(ImageError, MissingExtraError):
+                return _decode(path, max_frames)  # a video by its content, whatever its name
+            raise (error if isinstance(error, ImageError) else ImageError(f"{path}: {reason(error)}")) from error
 
     def texts(self) -> list[str]:
         """The text before each frame, and the one after the last, as in SmolVLM2's training (smollm, transformers)."""

@@ -54,15 +54,21 @@ def main(path: str, max_frames: int) -> None:
             sys.exit(f"ImageError: frames of {stream.width} x {stream.height}, more than {MAX_FRAME_PIXELS:,} pixels")
         fps = float(stream.average_rate or LISTED_FPS)
         n_frames = stream.frames or sum(1 for _ in container.decode(stream))
-    kept, shown = set(sample_frames(n_frames, fps, max_frames)), []
+        seconds = float(stream.duration * stream.time_base) if stream.duration and stream.time_base else n_frames / fps
+    kept, shown, start = set(sample_frames(n_frames, fps, max_frames)), [], None
     with open(path, "rb") as file, av.open(file, "r", options=options) as container:
         for i, frame in enumerate(container.decode(video=0)):
+            now = i / fps if frame.time is None else frame.time
+            start = now if start is None else start
             if i in kept:
-                shown.append((i, frame.to_image()))
+                image = frame.to_image()
+                if turn := frame.rotation:  # of the display matrix: a phone's portrait video is stored sideways
+                    image = image.rotate(turn, expand=True)
+                shown.append((now - start, image))
             if i >= max(kept):
                 break
     size = shown[0][1].size
-    header = {"size": size, "seconds": [i / fps for i, _ in shown], "duration": n_frames / fps}
+    header = {"size": size, "seconds": [second for second, _ in shown], "duration": seconds}
     sys.stdout.buffer.write(json.dumps(header).encode() + b"\n")
     for _, image in shown:
         sys.stdout.buffer.write((image if image.size == size else image.resize(size)).tobytes())

@@ -268,7 +268,7 @@ class Chats:
         images = prepare_images(files, [image.detail for image in chat.images], processor, self.image_cache)
         if options.schema is not None:
             structured_output = self.captioner.structured_output
-            (grammar,) = structured_output.make_processors(options.schema, 1, "response_format", untrusted=True)
+            (grammar,) = structured_output.make_processors(options.schema, 1, "response_format")
         ids = encode_chat(chat, images, processor)
         room = processor.cfg.lm_max_position_embeddings - len(ids) + 1  # the last token is never read
         return Prompt(ids, images, options.sampling, request.max_new_tokens(room), grammar)

@@ -11,7 +11,6 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from models.cache import KVCache
 from models.decoding import SamplingParams
 from models.language_model import LanguageModel
-from support import watch
 from support.generation import IMAGE, PER_IMAGE, only_row, prompt
 
 
@@ -85,22 +84,6 @@ def test_a_chunked_prefill_matches_a_single_prefill(tiny_model, seed):
         assert torch.equal(ids, logits.argmax(-1))
         (whole, expected), (logits, prefix) = model.decode(ids, expected), model.decode(ids, prefix)
     assert prefix.length == expected.length
-
-
-@pytest.mark.parametrize("penalty", [1.0, 1.5])
-@pytest.mark.parametrize("n_samples", [1, 2])
-def test_a_shared_prefix_is_prefilled_once(tiny_model, penalty, n_samples):
-    model, head = tiny_model(), [IMAGE] * PER_IMAGE + [5, 9]
-    questions, image = [[6], [7, 8, 11], [8, 6]], torch.rand(1, 3, 16, 16)
-    options = {"max_new_tokens": 8, "sampling": SamplingParams(repetition_penalty=penalty), "n_samples": n_samples}
-    alone = [model.generate(torch.tensor([head + words]), image, **options) for words in questions]
-    ids = torch.tensor([head + [0] * (3 - len(words)) + words for words in questions])
-    mask = torch.tensor([[1] * len(head) + [0] * (3 - len(words)) + [1] * len(words) for words in questions])
-    inputs = {"input_ids": ids, "attention_mask": mask, "images": image, "shared_prefix_length": len(head)}
-    assert torch.equal(model.generate(**inputs, **options, use_kv_cache=False), torch.cat(alone))
-    with watch(model.decoder) as read:
-        assert torch.equal(model.generate(**inputs, **options), torch.cat(alone))
-    assert [shape[:2] for shape in read] == [(1, len(head)), (3, 3), *[(3 * n_samples, 1)] * 7]
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -9,17 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from nanovlm import SAMPLE, Captioner
+from nanovlm import EMBEDDED, SAMPLE
 from nanovlm.cli import main as cli
-from nanovlm.cli.caption import PrintOptions, print_caption
-from nanovlm.options import GenerationOptions
 from support import ROOT, png
-from support.captioners import WatchedProcessor
-from support.cli import FAST_FLAGS, FakeTerminal, run_program, set_stdin, set_stream
+from support.cli import FAST_FLAGS, FakeTerminal, assert_usage_error, run_program, set_stdin, set_stream
 
 pytestmark = pytest.mark.usefixtures("workdir")
 
-MAX_FILES_OF_A_CAPTION = 36  # beside generate.py and the packages' __init__.py
+MAX_FILES_OF_A_CAPTION = 40  # beside generate.py and the packages' __init__.py
 
 
 def test_one_image_is_one_line_of_generate_py_and_of_the_verb(generate, captions_of, model_folder, capsys):
@@ -47,25 +44,13 @@ def test_json_is_one_object_per_image(generate, captions_of):
     records = [json.loads(line) for line in out.split("\n")[:-1]]
     assert [record["image"] for record in records] == ["good.png", "fine.jpg"]
     kinds = dict.fromkeys(["image", "prompt", "text", "finish_reason"], str)
-    kinds |= dict.fromkeys(["prompt_tokens", "new_tokens", "cache_bytes"], int)
+    kinds |= dict.fromkeys(["prompt_tokens", "new_tokens"], int)
     kinds |= dict.fromkeys(["first_token_s", "total_s", "tokens_per_s"], float)
     for record in records:
         assert {name: type(value) for name, value in record.items()} == kinds
         assert record["prompt"] == "Où? 🙂" and record["text"] == captions_of(record["image"], "Où? 🙂")[0]
         assert 1 <= record["new_tokens"] <= 6 and record["prompt_tokens"] > 36
         assert 0 < record["first_token_s"] <= record["total_s"]
-
-
-def test_samples_are_lines_and_in_json_a_list(generate, captions_of):
-    warm = ["--samples", "3", "--temperature", "1.5", "--seed", "4"]
-    expected = captions_of("good.png", n=3, temperature=1.5, seed=4)
-    assert len(set(expected)) == 3
-    assert generate("good.png", *warm) == (0, "".join(f"{text}\n" for text in expected), "")
-    _, out, _ = generate("good.png", "fine.jpg", *warm)
-    assert out.startswith("".join(f"good.png: {text}\n" for text in expected) + "fine.jpg: ")
-    _, out, _ = generate("good.png", "--json", *warm)
-    record = json.loads(out)
-    assert record["samples"] == expected and record["text"] == expected[0]
 
 
 def test_several_prompts_are_answered_in_order(generate, captions_of):
@@ -83,14 +68,6 @@ def test_several_prompts_are_answered_in_order(generate, captions_of):
 def test_an_empty_answer_is_reported(generate, silent_model):
     code, out, err = generate(SAMPLE, "--prompt", "What is this?", model=silent_model)
     assert (code, out) == (1, "\n") and err.endswith(f"{SAMPLE}: the model's answer is empty\n")
-
-
-def test_stats_are_one_line_per_image_on_stderr(generate):
-    _, plain, _ = generate("good.png", "fine.jpg")
-    code, out, err = generate("good.png", "fine.jpg", "--stats")
-    assert code == 0 and out == plain and len(err.splitlines()) == 2
-    words = ("model loaded in", "tokens/s", "KV cache", "peak memory", "MiB")
-    assert all(word in line for line in err.splitlines() for word in words)
 
 
 def test_dash_reads_an_image_from_stdin(generate, captions_of, monkeypatch):
@@ -176,19 +153,6 @@ def test_characters_missing_in_the_encoding_are_escaped(generate, monkeypatch):
     assert (record["image"], record["prompt"]) == ("ü🙂.png", "é🙂")
 
 
-def test_an_image_is_loaded_once_and_a_prompt_encoded_once(model_and_processor, capsys):
-    (model, processor), calls = model_and_processor, []
-
-    class Watched(Captioner):
-        def load_image(self, source):
-            calls.append(source)
-            return super().load_image(source)
-
-    captioner = Watched(model, WatchedProcessor(processor, before_prompt=calls.append))
-    print_caption(PrintOptions(["good.png"], ["What?"]), captioner, GenerationOptions(max_new_tokens=2), "good.png")
-    assert calls == ["good.png", "What?"] and capsys.readouterr().out
-
-
 def test_a_caption_imports_little():
     """Few of our own files, none of other tasks; and not torch's compiler, which takes longer than all the rest."""
     code = "import sys, json; from nanovlm.cli.main import run_verb; run_verb('caption', []); "
@@ -201,3 +165,102 @@ def test_a_caption_imports_little():
     assert not {".".join(name.split(".")[:2]) for name in ours} & tasks
     files = {name for name in ours if Path(imported[name]).name != "__init__.py"}
     assert len(files) <= MAX_FILES_OF_A_CAPTION, sorted(files)
+
+
+@pytest.mark.parametrize("model", [None, EMBEDDED])
+def test_the_embedded_model_is_for_folders_only_if_named(generate, image_folder, model):
+    refused = generate(image_folder, model=None)
+    assert_usage_error(refused, "drawn scenes", "--model HuggingFaceTB/", "--model embedded")
+    assert not list(image_folder.rglob("*.txt"))
+    code, out, err = generate(image_folder, "--model", "embedded", "--html", "r.html", model=None)
+    assert (code, out) == (0, "") and len(list(image_folder.rglob("*.txt"))) == 5
+    lines = err.splitlines()
+    assert lines[0].startswith("r.html: ") and lines[1].startswith("5 captioned in 0 s")
+    assert lines[2].startswith("5 captions were cut at --max-new-tokens; raise it: images/") and len(lines) == 3
+    _, _, err = generate(image_folder, model=None)
+    assert err.startswith("5 had captions (images/") and len(err.splitlines()) == 1, "and no model is loaded"
+
+
+def test_a_folder_is_printed_as_json_lines_and_a_list_captioned(generate, image_folder, captions_of, monkeypatch):
+    code, out, _ = generate(image_folder, "--json", "--prefix", "a ")
+    rows = {row["image"]: row["text"] for row in map(json.loads, out.splitlines())}
+    assert code == 0 and len(rows) == 5 and not list(image_folder.rglob("*.txt"))
+    assert all(text == f"a {captions_of(name)[0].strip()}" for name, text in rows.items())
+    set_stdin(b"images/a.png\0two\nlines.png\0", monkeypatch)
+    Path("two\nlines.png").write_bytes(Path("good.png").read_bytes())
+    assert generate("--from-file", "-", "--out", "all.jsonl")[0] == 0
+    names = [json.loads(line)["file_name"] for line in Path("all.jsonl").read_text().splitlines()]
+    assert names == ["images/a.png", "two\nlines.png"]
+
+
+def test_lines_on_a_terminal_have_no_bar_among_them(generate, image_folder, monkeypatch):
+    terminal = set_stream("stdout", FakeTerminal(), monkeypatch)
+    error = set_stream("stderr", FakeTerminal(), monkeypatch)
+    monkeypatch.setenv("TERM", "xterm")
+    assert generate(image_folder, "--json")[0] == 0
+    assert len(terminal.getvalue().splitlines()) == 5 and "image/s" not in error.getvalue()
+    assert generate(image_folder)[0] == 0 and "5/5" in error.getvalue()
+
+
+def test_a_page_shows_what_to_look_at_first(generate, image_folder):
+    (image_folder / "bad.png").write_text("no image")
+    for name, text in {"a": "x </script>", "b two": "the same", "d": "the same"}.items():
+        (image_folder / f"{name}.txt").write_text(text)
+    assert generate(image_folder, "--html", "r.html")[0] == 1
+    page = Path("r.html").read_text()
+    rows = json.loads(page.partition('<script type="application/json">')[2].partition("</script>")[0])
+    assert "http" not in page and len(rows) == 6 and rows[0]["note"] == "empty"
+    assert rows[0]["text"].startswith("not an image") and all(row["image"] for row in rows[1:])
+    assert {row["text"] for row in rows if row["note"].startswith("identical to 1")} == {"the same"}
+    assert rows[-1]["note"] == "" and max(len(row["image"]) for row in rows) < 8000
+
+
+def test_choices_have_probabilities(generate, random_captioner):
+    first, second = random_captioner.classify("good.png", ["red", "green"])
+    assert first.probability + second.probability == pytest.approx(1)
+    percent = f"({first.probability:.0%}, log-probability {first.log_probability:.1f})"
+    assert generate("good.png", "--choices", "red, green") == (0, f"{first.text} {percent}\n", "")
+    row = json.loads(generate("good.png", "--choices", "red,green", "--json")[1])
+    assert row["text"] == first.text and row["probability"] == round(first.probability, 4)
+
+
+WRONG = {  # flags -> words of the error
+    "good.png --top-p 2": "--top-p 2.0 must be",
+    "good.png --overwrite": "--overwrite is for files",
+    "good.png --html r.html": "--html is for files",
+    "good.png --choices red": "two or more",
+    "good.png --choices a,b --temperature 1": "--temperature is for generated answers",
+    "good.png --prompt a --prompt a": "twice",
+    "good.png --prompt a --prompt b --choices c,d": "ask one",
+    "images --prompt a --prompt b --prefix x": "no text can be added",
+    "images --out a.csv": "must be a .jsonl file",
+    "images --out a.jsonl --extension .x": "--extension is for files beside images",
+    "images --extension .png": "is that of images",
+    "images --json --overwrite": "--overwrite is for captions in files",
+    "images --workers 2": "add --ray",
+    "- --out a.jsonl": "need names",
+    "--out a.jsonl": "need names",
+    "good.png a.mp4": "commands of their own",
+    "--as-video": "needs names",
+    "--ray images --out out": "images is no address",
+    "images --ray --out a.jsonl": "must be a folder",
+    "images --ray --out out --overwrite": "--overwrite is for one machine",
+    "images --ray --out out --workers 0": "--workers 0 is less than 1",
+    "images --ray --out out --json": "omit --json",
+}
+
+
+@pytest.mark.parametrize("flags", WRONG)
+def test_wrong_use_is_one_line_before_any_work(generate, image_folder, flags):
+    assert_usage_error(generate(*flags.split(), model="broken" if "model" in flags else EMBEDDED), WRONG[flags])
+
+
+def test_help_begins_with_examples_and_flags_are_few(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["caption", "--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "usage: nanovlm caption [IMAGE ...] [--FLAG VALUE ...]"
+    assert all(line.startswith("  nanovlm caption photo") for line in lines[2:5])
+    groups = [line for line in lines if line.endswith(":") and line[0] != " "]
+    assert groups == ["files:", "how answers are made:", "the model:", "help:"]
+    assert len({line.split()[0] for line in lines if line.startswith(("  --", "  -h"))}) <= 26

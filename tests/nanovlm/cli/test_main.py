@@ -77,7 +77,9 @@ def test_help_shows_every_verb_with_an_example(capsys):
     with pytest.raises(SystemExit):
         cli.main(["--help"])
     out, verbs = capsys.readouterr().out, {verb: cli.import_verb(verb) for verb in cli.VERBS}
-    assert all(f"    {verb} " in out and f"  {module.EXAMPLE}\n" in out for verb, module in verbs.items())
+    assert all(
+        f"    {verb} " in out and f"  {module.EXAMPLE.splitlines()[0]}\n" in out for verb, module in verbs.items()
+    )
     assert "\033" not in out
 
 
@@ -89,7 +91,7 @@ def failing(capsys):
         def verb(args):
             raise error
 
-        return cli.run(Namespace(run=verb, prog="generate.py", debug=False, max_tiles=None)), *capsys.readouterr()
+        return cli.run(Namespace(run=verb, prog="generate.py", max_tiles=None)), *capsys.readouterr()
 
     return run
 
@@ -115,6 +117,12 @@ def test_out_of_memory_is_one_line_with_a_way_out(failing):
     assert "not enough memory" in err and "--dtype bfloat16" in err
 
 
+def test_a_missing_package_is_one_line_with_a_way_out(failing):
+    code, _, err = failing(ModuleNotFoundError("No module named 'torch'", name="torch"))
+    assert code == 2 and "package torch is missing" in err and "pip install -e " in err and len(err.splitlines()) == 1
+    assert failing(ModuleNotFoundError("No module named 'models.x'", name="models.x"))[0] == 70
+
+
 def test_a_bug_keeps_its_traceback(failing):
     code, out, err = failing(ZeroDivisionError("division by zero"))
     assert (code, out) == (70, "")
@@ -123,9 +131,9 @@ def test_a_bug_keeps_its_traceback(failing):
 
 
 def test_debug_shows_the_traceback_of_user_errors(generate, failing, monkeypatch):
-    code, _, err = generate("good.png", "--debug", model="nowhere")
-    assert code == 2 and "Traceback" in err and err.splitlines()[-1].startswith("generate.py: --model nowhere must be")
     monkeypatch.setenv("NANOVLM_DEBUG", "1")
+    code, _, err = generate("good.png", model="nowhere")
+    assert code == 2 and "Traceback" in err and err.splitlines()[-1].startswith("generate.py: --model nowhere must be")
     assert "Traceback" in failing(UsageError("bad flag"))[2]
     monkeypatch.setenv("NANOVLM_DEBUG", "0")
     assert "Traceback" not in failing(UsageError("bad flag"))[2]
@@ -153,7 +161,7 @@ def test_every_verb_checks_its_output_folder_first(capsys, verb, out, words):
 
 @pytest.mark.parametrize("verb", cli.VERBS)
 def test_every_flag_has_a_help_text_in_words(verb):
-    parser = cli.Parser()
+    parser = cli.Parser(add_help=False)
     cli.add_verb_flags(cli.import_verb(verb), parser)
     for action in parser._actions:
         assert action.help and not any(word in action.help for word in ("True", "False", "None")), action.dest

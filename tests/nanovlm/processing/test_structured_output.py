@@ -1,18 +1,15 @@
 """Answers by a JSON schema, in Python and on the command line; the server's are in tests/nanovlm/serving."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 
-from models.decoding import GREEDY, SamplingParams
-from models.inference.caches import TiledImage
-from models.inference.continuous_batching import ContinuousBatch
-from models.inference.request import Request
 from nanovlm import SAMPLE, ChatSession
 from nanovlm.captioner import Stats
 from nanovlm.errors import InputError
+from nanovlm.processing.structured_output import StructuredOutput
 from support.cli import assert_usage_error
 from support.schema import SCHEMA, assert_fits
 
@@ -21,24 +18,66 @@ pytestmark = pytest.mark.usefixtures("workdir")
 
 
 def test_tokens_that_the_schema_forces_are_read_together_and_change_no_answer(embedded):
-    answers, n_steps, eos = [], [], embedded.tokenizer.eos_token_ids
-    ids, tiles = embedded.prepare(str(SAMPLE), "What is it?")
+    answers = []
     for is_forced in (False, True):
-        batch, requests, steps = ContinuousBatch(embedded.inference, eos_token_id=eos), [], 0
-        for sampling in (GREEDY, SamplingParams(temperature=2.0, seed=3), GREEDY):
-            (grammar,) = embedded.structured_output.make_processors(SCHEMA, 1)
-            process = grammar if is_forced else lambda ids, logits, grammar=grammar: grammar(ids, logits)
-            requests.append(Request(ids, [TiledImage(torch.cat(tiles))], sampling, grammar=process))
-            batch.add(requests[-1])
-        requests[2].grammar, requests[2].sampler = None, None
+        request, n_steps = embedded.request(SAMPLE, "What is it?", schema=SCHEMA), 0
+        if not is_forced:
+            request.grammar = partial(type(request.grammar).__call__, request.grammar)  # without forced_tokens
+        batch = embedded.batch(1)
+        batch.add(request)
         while batch.waiting or batch.running:
+            n_steps += 1
             batch.step()
-            steps += not requests[0].finished
-        n_steps.append(steps)
-        answers.append([request.output for request in requests])
-    assert answers[0] == answers[1] and n_steps[1] < n_steps[0], "the keys of the object are forced"
-    expected = json.loads(embedded.tokenizer.decode(answers[1][0]))
-    assert embedded.caption(SAMPLE, "What is it?", schema=SCHEMA) == expected
+        answers.append((request.output, n_steps))
+    assert answers[0][0] == answers[1][0] and answers[1][1] < answers[0][1], "the keys of the object are forced"
+
+
+def obj(**properties):
+    return {"type": "object", "properties": properties, "required": list(properties)}
+
+
+TEXT, NUMBER = {"type": "string"}, {"type": "integer"}
+RECURSIVE = obj(c={"type": "array", "items": {"$ref": "#/definitions/t"}})
+POINT = {"$defs": {"p": obj(x=NUMBER)}} | obj(a={"$ref": "#/$defs/p"})
+NESTED = obj(a={"type": "array", "items": {"type": "array", "items": obj(b=NUMBER)}})
+SCHEMAS = {  # as people write them -> a value that they mean, and one that they do not
+    "closed by default": (obj(a=NUMBER), {"a": 1}, {"a": 1, "b": 2}),
+    "open if it says so": (obj(a=NUMBER) | {"additionalProperties": True}, {"a": 1, "b": 2}, {"b": 2}),
+    "optional keys": (obj(a=NUMBER, b=TEXT) | {"required": ["b"]}, {"b": ""}, {"a": 1}),
+    "an enum, and null": (obj(a={"enum": ["x", None]}), {"a": None}, {"a": "y"}),
+    "nested arrays": (NESTED, {"a": [[{"b": 1}], []]}, {"a": [[{"b": 1, "c": 2}]]}),
+    "$ref and $defs": (POINT, {"a": {"x": 1}}, {"a": {"x": 1, "y": 2}}),
+    "definitions, recursive": (
+        {"definitions": {"t": RECURSIVE}, "$ref": "#/definitions/t"}, {"c": [{"c": []}]}, {"c": [], "d": 1},
+    ),
+    "anyOf": ({"anyOf": [obj(a=NUMBER), obj(b=TEXT)]}, {"b": "x"}, {"b": "x", "c": 1}),
+    "allOf is left open": ({"allOf": [obj(a=NUMBER), obj(b=NUMBER)]}, {"a": 1, "b": 2}, {"a": 1}),
+    "a key called properties": (obj(properties=obj(items=NUMBER)), {"properties": {"items": 1}}, {"items": 1}),
+    "a free object": ({"type": "object"}, {"any": [1, {"b": None}]}, []),
+    "a dictionary": ({"type": "object", "additionalProperties": NUMBER}, {"a": 1, "b": 2}, {"a": "x"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_a_schema_allows_what_people_mean(name, embedded):
+    schema, meant, other = SCHEMAS[name]
+    encode, end = embedded.tokenizer.encode, embedded.tokenizer.eos_token_id
+    for value, fits in ((meant, True), (other, False)):
+        (grammar,) = embedded.structured_output.make_processors(schema, 1)
+        ids = [*encode(json.dumps(value, separators=(",", ":"))), end]
+        assert (grammar.matcher.validate_tokens(ids) == len(ids)) == fits
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ('{"a": {"b": [{"c": 1}, {"d": "x', ", in a.b.d:"), ('{"a": 1, "b": tr', ", in b:"),
+        ('{"a": "x\\"y ', ", in a:"), ('[1, 2', "did:"), ('{"a": {"b": 1}, "cc', ", in a:"),
+    ],
+)  # fmt: skip
+def test_a_cut_answer_names_its_key(text, place):
+    with pytest.raises(InputError, match=f"max_new_tokens ended the answer before its JSON .*{place}"):
+        StructuredOutput.parse(text)
 
 
 def test_each_row_of_a_batch_follows_the_schema_by_itself(embedded):
@@ -72,6 +111,7 @@ def test_what_cannot_be_is_one_line(embedded, options, words):
 def test_a_table_has_a_column_for_each_property(generate, image_folder):
     Path("schema.json").write_text(json.dumps(SCHEMA))
     command = ["--json-schema", "schema.json", "--max-new-tokens", "60", "--out", "captions.jsonl", image_folder]
+    command += ["--model", "embedded"]
     assert generate(*command, model=None)[0] == 0
     text = Path("captions.jsonl").read_text("utf-8")
     for row in map(json.loads, text.splitlines()):
@@ -90,7 +130,7 @@ def test_a_table_has_a_column_for_each_property(generate, image_folder):
         ("{", [], "is not JSON"),
         ('{"type": "no"}', [], "cannot be followed"),
         (json.dumps(SCHEMA), ["--start-with", "A"], "excludes start_with"),
-        (json.dumps(SCHEMA), ["--out", "a.csv", "--prefix", "x"], "no text can be added"),
+        (json.dumps(SCHEMA), ["--out", "a.jsonl", "--prefix", "x"], "no text can be added"),
     ],
 )
 def test_a_schema_that_is_none_is_refused_before_any_work(generate, content, flags, words):

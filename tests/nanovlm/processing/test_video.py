@@ -1,9 +1,11 @@
 """Videos: frames, times, text and pixels against transformers' SmolVLM processor; files, animations and folders."""
 
 import json
+import struct
 import subprocess
 import sys
 from contextlib import suppress
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -104,6 +106,31 @@ def test_a_video_file_is_read_and_what_cannot_be_read_is_one_line(clip, monkeypa
         Video.read("a.mp4")
 
 
+@pytest.mark.full
+def test_a_portrait_video_of_a_phone_is_upright_and_frames_have_their_own_times(tmp_path):
+    av = pytest.importorskip("av")
+    frame = Image.new("RGB", (64, 48), "blue")
+    frame.paste("red", (0, 0, 32, 48))
+    with av.open("a.mp4", "w") as container:
+        stream = container.add_stream("mpeg4", rate=10)
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        for time in (0, 1, 2, 30, 40):  # tenths of a second
+            picture = av.VideoFrame.from_image(frame)
+            picture.pts, picture.time_base = time, Fraction(1, 10)
+            container.mux(stream.encode(picture))
+        container.mux(stream.encode())
+    data = Path("a.mp4").read_bytes()
+    upright, clockwise = struct.pack(">5i", 65536, 0, 0, 0, 65536), struct.pack(">5i", 0, 65536, 0, -65536, 0)
+    at = data.index(upright, data.index(b"tkhd"))
+    Path("phone.bin").write_bytes(data[:at] + clockwise + data[at + len(upright) :])
+    video = Video.read("phone.bin")  # known by its content
+    assert video.frames[0].size == (48, 64) and video.seconds == pytest.approx(
+        [0, 0.1, 0.2, 3, 4][-len(video.seconds) :]
+    )
+    top, bottom = (video.frames[0].getpixel((24, y)) for y in (8, 56))
+    assert top[0] > 150 > top[2] and bottom[2] > 150 > bottom[0]
+
+
 def test_animations_folders_and_lists_are_videos():
     first, *others = images()
     first.save("a.gif", save_all=True, append_images=others, duration=[100, 200, 900, 800, 1000, 1000], loop=0)
@@ -154,7 +181,7 @@ def test_the_command_answers_about_a_video(capsys, embedded):
     first.save("a.gif", save_all=True, append_images=others, duration=1000)
     first.save("b.png")
     flags = ["--device", "cpu", "--dtype", "float32", "--max-new-tokens", "9"]
-    assert main(["caption", "a.gif", "--as-video", "--json", "--max-frames", "2", *flags]) == 0
+    assert main(["caption", "a.gif", "--as-video", "--json", "--max-tiles", "2", *flags]) == 0
     row = json.loads(capsys.readouterr().out)
     text = row["text"]
     assert row["video"] == "a.gif" and row["finish_reason"] == "length" and "image" not in row
@@ -168,14 +195,15 @@ def test_the_command_answers_about_a_video(capsys, embedded):
     names = ["b.png", "c.png", "d.png"]
     texts = [embedded.caption_video(names, prompt, max_new_tokens=9) for prompt in ("What?", "Why?")]
     assert [(row["video"], row["text"]) for row in rows] == [("b.png", text) for text in texts]
-    wrongs = "b.png a.mp4", "b.png --max-frames 2", "--as-video", "a.gif --as-video --out x", "a.mp4 --max-frames 0"
-    for wrong in (*wrongs, "a.gif --as-video --limit 1"):
+    wrongs = "b.png a.mp4", "--as-video", "a.gif --as-video --out x", "a.mp4 --max-tiles 0"
+    for wrong in (*wrongs, "a.gif --as-video --overwrite"):
         assert main(["caption", *wrong.split()]) == 2
         assert len(capsys.readouterr().err.splitlines()) == 1
     Path("clips/deep").mkdir(parents=True)
     Path("a.gif").rename("clips/deep/a.gif")
     Path("b.png").rename("clips/b.png")
-    assert main(["caption", "clips", "--as-video", "--max-frames", "2", "--out", "c.jsonl", *flags]) == 0
+    names = ["clips", "--as-video", "--max-tiles", "2", "--out", "c.jsonl", "--model", "embedded"]
+    assert main(["caption", *names, *flags]) == 0
     (row,) = map(json.loads, Path("c.jsonl").read_text().splitlines())
     assert row["file_name"] == "clips/deep/a.gif" and row["text"] == text
     assert main(["caption", "none.mp4"]) == 1

@@ -1,0 +1,176 @@
+"""Captions of images on a Ray cluster: Ray Data reads, schedules and writes; a worker captions batches."""
+
+import logging
+import os
+import re
+import socket
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from nanovlm.bulk import NO_IMAGE_FOLDERS, Report, caption_rows, extensions
+from nanovlm.console import has_terminal
+from nanovlm.data.file_lock import file_lock
+from nanovlm.errors import MissingExtraError, NanoVLMError, UsageError, first_line
+from nanovlm.options import CaptionOptions, ModelOptions
+
+BATCH_SIZE = 16  # images that a worker gets at once, and captions again if it dies
+BLOCK = 256  # images of a parquet file, at most
+CPUS_PER_WORKER = 4  # without GPUs, and at most
+MAX_RETRIES = 3  # of a batch whose worker dies
+TEXT_COLUMNS = ("file_name", "text", "finish_reason", "error")
+
+
+class Worker:
+    """A model on one actor, which turns batches of images into rows with captions."""
+
+    def __init__(self, model: ModelOptions, options: CaptionOptions):
+        from nanovlm.captioner import Captioner
+
+        self.captioner, self.options = Captioner.load(model), options
+
+    def __call__(self, batch: dict[str, Any]) -> Any:
+        import pyarrow
+
+        rows = []
+        images = zip(batch["path"], batch["bytes"])
+        for path, row in zip(batch["path"], caption_rows(self.captioner, images, self.options, BATCH_SIZE)):
+            rows.append({"file_name": path} | ({"error": str(row)} if isinstance(row, Exception) else row))
+        columns = dict.fromkeys(name for row in [dict.fromkeys(TEXT_COLUMNS), *rows] for name in row)
+        arrays = {
+            name: pyarrow.array([row.get(name) for row in rows], pyarrow.string() if name in TEXT_COLUMNS else None)
+            for name in columns
+        }
+        return pyarrow.table(arrays)
+
+
+def caption_on_ray(
+    names: Sequence[str],
+    out: str,
+    model: ModelOptions,
+    options: CaptionOptions | None = None,
+    *,
+    address: str | None = None,
+    workers: int | None = None,
+) -> Report:
+    """Caption images and those of folders, by path or URI, into parquet files in the folder or URI out.
+
+    Images that have a text there are skipped, so the same call goes on after a failure. A worker that dies is
+    replaced, and its images are captioned again. workers is how many at most; by default one for each GPU, or for
+    every CPUS_PER_WORKER cores. address is that of `ray.init`: by default a cluster that runs, or else this machine.
+    """
+    options, report, started = options or CaptionOptions(), Report(), time.monotonic()
+    report.images = list_images(names, options, report)
+    before = captioned(out)
+    report.skipped = [image for image in report.images if image in before]
+    if todo := [image for image in report.images if image not in before]:
+        lock = nullcontext() if "://" in out else file_lock(Path(out, ".captions.lock"), out)
+        Path(out).mkdir(parents=True, exist_ok=True) if "://" not in out else None
+        with lock:
+            _run(connect(address), todo, out, model, options, workers)
+    after, errors = captioned(out), captioned(out, "error")
+    for image in todo:
+        if image not in after:
+            report.fail(image, errors.get(image, "its worker died each time, perhaps of a lack of memory"))
+    report.captioned, report.seconds = len(after) - len(before), time.monotonic() - started
+    return report
+
+
+def _run(
+    ray: Any, images: Sequence[str], out: str, model: ModelOptions, options: CaptionOptions, workers: int | None
+) -> None:
+    resources = ray.cluster_resources()
+    has_gpus = resources.get("GPU", 0) >= 1 and model.device in ("auto", "cuda")
+    cores = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
+    num_cpus = 1 if has_gpus else max(1, min(CPUS_PER_WORKER, *cores))
+    count = workers or max(1, int(resources["GPU"]) if has_gpus else sum(n // num_cpus for n in cores))
+    context = ray.data.DataContext.get_current()
+    context.enable_progress_bars = has_terminal()
+    context.max_errored_blocks = -1  # images whose worker dies each time are left to the next run
+    try:
+        n_blocks = max(count, -(-len(images) // BLOCK))
+        beside = {"num_cpus": 0}  # files are read and written even where workers take all cores
+        rows = ray.data.read_binary_files(
+            list(images), include_paths=True, override_num_blocks=n_blocks, ray_remote_args=beside
+        )
+        rows = rows.map_batches(
+            Worker,
+            fn_constructor_args=(model, options),
+            batch_size=BATCH_SIZE,
+            compute=ray.data.ActorPoolStrategy(min_size=1, max_size=count),
+            num_cpus=num_cpus,
+            num_gpus=1 if has_gpus else 0,
+            max_task_retries=MAX_RETRIES,
+        )
+        rows.write_parquet(out, mode="append", ray_remote_args=beside)
+    except ray.exceptions.RayError as error:
+        raise NanoVLMError(f"the Ray cluster failed: {first_line(error)}; run the same command to resume") from error
+
+
+def list_images(names: Sequence[str], options: CaptionOptions, report: Report) -> list[str]:
+    """The images of files and folders, by path or URI; hidden ones are left out. A name that gives none fails."""
+    from pyarrow import fs
+
+    images: dict[str, None] = {}
+    for name in names:
+        try:
+            system, path = _file_system(name)
+            scheme = f"{name.partition('://')[0]}://" if "://" in name else ""
+            (info,) = system.get_file_info([path])
+            if info.type == fs.FileType.NotFound:
+                raise FileNotFoundError("No such file or directory")
+            is_file = info.type == fs.FileType.File
+            found = [info] if is_file else system.get_file_info(fs.FileSelector(path, recursive=True))
+        except (OSError, ValueError) as error:
+            report.fail(name, first_line(error))
+            continue
+        for info in sorted(found, key=lambda info: info.path):
+            parts = PurePosixPath(info.path[len(path) :]).parts
+            is_hidden = any(part[0] == "." or part in NO_IMAGE_FOLDERS for part in parts)
+            if is_file or (not is_hidden and PurePosixPath(info.path).suffix.lower() in extensions(options)):
+                images[scheme + info.path] = None
+    return list(images)
+
+
+def captioned(out: str, column: str = "text") -> dict[str, str]:
+    """The text, or another column, of each image that has one in the parquet files of a folder or URI."""
+    import pyarrow
+    from pyarrow import dataset, fs
+
+    system, path = _file_system(out)
+    found = system.get_file_info(fs.FileSelector(path, allow_not_found=True))
+    files = [info.path for info in found if info.extension == "parquet"]
+    schema = pyarrow.schema([("file_name", pyarrow.string()), (column, pyarrow.string())])
+    try:
+        rows = dataset.dataset(files, filesystem=system, format="parquet", schema=schema).to_table().to_pylist()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise UsageError(f"{out} has parquet files that hold no captions: {first_line(error)}; name another") from None
+    return {row["file_name"]: row[column] for row in rows if row[column]}
+
+
+def _file_system(name: str) -> tuple[Any, str]:
+    from pyarrow import fs
+
+    return fs.FileSystem.from_uri(name) if "://" in name else (fs.LocalFileSystem(), os.path.abspath(name))
+
+
+def connect(address: str | None) -> Any:
+    """Connect this process to a Ray cluster, unless it is connected; returns the library."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        import ray.data
+    except ImportError:
+        raise MissingExtraError("captions on a cluster need Ray: pip install 'nanovlm[ray]'") from None
+    if ray.is_initialized():
+        return ray
+    try:
+        if match := re.fullmatch(r"(?:ray://)?([^/]+):(\d+)", address or ""):
+            socket.create_connection((match[1].strip("[]"), int(match[2])), timeout=10).close()  # Ray waits 2 minutes
+        ray.init(address, logging_level=logging.ERROR, log_to_driver=False)
+    except (OSError, OverflowError, ValueError, RuntimeError) as error:
+        raise UsageError(
+            f"Ray cluster {address or 'auto'}: {first_line(error)}; start one with ray start --head"
+        ) from None
+    return ray

@@ -1,0 +1,77 @@
+"""Captions on a Ray cluster of two nodes: none is lost when one is killed, and a rerun does the rest."""
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from nanovlm import EMBEDDED, Captioner
+from nanovlm.options import CaptionOptions, ModelOptions
+from support import ROOT, noise_image
+
+pytestmark = pytest.mark.full
+ray = pytest.importorskip("ray", reason="pip install 'nanovlm[ray]'")
+dataset = pytest.importorskip("pyarrow.dataset")
+
+N_IMAGES = 60
+OPTIONS = CaptionOptions(max_new_tokens=6, prefix="{folder}: ")
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ray") / "photos"
+    (folder / "@eaDir").mkdir(parents=True)
+    for i in range(N_IMAGES):
+        noise_image(40, 40, seed=i).save(folder / f"{i:02}.png")
+    (folder / "@eaDir/thumb.png").write_bytes(b"no image")
+    (folder / "broken.png").write_bytes(b"no image")
+    return folder
+
+
+def texts(out):
+    rows = dataset.dataset(str(out), format="parquet").to_table().to_pylist() if any(out.glob("*.parquet")) else []
+    found = [(Path(row["file_name"]).name, row["text"]) for row in rows if row["text"] is not None]
+    assert len(dict(found)) == len(found), "no image is there twice"
+    return dict(found)
+
+
+def test_nothing_is_lost_when_a_node_of_two_is_killed_and_a_rerun_does_the_rest(photos, tmp_path, monkeypatch):
+    from ray.cluster_utils import Cluster
+
+    from nanovlm.ray_captions import caption_on_ray
+
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    node = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
+    cluster = Cluster(initialize_head=True, head_node_args=node)
+    other, out = cluster.add_node(**node), tmp_path / "out"
+    model = ModelOptions(model=EMBEDDED, device="cpu", dtype="float32")
+    run = lambda: caption_on_ray([str(photos)], str(out), model, OPTIONS, address=cluster.address)  # noqa: E731
+    killed = []
+
+    def kill_when_it_works():
+        until = time.monotonic() + 60
+        while time.monotonic() < until and not killed:
+            if ray.is_initialized() and not ray.available_resources().get("CPU"):
+                killed.append(cluster.remove_node(other, allow_graceful=False))
+            time.sleep(0.1)
+
+    captioner = Captioner.from_pretrained(EMBEDDED, "cpu", "float32")
+    images = sorted(photos.glob("[0-9]*.png"))
+    expected = {path.name: f"photos: {captioner.caption(path, max_new_tokens=6).strip()}" for path in images}
+    killer = threading.Thread(target=kill_when_it_works)
+    try:
+        killer.start()
+        first = run()
+        killer.join()
+        assert texts(out) == expected and (first.captioned, len(first.skipped)) == (N_IMAGES, 0)
+        assert "not an image" in first.failed[str(photos / "broken.png")] and len(first.failed) == 1
+        os.replace(images[0], photos / "new.png")
+        again = run()
+        assert (again.captioned, len(again.skipped), len(again.failed)) == (1, N_IMAGES - 1, 1)
+        assert texts(out) == expected | {"new.png": expected[images[0].name]}
+        assert killed
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
