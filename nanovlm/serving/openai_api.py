@@ -121,8 +121,8 @@ class ResponseFormat(Record):
     @property
     def schema_to_follow(self) -> Any:
         """The JSON schema of the answer; None for free text."""
-        schema = self.json_schema.get("schema", ANY_OBJECT)
-        return {"text": None, "json_object": ANY_OBJECT, "json_schema": schema}[self.type]
+        schema = self.json_schema.get("schema")
+        return None if self.type == "text" else ANY_OBJECT if schema is None else schema
 
 
 def check_limit(limit: int) -> int:

@@ -8,6 +8,8 @@ import pytest
 
 from models.decoding import SamplingParams
 from nanovlm import PROMPT, SAMPLE
+from nanovlm.errors import InputError
+from nanovlm.processing.structured_output import GrammarProcessor
 from nanovlm.serving.chat_inputs import read_chat
 from nanovlm.serving.openai_api import ChatRequest, StopStrings
 from support import png
@@ -107,6 +109,18 @@ def test_refusal_is_one_sentence(served, name, caplog):
     assert (error["code"] == "context_length_exceeded") == ("prompt is too long" in error["message"])
     assert error["code"] == "invalid_image" or "image 1" not in error["message"]
     assert not [record for record in caplog.records if record.levelname == "ERROR"], "no failure of the server"
+
+
+def test_schema_that_fails_during_the_answer_is_named(served, monkeypatch):
+    pytest.importorskip("llguidance")
+
+    def fail(self, generated, logits):
+        raise InputError(f"{self.param}: the JSON schema cannot be followed")
+
+    monkeypatch.setattr(GrammarProcessor, "__call__", fail)
+    for stream in (False, True):
+        response = served.post({"messages": user_message("?"), "stream": stream} | json_schema({"type": "integer"}))
+        assert re.search(r'"param": ?"response_format"', response.text)
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"null", b"[]", b"\xff\xfe", b'{"a":' * 50_000, b'{"model": "\\ud800"}'])
