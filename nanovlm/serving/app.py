@@ -12,7 +12,6 @@ from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
-from urllib.parse import urlsplit
 
 import uvicorn
 from fastapi import APIRouter, Depends, FastAPI, Request
@@ -42,6 +41,7 @@ logger = logging.getLogger(__name__)
 
 STATIC = Path(__file__).parent / "static"
 GET = ["GET", "HEAD"]
+PORT = re.compile(r":\d*$")  # in a Host header
 MAX_PREPARED = 8  # requests that are preprocessed and not prefilled yet: memory holds their pixels
 CLIENT_LEFT = 499  # nginx's status; nobody reads it
 HEADERS = {  # of every response; the page loads nothing from elsewhere
@@ -169,29 +169,20 @@ class Gate:
             if response is not None:
                 await self.chats.release(response)
             if not self.options.quiet and (response or problem):
+                status = problem.status if problem else status
                 details = problem or response.summary(time.monotonic() - started)
-                logger.info(
-                    "%s %s %d: %s", scope["method"], scope["path"], problem.status if problem else status, details
-                )
+                logger.info("%s %s %d: %s", scope["method"], scope["path"], status, details)
 
     def _refusal(self, headers: Headers) -> APIError | None:
         host, origin = headers.get("host", ""), headers.get("origin")
         hosts, origins = self.options.hosts, self.options.allow_origin
-        if hosts is not None and host_name(host) not in hosts:
+        if hosts is not None and PORT.sub("", host).strip("[]").lower() not in hosts:
             return APIError(403, f"this server does not serve the host name {host!r}; start it with --allow-host to")
         own = (f"http://{host}".lower(), f"https://{host}".lower())
         if origin is None or origin.lower() in own or "*" in origins or origin in origins:
             return None
         message = f"pages of {origin!r} may not use this server; open its own page, or start it with --allow-origin"
         return APIError(403, message)
-
-
-def host_name(host: str) -> str:
-    """The name in a Host header, without the port; empty without one."""
-    try:
-        return urlsplit(f"//{host}").hostname or ""
-    except ValueError:
-        return ""
 
 
 class Chats:

@@ -71,22 +71,17 @@ def prepare_images(
     """
     images: list[TiledImage] = []
     for number, (file, detail) in enumerate(zip(files, details), 1):
-        images.append(prepare_image(file, f"image {number}", detail == "low", processor, cache))
+        name, is_low = f"image {number}", detail == "low"
+        data = file if isinstance(file, bytes) else decode_data_url(file, name)
+        key = is_low, hashlib.blake2b(data, digest_size=16).digest()
+        image = None if cache is None else cache.get(key)
+        if image is None:
+            tiles, grid = processor.preprocess(load_image(data, name, MAX_PIXELS), 1 if is_low else None)
+            image = TiledImage(tiles, key, grid)
+        images.append(image)
         n_tokens = sum(image.n_tiles for image in images) * processor.cfg.mp_image_token_length
         check_length(n_tokens, processor, f"{len(files)} images, of which the first {number} take {n_tokens} tokens")
     return images
-
-
-def prepare_image(
-    file: bytes | str, name: str, is_low: bool, processor: Processor, cache: ImageCache | None
-) -> TiledImage:
-    """One image, whose errors begin with its name."""
-    data = file if isinstance(file, bytes) else decode_data_url(file, name)
-    key = is_low, hashlib.blake2b(data, digest_size=16).digest()
-    if cache is not None and (cached := cache.get(key)):
-        return cached
-    tiles, grid = processor.preprocess(load_image(data, name, MAX_PIXELS), 1 if is_low else None)
-    return TiledImage(tiles, key, grid)
 
 
 def encode_chat(chat: Chat, images: Sequence[TiledImage], processor: Processor) -> list[int]:
