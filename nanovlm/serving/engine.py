@@ -1,7 +1,6 @@
 """The engine: one thread steps a continuous batch; coroutines of the event loop read the tokens of their requests."""
 
 import asyncio
-import logging
 import queue
 import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -9,10 +8,7 @@ from contextlib import suppress
 
 from models.inference.continuous_batching import ContinuousBatch
 from models.inference.request import Request, TokenOutput
-from nanovlm.errors import NanoVLMError
 from nanovlm.serving.openai_api import APIError
-
-logger = logging.getLogger(__name__)
 
 Result = TokenOutput | Exception
 
@@ -51,30 +47,31 @@ class Engine:
             raise stopped()
         results = self._results[request] = asyncio.Queue()
         self._inbox.put((request, False))
-        ended = False
+        finished = None
         try:
-            while not ended:
+            while finished is None:
                 result = await results.get()
-                ended = isinstance(result, Exception) or result.finished is not None
                 if isinstance(result, Exception):
                     raise result
                 yield result
+                finished = result.finished
         finally:
             del self._results[request]
-            if not ended:
-                self._inbox.put((request, True))
+            self._inbox.put((request, True))  # no error for one that has ended
 
     def _run(self) -> None:
         """The thread: take commands and step the batch until `stop`."""
         try:
             while self._take_commands():
                 try:
-                    self._step()
+                    outputs = self.batch.step()
                 except Exception as error:
                     self.batch = self._make_batch()
-                    self._fail(None, error)
+                    self._publish([(None, error)])
+                else:
+                    self._publish([(output.request, output.error or output) for output in outputs])
         finally:
-            self._fail(None, stopped())
+            self._publish([(None, stopped())])
 
     def _take_commands(self) -> bool:
         """Add and cancel requests, waiting if there is nothing else to do; False means stop."""
@@ -89,23 +86,9 @@ class Engine:
                 else:
                     self.batch.add(request)
             except Exception as error:
-                self._fail(request, error)
+                self._publish([(request, error)])
             del command, request  # which hold images
         return True
-
-    def _step(self) -> None:
-        outputs = self.batch.step()
-        for output in outputs:
-            if output.error:
-                self._fail(output.request, output.error)
-        self._publish([(output.request, output) for output in outputs if not output.error])
-
-    def _fail(self, request: Request | None, error: BaseException) -> None:
-        """End a request, or all for None. Clients learn of an error of theirs, and no details of another."""
-        if not isinstance(error, (NanoVLMError, APIError)):
-            logger.error("the model failed", exc_info=error)
-            error = APIError(500, "the model failed on this request; the server's log has the reason")
-        self._publish([(request, error)])
 
     def _publish(self, results: Sequence[tuple[Request | None, Result]]) -> None:
         """Hand results to the coroutines that wait for them; one without a request is for all."""

@@ -5,12 +5,13 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from models.errors import shortened
-from nanovlm.errors import InputError
+from nanovlm.console import count
 from nanovlm.options import GenerationOptions
 
 DEFAULT_MAX_TOKENS = 256
@@ -67,6 +68,9 @@ def text_as(expand: Callable[[str], Any]) -> BeforeValidator:
     return BeforeValidator(lambda value: expand(value) if isinstance(value, str) else value)
 
 
+Role = Literal["system", "developer", "user", "assistant"]
+
+
 class ImageURL(Record):
     url: str
     detail: Literal["auto", "low", "high", "original"] = "auto"  # low: the image is one tile
@@ -87,7 +91,7 @@ class Part(Record):
 
 
 class Message(Record):
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Annotated[Role, AfterValidator(lambda role: "system" if role == "developer" else role)]
     content: Annotated[
         list[Part], Field(fail_fast=True), text_as(lambda text: [{"type": "text", "text": text}])
     ] = []  # an assistant that only called tools has none
@@ -100,18 +104,25 @@ class Message(Record):
     def images(self) -> list[ImageURL]:
         return [part.image_url for part in self.content if part.image_url is not None]
 
-
-class JSONSchema(Record):
-    json_schema: dict[str, Any] = Field(alias="schema", default=ANY_OBJECT)
+    @property
+    def parts(self) -> list[str | None]:
+        """Texts, and None for an image. Adjacent texts are joined: together they could spell a special token."""
+        parts: list[str | None] = []
+        for is_text, group in groupby(self.content, lambda part: part.text is not None):
+            texts = [part.text for part in group]
+            parts += ["".join(filter(None, texts))] if is_text else texts
+        return parts or [""]
 
 
 class ResponseFormat(Record):
     type: Literal["text", "json_object", "json_schema"] = "text"
-    json_schema: JSONSchema = JSONSchema()
+    json_schema: dict[str, Any] = {}
 
-
-class StreamOptions(Record):
-    include_usage: bool = False
+    @property
+    def schema_to_follow(self) -> Any:
+        """The JSON schema of the answer; None for free text."""
+        schema = self.json_schema.get("schema")
+        return None if self.type == "text" else ANY_OBJECT if schema is None else schema
 
 
 def check_limit(limit: int) -> int:
@@ -139,7 +150,7 @@ class ChatRequest(Record):
     max_tokens: MaxTokens | None = None
     stop: Annotated[list[str], text_as(lambda text: [text])] = Field([], max_length=4)
     stream: bool = False
-    stream_options: StreamOptions = StreamOptions()
+    stream_options: dict[str, bool] = {}
     response_format: ResponseFormat = ResponseFormat()
     # Those of GenerationOptions, whose defaults they have:
     temperature: float | None = None
@@ -156,11 +167,10 @@ class ChatRequest(Record):
     def _drop_harmless(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        ignored = HARMLESS | ({"tools", "functions"} if "none" in (data.get("tool_choice"), data.get("function_call"))
-                              else set())  # fmt: skip
-        return {
-            name: value for name, value in data.items() if name not in ignored and value not in NEUTRAL.get(name, ())
-        }
+        ignored = HARMLESS
+        if "none" in (data.get("tool_choice"), data.get("function_call")):
+            ignored = HARMLESS | {"tools", "functions"}
+        return {key: value for key, value in data.items() if key not in ignored and value not in NEUTRAL.get(key, ())}
 
     @classmethod
     def parse(cls, body: bytes) -> Self:
@@ -175,21 +185,11 @@ class ChatRequest(Record):
             raise APIError(400, f"{path} is not supported by this server; leave it out", param=path)
         raise APIError(400, f"{path}: {message}" if path else message, param=path or None)
 
-    @property
-    def schema_to_follow(self) -> Any:
-        """The JSON schema of the answer; None for free text."""
-        if self.response_format.type == "json_schema":
-            return self.response_format.json_schema.json_schema
-        return ANY_OBJECT if self.response_format.type == "json_object" else None
-
     def options(self) -> GenerationOptions:
-        """How to choose tokens."""
+        """How to choose tokens. InputError names the field that is wrong."""
         names = GenerationOptions.__dataclass_fields__.keys() & type(self).model_fields.keys()
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
-        try:
-            return GenerationOptions(**given, schema=self.schema_to_follow)
-        except InputError as error:  # it begins with name=value
-            raise APIError(400, str(error), param=str(error).partition("=")[0]) from None
+        return GenerationOptions(**given, schema=self.response_format.schema_to_follow)
 
     def max_new_tokens(self, room: int) -> int:
         """The length of the answer at most; the context has room for that many tokens."""
@@ -198,27 +198,24 @@ class ChatRequest(Record):
 
 
 class StopStrings:
-    """Text up to the first stop string. What may be the beginning of one is held back until more text decides."""
+    """Text up to the first stop string. As much as could be the beginning of one is held back."""
 
     def __init__(self, stops: Sequence[str]):
-        self.stops, self.held = [stop for stop in stops if stop], ""
+        self.stops = [stop for stop in stops if stop]
+        self.n_held = max(map(len, self.stops), default=1) - 1
+        self.held = ""
 
     def add(self, text: str, is_last: bool = False) -> tuple[str, bool]:
         """Text that is certain now, and whether a stop string ends it."""
         self.held += text
-        found = [(self.held.find(stop) + len(stop), -len(stop)) for stop in self.stops if stop in self.held]
-        if found:  # the one that is complete first; of two such, the longer one
-            end, negative_length = min(found)
-            return self.held[: end + negative_length], True
-        n_held = 0 if is_last else max(map(self._n_held, self.stops), default=0)
-        certain = self.held[: len(self.held) - n_held]
-        self.held = self.held[len(certain) :]
+        starts = {stop: self.held.find(stop) for stop in self.stops if stop in self.held}
+        if starts:  # the one that is complete first; of two such, the longer one
+            _, start = min((start + len(stop), start) for stop, start in starts.items())
+            return self.held[:start], True
+        n_certain = len(self.held) if is_last else max(0, len(self.held) - self.n_held)
+        certain = self.held[:n_certain]
+        self.held = self.held[n_certain:]
         return certain, False
-
-    def _n_held(self, stop: str) -> int:
-        """Length of the longest beginning of a stop string that the text ends with."""
-        lengths = range(min(len(stop) - 1, len(self.held)), 0, -1)
-        return next((n for n in lengths if self.held.endswith(stop[:n])), 0)
 
 
 @dataclass(eq=False)
@@ -226,25 +223,20 @@ class Response:
     """One answer, as OpenAI's JSON: whole, or in the events of a stream."""
 
     model: str
-    active: set["Response"] = field(default_factory=set, repr=False)  # those that are not released
-    status: int = 200
+    pieces: AsyncGenerator[str, None] | None = None  # of its text; closing it cancels the answer
     n_images: int = 0
     prompt_tokens: int = 0  # image tokens included
     cached_tokens: int = 0  # of the prompt
     completion_tokens: int = 0  # end token included
-    finish_reason: str | None = None
-    pieces: AsyncGenerator[str, None] | None = None  # of its text, while it is generated
+    finish_reason: str | None = None  # of a complete answer
     id: str = field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex}")
     created: float = field(default_factory=time.time)
 
-    def __post_init__(self) -> None:
-        self.active.add(self)
-
-    async def release(self) -> None:
-        """Give the place back; an answer that is still generated is cancelled."""
-        self.active.discard(self)
-        if self.pieces is not None:
-            await self.pieces.aclose()
+    def summary(self, seconds: float) -> str:
+        """Counts and speed, for the log."""
+        speed = self.completion_tokens / max(seconds, 1e-9)
+        tokens = f"{self.prompt_tokens} + {self.completion_tokens} tokens"
+        return f"{count(self.n_images, 'image')}, {tokens}, {seconds:.2f} s, {speed:.1f} tokens/s"
 
     @property
     def usage(self) -> dict[str, Any]:
@@ -257,24 +249,18 @@ class Response:
 
     def whole(self, text: str) -> dict[str, Any]:
         message = {"role": "assistant", "content": text, "refusal": None}
-        return self._json("chat.completion", [{"message": message} | self._end()]) | {"usage": self.usage}
+        return self._json("chat.completion", message=message) | {"usage": self.usage}
 
-    def chunk(self, delta: dict[str, str], is_last: bool = False) -> str:
-        return event(self._json("chat.completion.chunk", [{"delta": delta} | self._end(is_last)]))
+    def chunk(self, **delta: str) -> str:
+        return event(self._json("chat.completion.chunk", delta=delta))
 
     def usage_chunk(self) -> str:
-        return event(self._json("chat.completion.chunk", []) | {"usage": self.usage})
+        return event(self._json("chat.completion.chunk") | {"choices": [], "usage": self.usage})
 
-    def _json(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def _json(self, kind: str, **content: dict[str, Any]) -> dict[str, Any]:
+        choice = {"index": 0, "logprobs": None, "finish_reason": self.finish_reason} | content
         head = {"id": self.id, "object": kind, "created": int(self.created), "model": self.model}
-        return head | {"choices": [{"index": 0, "logprobs": None} | choice for choice in choices]}
-
-    def _end(self, is_last: bool = True) -> dict[str, str | None]:
-        """OpenAI knows no end by repetition: it is a stop, whose reason vLLM names."""
-        reason = self.finish_reason if is_last else None
-        if reason == "repetition":
-            return {"finish_reason": "stop", "stop_reason": reason}
-        return {"finish_reason": reason}
+        return head | {"choices": [choice]}
 
 
 def event(data: dict[str, Any]) -> str:

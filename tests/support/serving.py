@@ -5,7 +5,7 @@ import io
 import json
 import threading
 import time
-from functools import partial
+from copy import copy
 
 import httpx
 from PIL import Image
@@ -32,12 +32,25 @@ class WatchedBatch(ContinuousBatch):
         return super().step()
 
 
+def watch(captioner, **batch):
+    """The captioner with batches that are watched; batch are their options."""
+    captioner = copy(captioner)
+    captioner.batch = lambda batch_size, **caches: WatchedBatch(
+        captioner.inference,
+        max_num_seqs=batch_size,
+        eos_token_id=captioner.tokenizer.eos_token_ids,
+        **batch,
+        **caches,
+    )
+    return captioner
+
+
 class RunningServer:
     """A server of its own on a free port, in a thread; batch are options of WatchedBatch, options of ServeOptions."""
 
     def __init__(self, captioner, *, batch=(), **options):
         options = ServeOptions(**{"image_cache": 0, "prefix_cache": 0, "quiet": True} | options)
-        app = make_app(captioner, "nanovlm", options, batch_type=partial(WatchedBatch, **dict(batch)))
+        app = make_app(watch(captioner, **dict(batch)), "nanovlm", options)
         self.chats, self.server = app.state.chats, Server(app, port=0)
         self.thread = threading.Thread(target=self.server.run)
 

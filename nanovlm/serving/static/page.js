@@ -6,17 +6,18 @@ const byId = (id) => document.getElementById(id);
 const create = (parent, tag, fields) => parent.appendChild(Object.assign(document.createElement(tag), fields));
 const on = (id, type, listener) => byId(id).addEventListener(type, listener);
 // turns: { question, answer, item }, all about the images that are shown; edited: the turn to ask anew
-const chat = { turns: [], edited: null, generation: null, camera: null };
+const chat = { turns: [], edited: null, generation: null };
 let apiKey = sessionStorage.getItem("key") ?? "";
 
 async function request(path, options = {}) {
   const headers = { "Content-Type": "application/json" };
   if (apiKey) headers.Authorization = `Bearer ${apiKey}`;
   const response = await fetch(path, { headers, ...options });
-  byId("key-form").hidden = response.status !== 401;
+  const isLocked = response.status === 401;
+  byId("key-form").hidden = !isLocked;
+  if (isLocked) byId("api-key").focus();
   if (response.ok) return response;
-  if (response.status === 401) byId("api-key").focus();
-  if (response.status === 401 && !apiKey) throw new Error("");
+  if (isLocked && !apiKey) throw new Error("");
   const body = await response.json().catch(() => null);
   throw new Error(body?.error?.message ?? `the server answered with status ${response.status}`);
 }
@@ -25,6 +26,7 @@ async function loadModel() {
   const [model] = (await (await request("/v1/models")).json()).data;
   byId("model").textContent = model.id === "nanovlm" ? "the embedded model" : model.id;
   byId("note").textContent = toSentence(model.description);
+  byId("question").placeholder = model.default_prompt;
   sessionStorage.setItem("key", apiKey); // for a reload; it ends with the tab
   showError("");
 }
@@ -38,22 +40,20 @@ function showError(error) {
   byId("error").textContent = toSentence(message);
 }
 
-// A data URL of a picture or video frame, at most MAX_SIDE wide and high, on white where it is transparent.
-function scale(picture, width, height) {
-  const factor = Math.min(1, MAX_SIDE / Math.max(width, height));
-  const canvas = document.createElement("canvas");
-  Object.assign(canvas, { width: Math.round(width * factor), height: Math.round(height * factor) });
-  const context = canvas.getContext("2d");
-  context.fillStyle = "#fff";
-  context.fillRect(0, 0, canvas.width, canvas.height);
-  context.drawImage(picture, 0, 0, canvas.width, canvas.height);
-  return canvas.toDataURL("image/jpeg", 0.92);
-}
-
+// A data URL of an image file: as it is, or scaled to MAX_SIDE and on white where it is transparent.
 async function readFile(file) {
   const picture = await createImageBitmap(file).catch(() => null); // upright; null for what browsers cannot show
-  const isSmall = !picture || (file.size <= MAX_BYTES && Math.max(picture.width, picture.height) <= MAX_SIDE);
-  if (!isSmall) return scale(picture, picture.width, picture.height);
+  const factor = picture ? Math.min(1, MAX_SIDE / Math.max(picture.width, picture.height)) : 1;
+  if (picture && (factor < 1 || file.size > MAX_BYTES)) {
+    const canvas = document.createElement("canvas");
+    canvas.width = Math.round(picture.width * factor);
+    canvas.height = Math.round(picture.height * factor);
+    const context = canvas.getContext("2d");
+    context.fillStyle = "#fff";
+    context.fillRect(0, 0, canvas.width, canvas.height);
+    context.drawImage(picture, 0, 0, canvas.width, canvas.height);
+    return canvas.toDataURL("image/jpeg", 0.92);
+  }
   return new Promise((resolve, reject) => {
     const reader = new FileReader();
     reader.onload = () => resolve(reader.result);
@@ -82,30 +82,12 @@ function addImage(url, name) {
   byId("question").focus();
 }
 
-async function openCamera() {
-  try {
-    chat.camera = await navigator.mediaDevices.getUserMedia({ video: { facingMode: "environment" } });
-  } catch {
-    return showError("the camera cannot be used; allow it, and open this page by https or as localhost");
-  }
-  byId("viewfinder").srcObject = chat.camera;
-  byId("shown").classList.add("live");
-  byId("take").focus();
-}
-
-function closeCamera() {
-  for (const track of chat.camera?.getTracks() ?? []) track.stop();
-  chat.camera = byId("viewfinder").srcObject = null;
-  byId("shown").classList.remove("live");
-}
-
 function startOver() {
   chat.generation?.abort();
   Object.assign(chat, { turns: [], edited: null });
   for (const id of ["images", "conversation"]) byId(id).replaceChildren();
   byId("temperature").value = byId("temperature").defaultValue;
   byId("question").value = "";
-  closeCamera();
   showError("");
   byId("file").focus();
 }
@@ -150,24 +132,17 @@ async function ask(question, n = chat.turns.length) {
   for (const [textContent, action] of Object.entries(actions))
     create(turn.item, "button", { type: "button", className: "plain", textContent })
       .addEventListener("click", () => chat.generation || action());
-  const start = Date.now();
-  const seconds = () => Math.round((Date.now() - start) / 1000);
-  const show = () => (answer.dataset.stage = turn.answer ? "" : `Reading, ${seconds()} s`);
-  const timer = setInterval(show, 1000);
   const generation = setGeneration(new AbortController());
-  show();
   showError("");
   try {
     for await (const text of streamAnswer(messagesOf(chat.turns), generation.signal)) {
       answer.textContent = turn.answer += text;
-      show();
       turn.item.scrollIntoView({ block: "nearest" });
     }
     if (!turn.answer) showError("the answer is empty; ask differently");
   } catch (error) {
     if (!generation.signal.aborted) showError(error);
   }
-  clearInterval(timer);
   answer.classList.remove("generating");
   if (chat.generation === generation) setGeneration(null);
   byId("announcement").textContent = turn.answer; // at once: screen readers interrupt text that changes
@@ -178,16 +153,12 @@ async function ask(question, n = chat.turns.length) {
 }
 
 function edit(turn) {
-  cancelEdit();
+  chat.edited?.item.classList.remove("edited");
   chat.edited = turn;
+  if (!turn) return;
   turn.item.classList.add("edited");
   byId("question").value = turn.question;
   byId("question").focus();
-}
-
-function cancelEdit() {
-  chat.edited?.item.classList.remove("edited");
-  chat.edited = null;
 }
 
 function setGeneration(generation) {
@@ -202,7 +173,7 @@ on("ask-form", "submit", (event) => {
   const n = chat.edited ? chat.turns.indexOf(chat.edited) : chat.turns.length;
   const question = byId("question").value.trim() || byId("question").placeholder;
   byId("question").value = "";
-  cancelEdit();
+  edit(null);
   ask(question, n);
 });
 on("question", "keydown", (event) => {
@@ -212,18 +183,13 @@ on("question", "keydown", (event) => {
 });
 on("stop", "click", () => chat.generation?.abort());
 on("start-over", "click", startOver);
-on("camera", "click", openCamera);
-on("take", "click", () => {
-  const video = byId("viewfinder");
-  const url = scale(video, video.videoWidth, video.videoHeight);
-  closeCamera();
-  addImage(url, "from the camera");
-});
 on("add-image", "click", () => byId("file").click());
-on("file", "change", async () => {
-  await addFiles([...byId("file").files]);
-  byId("file").value = ""; // or the same file could not be chosen again
-});
+on("camera", "click", () => byId("camera-file").click());
+for (const id of ["file", "camera-file"])
+  on(id, "change", async ({ target }) => {
+    await addFiles([...target.files]);
+    target.value = ""; // or the same file could not be chosen again
+  });
 on("sample", "click", async () => {
   const file = await (await fetch("/sample.png")).blob();
   addFiles([new File([file], "sample.png", { type: "image/png" })]);
@@ -234,7 +200,7 @@ on("key-form", "submit", (event) => {
   loadModel().then(() => byId("question").focus(), showError);
 });
 document.addEventListener("keydown", (event) => {
-  if (event.key === "Escape") chat.generation ? chat.generation.abort() : cancelEdit();
+  if (event.key === "Escape") chat.generation ? chat.generation.abort() : edit(null);
 });
 document.addEventListener("paste", (event) => addFiles([...event.clipboardData.files]));
 for (const type of ["dragover", "dragleave", "drop"])

@@ -84,6 +84,7 @@ def test_public_addresses_are_those_of_the_registries():
 
 REFUSED = [
     "http://127.0.0.1/a.png", "http://localhost/", "http://[::1]/", "http://2130706433/", "http://0x7f.1/",
+    "/etc/passwd", "ftp://127.0.0.1/a.png",
     "http:///a.png", "http://user@127.0.0.1/", "http://127.0.0.1:x/", "http://a\udcff/", "http://no-host.invalid/",
 ]  # fmt: skip
 
@@ -92,7 +93,7 @@ REFUSED = [
 def test_private_addresses_and_broken_urls_are_never_connected_to(url, monkeypatch):
     for name in ("connect", "connect_ex"):
         monkeypatch.setattr(socket.socket, name, lambda *args: pytest.fail(f"connected to {args}"))
-    with pytest.raises(ImageError, match="private address|cannot be fetched"):
+    with pytest.raises(ImageError, match="at no public address|cannot be fetched"):
         asyncio.run(fetch(url, 1000))
 
 
@@ -122,9 +123,9 @@ def test_server_fetches_where_allowed_and_images_share_its_size_limit(embedded, 
     with RunningServer(embedded, allow_remote=True, max_body=2 * size + 9) as server:
         for path, n, expected in (
             ("/sample.png?x=1", 1, None),
-            ("/none", 1, "image 1: .* answers 404"),
-            ("/moved", 1, "image 1: .* answers 302"),
-            ("/sample.png?x=1", 3, "image 3: .* more than 9 bytes"),
+            ("/none", 1, ".* answers 404"),
+            ("/moved", 1, ".* answers 302"),
+            ("/sample.png?x=1", 3, ".* more than 9 bytes"),
         ):
             reply = server.post({"messages": user_message(QUESTIONS[0], *[site.url + path] * n)})
             if expected is None:

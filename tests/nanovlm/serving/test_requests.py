@@ -8,6 +8,8 @@ import pytest
 
 from models.decoding import SamplingParams
 from nanovlm import PROMPT, SAMPLE
+from nanovlm.errors import InputError
+from nanovlm.processing.structured_output import GrammarProcessor
 from nanovlm.serving.chat_inputs import read_chat
 from nanovlm.serving.openai_api import ChatRequest, StopStrings
 from support import png
@@ -45,12 +47,15 @@ REFUSED = {  # changes of a request, and what the error says
     "no messages": ({"messages": []}, "messages: "),
     "a tool message": ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role: "),
     "an empty question": ({"messages": user_message("  ")}, "the last user message is empty"),
-    "only a system": ({"messages": [message("system", "x")]}, "no message of a user"),
+    "only a system": ({"messages": [message("system", "x")]}, "the last message must be the user's"),
     "an answer last": (
         {"messages": [*user_message("?"), message("assistant", "A")]},
-        "last message is the assistant's",
+        "the last message must be the user's",
     ),
-    "an assistant's image": ({"messages": [{"role": "assistant", "content": [IMAGE]}]}, "only user messages may"),
+    "an assistant's image": (
+        {"messages": [{"role": "assistant", "content": [IMAGE]}]},
+        "only messages of the user may",
+    ),
     "a video": (content({"type": "video_url"}), "messages.0.content.0.type: Input should be 'text' or 'image_url'"),
     "a number": (content({"type": "text", "text": 1}), "messages.0.content.0.text: "),
     "no text": (content({"type": "text"}), "messages.0.content.0: a part of type text needs the field text"),
@@ -71,10 +76,10 @@ REFUSED = {  # changes of a request, and what the error says
         {"messages": user_message("ring " * 9999)},
         "^prompt is too long: .*lm_max_position_embeddings",
     ),
-    "a very long one": ({"messages": user_message("a" * 2_000_000)}, "^prompt is too long: 2,000,000 characters"),
+    "a very long one": ({"messages": user_message("a" * 2_000_000)}, "^prompt is too long: 2000008 tokens"),
     "many images": ({"messages": user_message("?", *[SAMPLE_URL] * 100)}, "^prompt is too long: 100 images"),
     "a remote image": (image("http://127.0.0.1/a.png"), "start it with --allow-remote"),
-    "a path": (image("/etc/passwd"), "is not an image URL"),
+    "a path": (image("/etc/passwd"), "holds no image"),
     "no base64": (image("data:image/png,abc"), "without base64"),
     "wrong base64": (image("data:image/png;base64,a$b="), "invalid base64"),
     "an empty image": (image("data:image/png;base64,"), "image 1: an empty file"),
@@ -82,7 +87,7 @@ REFUSED = {  # changes of a request, and what the error says
     "spaces": (image(" " * 10**6 + "!"), "image 1: "),  # in no more time than others
     "half an image": (image(SAMPLE_URL[: len(SAMPLE_URL) // 8 * 4]), "image 1: "),
     "many pixels": (image(data_url(png(9000, 9000))), "more than 64,000,000 pixels"),
-    "no schema": (json_schema(1), "response_format.json_schema.schema: Input should be"),
+    "no schema": (json_schema(1), "response_format: the JSON schema cannot be followed"),
     "a wrong type": too_much({"type": "objec"}),
     "a loop": too_much({"type": "object", "properties": {"x": {"$ref": "#"}}, "required": ["x"]}),
     "a long schema": too_much({"enum": ["x" * 50_000]}),
@@ -100,12 +105,22 @@ def test_refusal_is_one_sentence(served, name, caplog):
     assert (response.status_code, error["type"]) == (400, "invalid_request_error")
     assert re.search(expected, error["message"]), error["message"]
     assert len(error["message"].splitlines()) == 1 and len(error["message"]) < 300
-    assert (error["param"] or "response_format").partition(".")[0] in change and "max_new_tokens" not in error[
-        "message"
-    ]
+    assert error["param"].partition(".")[0] in change
     assert (error["code"] == "context_length_exceeded") == ("prompt is too long" in error["message"])
     assert error["code"] == "invalid_image" or "image 1" not in error["message"]
     assert not [record for record in caplog.records if record.levelname == "ERROR"], "no failure of the server"
+
+
+def test_schema_that_fails_during_the_answer_is_named(served, monkeypatch):
+    pytest.importorskip("llguidance")
+
+    def fail(self, generated, logits):
+        raise InputError(f"{self.param}: the JSON schema cannot be followed")
+
+    monkeypatch.setattr(GrammarProcessor, "__call__", fail)
+    for stream in (False, True):
+        response = served.post({"messages": user_message("?"), "stream": stream} | json_schema({"type": "integer"}))
+        assert re.search(r'"param": ?"response_format"', response.text)
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"null", b"[]", b"\xff\xfe", b'{"a":' * 50_000, b'{"model": "\\ud800"}'])
@@ -166,7 +181,7 @@ def test_messages_become_turns_whoever_begins(messages, texts):
 
 
 def test_an_image_alone_asks_the_prompt_of_the_model():
-    chat = read_chat(ChatRequest.model_validate({"messages": [ALONE]}).messages, prompt="Who?")
+    chat = read_chat(ChatRequest.model_validate({"messages": [ALONE]}).messages, default_prompt="Who?")
     assert chat.turns == [("user", ["Who?"])]
 
 
