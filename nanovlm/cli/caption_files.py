@@ -50,7 +50,7 @@ def caption_files(args: argparse.Namespace, generation: GenerationOptions) -> in
 def bulk_options(args: argparse.Namespace, generation: GenerationOptions) -> BulkOptions:
     """The settings of the parsed flags for each image."""
     prompt = args.prompts[0] if len(args.prompts) == 1 else tuple(args.prompts)
-    return from_args(BulkOptions, args, **vars(generation), prompt=prompt)
+    return from_args(BulkOptions, args, prompt=prompt, schema=generation.schema)
 
 
 def output_options(args: argparse.Namespace, schema: Any) -> OutputOptions:

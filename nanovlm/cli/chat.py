@@ -53,7 +53,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Answer questions until there are no more; 1 if a line that was piped in failed."""
-    generation = from_args(GenerationOptions, args, max_new_tokens=CHAT_MAX_NEW_TOKENS)
+    generation = from_args(GenerationOptions, args)
     model = model_options(args)
     if report_missing(args.images):
         return 1

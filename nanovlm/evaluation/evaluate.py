@@ -149,14 +149,15 @@ def _batches(questions: Sequence[Question], batch_size: int) -> list[list[int]]:
 
 def _answer_batch(captioner: Captioner, batch: Sequence[Question], options: EvaluationOptions) -> list[str | DataError]:
     """The answer to each question, or in its place the error that prevents one."""
+    how = {"max_new_tokens": options.max_new_tokens, "temperature": 0.0}  # greedy, so that a score can be repeated
     try:
         images: list[Any] = [[load_image(image) for image in question.images] for question in batch]
         if batch[0].history:
             session = ChatSession(captioner, images[0])
             session.history = list(batch[0].history)
-            return ["".join(session.ask(batch[0].prompt, max_new_tokens=options.max_new_tokens))]
+            return ["".join(session.ask(batch[0].prompt, **how))]
         prompts = [question.prompt for question in batch]
-        return list(captioner.captions(images, prompts, batch_size=len(batch), max_new_tokens=options.max_new_tokens))
+        return list(captioner.captions(images, prompts, batch_size=len(batch), **how))
     except (ImageError, InputError) as error:
         if len(batch) > 1:
             return [answer for question in batch for answer in _answer_batch(captioner, [question], options)]

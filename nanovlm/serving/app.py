@@ -30,11 +30,20 @@ from nanovlm.captioner import Captioner
 from nanovlm.console import count
 from nanovlm.embedded import SAMPLE
 from nanovlm.errors import ImageError, NanoVLMError, UsageError
+from nanovlm.options import generation_options
 from nanovlm.processing.image_urls import fetch
 from nanovlm.processing.tokenizer import StreamingDecoder
 from nanovlm.serving.chat_inputs import check_length, encode_chat, is_data_url, prepare_images, read_chat
 from nanovlm.serving.engine import Engine
-from nanovlm.serving.openai_api import APIError, ChatRequest, ImageURL, Response, StopStrings, event
+from nanovlm.serving.openai_api import (
+    DEFAULT_MAX_TOKENS,
+    APIError,
+    ChatRequest,
+    ImageURL,
+    Response,
+    StopStrings,
+    event,
+)
 from nanovlm.serving.options import ServeOptions
 
 logger = logging.getLogger(__name__)
@@ -294,7 +303,8 @@ class Chats:
     def _prepare(self, request: ChatRequest, chat: Any, files: list[bytes | str]) -> Prompt:
         """What the model reads; a thread's work."""
         processor, grammar = self.captioner.processor, None
-        options = request.options()
+        defaults = self.captioner.defaults
+        options = generation_options(request.options(), {}, defaults)
         images = prepare_images(files, [image.detail for image in chat.images], processor, self.image_cache)
         try:
             if options.schema is not None:
@@ -306,7 +316,8 @@ class Chats:
             ids = encode_chat(chat, images, processor)
         except NanoVLMError as error:  # the model has no chat template, or the template refuses this chat
             raise APIError(400, str(error), param="messages") from None
-        max_new_tokens = request.max_new_tokens(self.context - len(ids) + 1)  # the last token is never read
+        room = self.context - len(ids) + 1  # the last token is never read
+        max_new_tokens = request.max_new_tokens(room, defaults.get("max_new_tokens", DEFAULT_MAX_TOKENS))
         return Prompt(ids, images, options.sampling, max_new_tokens, grammar)
 
     async def _pieces(self, prompt: Prompt, request: ChatRequest, response: Response) -> AsyncGenerator[str, None]:
