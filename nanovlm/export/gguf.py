@@ -18,6 +18,7 @@ from torch import Tensor
 
 from models.checkpoint import atomic_dir
 from models.config import VLMConfig
+from models.formats.base import format_of
 from models.formats.smolvlm import SmolVLM
 from models.vision_transformer import position_ids
 from nanovlm.captioner import Captioner
@@ -92,7 +93,7 @@ def check_llama_cpp_can_run(cfg: VLMConfig, tokenizer: Tokenizer) -> SmolVLM:
     settings, tile = cfg.format, cfg.vit_img_size
     if not isinstance(settings, SmolVLM):
         raise InputError(
-            f"this model has {settings.name}'s layout of tiles and image tokens, which llama.cpp does not write; train "
+            f"this model has {format_of(cfg).name}'s layout of tiles and image tokens, which llama.cpp does not write; train "
             "it in SmolVLM's layout (nanovlm train --format smolvlm) to export it as GGUF"
         )
     edge = settings.longest_edge or 0
