@@ -42,7 +42,7 @@ def read_generation_defaults(folder: Path) -> dict[str, Any]:
     except InputError as error:
         raise CheckpointError(f"{path}: {error}") from None
     rest = {key: value for key, value in raw.items() if not (key in OTHERS or key in FOLLOWED or key in SAMPLED)}
-    ignored = [f"{key}={json.dumps(value)}" for key, value in rest.items() if not _is_off(key, value)]
+    ignored = [f"{key}={json.dumps(value)[:60]}" for key, value in rest.items() if not _is_off(key, value)]
     if ignored:
         logger.warning("note: %s: %s: not supported, answers are generated without", path, ", ".join(ignored))
     return defaults

@@ -93,8 +93,8 @@ def check_llama_cpp_can_run(cfg: VLMConfig, tokenizer: Tokenizer) -> SmolVLM:
     settings, tile = cfg.format, cfg.vit_img_size
     if not isinstance(settings, SmolVLM):
         raise InputError(
-            f"this model has {format_of(cfg).name}'s layout of tiles and image tokens, which llama.cpp does not write; train "
-            "it in SmolVLM's layout (nanovlm train --format smolvlm) to export it as GGUF"
+            f"this model has {format_of(cfg).name}'s layout of tiles and image tokens, which llama.cpp does not write; "
+            "train it in SmolVLM's layout (nanovlm train --format smolvlm) to export it as GGUF"
         )
     edge = settings.longest_edge or 0
     fake, whole = "<fake_token_around_image>", "<global-img>"
