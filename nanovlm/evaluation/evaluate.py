@@ -149,7 +149,7 @@ def _batches(questions: Sequence[Question], batch_size: int) -> list[list[int]]:
 
 def _answer_batch(captioner: Captioner, batch: Sequence[Question], options: EvaluationOptions) -> list[str | DataError]:
     """The answer to each question, or in its place the error that prevents one."""
-    how = {"max_new_tokens": options.max_new_tokens, "temperature": 0.0}  # greedy, so that a score can be repeated
+    how: dict[str, Any] = {"max_new_tokens": options.max_new_tokens, "temperature": 0.0}  # a score that can be repeated
     try:
         images: list[Any] = [[load_image(image) for image in question.images] for question in batch]
         if batch[0].history:
