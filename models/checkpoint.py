@@ -75,6 +75,8 @@ def load_config(folder: str | os.PathLike[str]) -> VLMConfig:
     """The config of the model in folder, in the format that config.json tells. CheckpointError if it cannot be used."""
     path = Path(folder) / CONFIG
     raw = read_object(path)
+    if raw.get("quantization_config"):
+        raise CheckpointError(f"{path} has a quantization_config: take the model in 16 bits, which quantize= reduces")
     kind = raw.get("model_type")
     format = FORMATS.get(str(kind))
     if format is None and kind is not None and not (FORMATS and "lm_hidden_dim" in raw):

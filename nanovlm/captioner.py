@@ -4,7 +4,7 @@ import os
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, islice
@@ -26,6 +26,7 @@ from models.vision_language_model import VisionLanguageModel, load_model
 from nanovlm.device import choose_device, choose_dtype
 from nanovlm.embedded import EMBEDDED, PROMPT, default_prompt
 from nanovlm.errors import InputError
+from nanovlm.generation_config import read_generation_defaults
 from nanovlm.options import GenerationOptions, ModelOptions, generation_options, with_changes
 from nanovlm.processing.image_loading import as_list, is_array, load_or_fetch
 from nanovlm.processing.processor import Processor, pair_prompts
@@ -69,7 +70,8 @@ class Captioner:
     >>> captioner.caption("photo.jpg", "How many objects are there?")
 
     `inference` generates; `model` is the plain `VisionLanguageModel`. allow_urls lets http(s) URLs name images, which
-    are then fetched from public addresses.
+    are then fetched from public addresses. defaults are fields of `GenerationOptions` that this model generates with
+    unless a call gives them, as its generation_config.json says.
     """
 
     def __init__(
@@ -79,10 +81,12 @@ class Captioner:
         *,
         allow_urls: bool = False,
         prompt: str = PROMPT,
+        defaults: Mapping[str, Any] | None = None,
     ):
         self.inference = model if isinstance(model, InferenceModel) else InferenceModel(model)
         self.processor, self.tokenizer = processor, processor.tokenizer
         self.allow_urls, self.prompt = allow_urls, prompt
+        self.defaults = defaults or {}
 
     @cached_property
     def structured_output(self) -> "StructuredOutput":
@@ -130,8 +134,8 @@ class Captioner:
         if options.quantize:
             inference.release_source()
         processor = Processor(cfg, tokenizer, options.max_tiles)
-        prompt = default_prompt(options.adapter or folder)
-        return cls(inference, processor, allow_urls=options.allow_urls, prompt=prompt)
+        prompt, defaults = default_prompt(options.adapter or folder), read_generation_defaults(folder)
+        return cls(inference, processor, allow_urls=options.allow_urls, prompt=prompt, defaults=defaults)
 
     @classmethod
     def from_backbones(
@@ -183,7 +187,7 @@ class Captioner:
         **changes: Any,
     ) -> Iterator[str]:
         """Yield the answer in pieces of whole characters, as they are generated. stats, if given, is filled in."""
-        options = generation_options(options, changes)
+        options = generation_options(options, changes, self.defaults)
         outputs = self.generate(lambda: [self.request(image, prompt, options)], stats or Stats())
         ids = (output.token_id for output in outputs if output.token_id != self.tokenizer.eos_token_id)
         return self.tokenizer.stream(_prepend(self._start_ids(options), ids))
@@ -202,7 +206,7 @@ class Captioner:
 
         With a seed, answer i is the one that `caption` gives with seed + i.
         """
-        options = generation_options(options, changes)
+        options = generation_options(options, changes, self.defaults)
         if n < 1:
             raise InputError(f"n={n} is less than 1")
 
@@ -225,7 +229,7 @@ class Captioner:
         **changes: Any,
     ) -> list[Any]:
         """One answer per prompt about the same image, which is encoded and prefilled once."""
-        options = generation_options(options, changes)
+        options = generation_options(options, changes, self.defaults)
         if isinstance(prompts, str):
             raise InputError(f"ask takes a list of prompts, not {prompts!r}; for one prompt use caption")
         return self._answers(lambda: self.requests(image, prompts, options), options, stats)
@@ -261,7 +265,7 @@ class Captioner:
         is the one that `caption` gives for the image with the same options, a seed included, whatever the batch_size.
         An image that fails raises its error after the answers before it.
         """
-        options = generation_options(options, changes)
+        options = generation_options(options, changes, self.defaults)
         if is_one_image(images):
             raise InputError("captions takes several images, such as a list; for one image use caption")
         if batch_size < 1:
@@ -300,7 +304,7 @@ class Captioner:
         **changes: Any,
     ) -> list[Request]:
         """A request for each prompt about the same image. InputError for one too long."""
-        options = generation_options(options, changes)
+        options = generation_options(options, changes, self.defaults)
         tiles, grids, texts = self.processor.preprocess_all(self._load(image))
         images, start = [TiledImage(one) for one in tiles], self._start_ids(options)
         requests = []

@@ -12,7 +12,7 @@ from nanovlm.errors import InputError
 from nanovlm.options import CHAT_MAX_NEW_TOKENS, GenerationOptions, generation_options
 from nanovlm.processing.video import Video
 
-CHAT_OPTIONS = GenerationOptions(max_new_tokens=CHAT_MAX_NEW_TOKENS)
+CHAT_DEFAULTS = {"max_new_tokens": CHAT_MAX_NEW_TOKENS}
 
 
 class ChatSession:
@@ -35,7 +35,7 @@ class ChatSession:
         self.stats = Stats()  # of the last question
 
     def ask(
-        self, question: str, *, options: GenerationOptions = CHAT_OPTIONS, **changes: Any
+        self, question: str, *, options: GenerationOptions | None = None, **changes: Any
     ) -> Generator[str, None, None]:
         """Yield the answer in pieces of whole characters.
 
@@ -43,7 +43,7 @@ class ChatSession:
         history holds the pieces read so far. Raises InputError if the chat with this question exceeds the model's
         context.
         """
-        options = generation_options(options, changes)
+        options = generation_options(options, changes, CHAT_DEFAULTS | dict(self.captioner.defaults))
         if options.start_with:
             raise InputError("start_with is for captions; ask a chat without it")
         if not self.grids:

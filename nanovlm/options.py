@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from numbers import Integral, Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, get_args
 
 from nanovlm.embedded import EMBEDDED, PROMPT, default_prompt
 from nanovlm.errors import InputError, UsageError
@@ -146,7 +146,12 @@ OWN_SETTINGS = ("max_new_tokens", "start_with", "schema")  # of GenerationOption
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationOptions:
-    """How answers are generated: the fields of `SamplingParams`, which they become, and a few more."""
+    """How answers are generated: the fields of `SamplingParams`, which they become, and a few more.
+
+    `given` names the fields that were passed; the others give way to the model's own generation_config.json.
+    """
+
+    given: ClassVar[frozenset[str]] = frozenset()
 
     repetition_penalty: float = setting(1.0, "above 1, tokens of the prompt and the answer become less likely")
     frequency_penalty: float = setting(
@@ -175,6 +180,11 @@ class GenerationOptions:
         metavar="TEXT",
     )
     schema: Any = None  # a JSON schema; answers are then JSON values that it allows
+
+    def __new__(cls, *args: Any, **given: Any) -> Self:
+        self = super().__new__(cls)
+        object.__setattr__(self, "given", frozenset(given))
+        return self
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -251,12 +261,19 @@ def with_changes(record: Record, changes: Mapping[str, Any]) -> Record:
     return replace(record, **changes)  # type: ignore[type-var]
 
 
-def generation_options(options: GenerationOptions | None, changes: Mapping[str, Any]) -> GenerationOptions:
-    """Options, by default GenerationOptions(), with changes; among these, sampling stands for all its fields."""
+def generation_options(
+    options: GenerationOptions | None, changes: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> GenerationOptions:
+    """Options with changes, and with a model's defaults for fields that neither gives.
+
+    Among changes, sampling stands for all its fields.
+    """
+    options = options or GenerationOptions()
+    values = {name: value for name, value in defaults.items() if name not in options.given}
     sampling = changes.get("sampling")
-    values = {f.name: getattr(sampling, f.name) for f in fields(sampling)} if sampling is not None else {}
+    values |= {f.name: getattr(sampling, f.name) for f in fields(sampling)} if sampling is not None else {}
     values |= {name: value for name, value in changes.items() if name != "sampling"}
-    return with_changes(options or GenerationOptions(), values)
+    return with_changes(options, values)
 
 
 def is_model_name(name: str | Path) -> bool:

@@ -88,9 +88,12 @@ def test_the_core_is_complete():
 
 
 def test_mingpt_stands_alone():
-    """The loader of GPT-2's weights, inside a function, is its only import from this project."""
+    """The reader of GPT-2's weights needs the core's reader of files, and nothing else of this project."""
     foreign = {target for module, target in edges() if within(module, "models.mingpt")}
-    assert {target for target in foreign if not within(target, "models.mingpt")} == {"models.formats.gpt2"}
+    assert {target for target in foreign if not within(target, "models.mingpt")} == {
+        "models.checkpoint",
+        "models.errors",
+    }
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -43,12 +43,9 @@ LLAMA_ONLY = {
 }
 
 
-def llama_settings(where: str, raw: dict, defaults: Mapping[str, Any] | None = None) -> dict:
-    """Fields of VLMConfig from the config of a Llama; `where` names the file in errors.
-
-    defaults replaces transformers' own for keys that the file may lack.
-    """
-    fields = settings(where, raw, LLAMA_ONLY, LLAMA_CONFIG, defaults)
+def llama_settings(where: str, raw: dict) -> dict:
+    """Fields of VLMConfig from the config of a Llama; `where` names the file in errors."""
+    fields = settings(where, raw, LLAMA_ONLY, LLAMA_CONFIG)
     heads, width, head_dim = fields["lm_n_heads"], fields["lm_hidden_dim"], raw.get("head_dim")
     if head_dim is not None and head_dim * heads != width:
         raise CheckpointError(

@@ -129,7 +129,7 @@ class GPT(nn.Module):
 
         Raises ValueError if the checkpoint is not a GPT-2 that this class computes exactly.
         """
-        from models.formats.gpt2 import find_gpt2, read_gpt2
+        from models.mingpt.gpt2 import find_gpt2, read_gpt2  # here, as a new model needs no files
 
         folder, settings = find_gpt2(folder_or_name)
         with torch.device("meta"):  # the initial weights are replaced, so do not allocate them

@@ -12,6 +12,10 @@ HELP = "Write a model in the layout of transformers' SmolVLM, or as GGUF files f
 EXAMPLE = "nanovlm export out/mine --out out/smolvlm"
 
 MARKER = "nanovlm_export.json"  # in a folder that an export may write again
+# What an export writes, replaces or removes.
+WRITTEN = (
+    "*config.json", "tokenizer.json", "*tokens*.json", "chat_template.*", "*.safetensors*", "*.gguf", "onnx", "adapter",
+)  # fmt: skip
 
 logger = logging.getLogger(__name__)
 
@@ -50,28 +54,35 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    export(args)
-    (Path(args.out) / MARKER).write_text(json.dumps({"model": str(args.model)}) + "\n", encoding="utf-8")
+    out = Path(args.out)
+    check_output_folder(out)
+    if Path(args.model).is_dir() and Path(args.model).resolve() == out.resolve():
+        raise UsageError(f"--out {out} is the model's own folder; name another")
+    if (found := files_of_a_model(out)) and not (out / MARKER).exists():
+        raise UsageError(f"--out {out} holds {found[0]}, which is of no former export; name another folder")
+    if not is_model_name(args.model):
+        raise UsageError(f"{args.model} must be a folder with config.json, or a Hub id like owner/name")
+    check_flags(args)
+    try:
+        export(args)
+    finally:
+        if files_of_a_model(out):  # even if a later part has failed
+            (out / MARKER).write_text(json.dumps({"model": str(args.model)}) + "\n", encoding="utf-8")
     return 0
 
 
-def export(args: argparse.Namespace) -> None:
-    check_output_folder(args.out)
-    if Path(args.model).is_dir() and Path(args.model).resolve() == Path(args.out).resolve():
-        raise UsageError(f"--out {args.out} is the model's own folder; name another")
-    out = Path(args.out)
-    if any((out / name).exists() for name in ("config.json", "model.safetensors")) and not (out / MARKER).exists():
-        raise UsageError(f"--out {out} holds a model that is no former export; name another folder")
-    if not is_model_name(args.model):
-        raise UsageError(f"{args.model} must be a folder with config.json, or a Hub id like owner/name")
+def files_of_a_model(folder: Path) -> list[str]:
+    """Names of files in a folder that an export writes, too."""
+    return sorted(path.name for pattern in WRITTEN for path in folder.glob(pattern) if path.name != MARKER)
 
+
+def export(args: argparse.Namespace) -> None:
     from models.lora.files import ADAPTER_CONFIG, adapter_folder
     from nanovlm.captioner import Captioner
     from nanovlm.export.adapters import export_with_adapters
     from nanovlm.export.onnx import check_onnx_extra, export_onnx
     from nanovlm.export.transformers import export_notes, export_smolvlm
 
-    check_flags(args)
     if args.onnx:
         check_onnx_extra()
     if args.gguf:

@@ -248,6 +248,8 @@ def _check_answers(pairs: Sequence[tuple[str, str]], name: str) -> None:
 def clean_text(value: Any, name: str) -> str:
     """Text without the white space around it, with \\n as its only line end; "" for a missing value."""
     if isinstance(value, Path):
+        if value.exists() and not value.is_file():  # a pipe would block
+            raise ExampleError(f"{name}: its text is not a file")
         try:
             value = value.read_text(encoding="utf-8-sig")  # Windows' editors write a byte order mark
         except UnicodeDecodeError as error:

@@ -171,9 +171,10 @@ def _answer_batch(captioner: Captioner, batch: Sequence[Question], limit: int) -
         if question.history:
             session = ChatSession(captioner, images[0])
             session.history = list(question.history)
-            return ["".join(session.ask(question.prompt, max_new_tokens=limit))]
+            return ["".join(session.ask(question.prompt, max_new_tokens=limit, temperature=0.0))]
         prompts = [question.prompt for question in batch]
-        return list(captioner.captions(images, prompts, batch_size=len(batch), max_new_tokens=limit))
+        greedy: dict[str, Any] = {"max_new_tokens": limit, "temperature": 0.0}  # a score that can be repeated
+        return list(captioner.captions(images, prompts, batch_size=len(batch), **greedy))
     except (ImageError, InputError) as error:
         if len(batch) > 1:
             return [answer for question in batch for answer in _answer_batch(captioner, [question], limit)]

@@ -20,6 +20,7 @@ from nanovlm.captioner import Captioner
 from nanovlm.processing.layouts import layout_of
 
 # Jinja that joins a content of several parts to one string, images first as in our chats; the model's template follows.
+# By the loop over message['content'] vLLM knows that contents may have parts.
 JOIN_PARTS = """{%- set chat = namespace(messages=[]) -%}
 {%- for message in messages -%}
 {%- if message['content'] is string -%}
@@ -30,8 +31,8 @@ JOIN_PARTS = """{%- set chat = namespace(messages=[]) -%}
 {%- for image in images -%}
 {%- set turn.content = turn.content + ('<image: ' ~ loop.index0 ~ '>' if images | length > 1 else '') + IMAGE -%}
 {%- endfor -%}
-{%- for part in message['content'] if part['type'] == 'text' -%}
-{%- set turn.content = turn.content + part['text'] -%}
+{%- for part in message['content'] -%}
+{%- if part['type'] == 'text' -%}{%- set turn.content = turn.content + part['text'] -%}{%- endif -%}
 {%- endfor -%}
 {%- set chat.messages = chat.messages + [{'role': message['role'], 'content': turn.content}] -%}
 {%- endif -%}

@@ -28,6 +28,7 @@ DOCTAGS = "<doctag>"  # in the vocabularies of SmolDocling and granite-docling
 DOCUMENT_TAG = re.compile(r"</?[a-z]\w*>")  # as <loc_155> and <chart>
 MARK = "\ue000{}.{}\ue001"  # of private characters, and a number that nobody can guess
 HIDDEN_END = "\ue002"
+SURROGATES = re.compile(r"[^\s\ue000-\ue002]*[\ud800-\udfff][^\s\ue000-\ue002]*")  # a word with some
 NO_ID = -1
 ROUND_TRIP_TEXT = "Describe this picture: are there 2 or 3 red cars?"
 
@@ -199,7 +200,7 @@ class Tokenizer:
             ids = self._encoder.encode(text, add_special_tokens=False).ids if text else []
             return [real for id in ids if (real := self._ids.get(id, id)) != NO_ID]
         except TypeError:  # a lone surrogate, which Python decodes from bytes that are not UTF-8
-            word = re.search(r"\S*[\ud800-\udfff]\S*", text)  # not all of text, which may be a turn of a chat
+            word = SURROGATES.search(text)  # not all of text, which may be a turn of a chat
             raise InputError(f"{word[0] if word else text!r} is not valid Unicode text") from None
 
     @cached_property

@@ -30,11 +30,20 @@ from nanovlm.captioner import Captioner
 from nanovlm.console import count
 from nanovlm.embedded import SAMPLE
 from nanovlm.errors import ImageError, NanoVLMError, UsageError
+from nanovlm.options import generation_options
 from nanovlm.processing.image_urls import fetch
 from nanovlm.processing.tokenizer import StreamingDecoder
 from nanovlm.serving.chat_inputs import Chat, encode_chat, is_data_url, prepare_images, read_chat
 from nanovlm.serving.engine import Engine
-from nanovlm.serving.openai_api import APIError, ChatRequest, ImageURL, Response, StopStrings, event
+from nanovlm.serving.openai_api import (
+    DEFAULT_MAX_TOKENS,
+    APIError,
+    ChatRequest,
+    ImageURL,
+    Response,
+    StopStrings,
+    event,
+)
 from nanovlm.serving.options import ServeOptions
 
 logger = logging.getLogger(__name__)
@@ -255,14 +264,16 @@ class Chats:
 
     def _prepare(self, request: ChatRequest, chat: Chat, files: list[bytes | str]) -> Prompt:
         """What the model reads; a thread's work."""
-        processor, options, grammar = self.captioner.processor, request.options(), None
+        processor, grammar, defaults = self.captioner.processor, None, self.captioner.defaults
+        options = generation_options(request.options(), {}, defaults)
         images = prepare_images(files, [image.detail for image in chat.images], processor, self.image_cache)
         if options.schema is not None:
             structured_output = self.captioner.structured_output
             (grammar,) = structured_output.make_processors(options.schema, 1, "response_format")
         ids = encode_chat(chat, images, processor)
         room = processor.cfg.lm_max_position_embeddings - len(ids) + 1  # the last token is never read
-        return Prompt(ids, images, options.sampling, request.max_new_tokens(room), grammar)
+        max_new_tokens = request.max_new_tokens(room, defaults.get("max_new_tokens", DEFAULT_MAX_TOKENS))
+        return Prompt(ids, images, options.sampling, max_new_tokens, grammar)
 
     async def _pieces(self, prompt: Prompt, request: ChatRequest, response: Response) -> AsyncGenerator[str, None]:
         """Text of an answer as its tokens come, up to a stop string; the first may be empty."""

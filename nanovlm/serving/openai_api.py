@@ -191,9 +191,9 @@ class ChatRequest(Record):
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         return GenerationOptions(**given, schema=self.response_format.schema_to_follow)
 
-    def max_new_tokens(self, room: int) -> int:
+    def max_new_tokens(self, room: int, default: int = DEFAULT_MAX_TOKENS) -> int:
         """The length of the answer at most; the context has room for that many tokens."""
-        limit = self.max_completion_tokens or self.max_tokens or DEFAULT_MAX_TOKENS
+        limit = self.max_completion_tokens or self.max_tokens or default
         return room if limit == NO_LIMIT else min(limit, room)
 
 

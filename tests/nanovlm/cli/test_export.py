@@ -13,6 +13,7 @@ from models.checkpoint import save_checkpoint
 from models.lora.files import read_adapters
 from nanovlm import EMBEDDED, PROMPT, SAMPLE, Captioner
 from nanovlm.cli import main as cli
+from nanovlm.cli.export import MARKER
 from nanovlm.processing.image_loading import load_image
 from nanovlm.synthetic import draw, random_scene
 from support.smolvlm import assert_same_logits, their_inputs, write_folder
@@ -145,11 +146,46 @@ def test_a_model_is_not_exported_onto_itself(model_folder, capsys):
     assert {path.name: path.read_bytes() for path in model_folder.iterdir()} == before
 
 
-def test_an_older_export_leaves_no_files_that_readers_take_for_new_ones(model_folder, tmp_path):
+@pytest.mark.parametrize(
+    ("before", "flags", "refusal"),
+    [
+        ("", "", ""),
+        ("notes.txt photos/config.json", "", ""),
+        (f"{MARKER} config.json special_tokens_map.json notes.txt", "", ""),
+        ("config.json", "", "holds config.json, which is of no former export"),
+        ("model.safetensors notes.txt", "", "holds model.safetensors"),
+        ("model.safetensors", "--gguf", "holds model.safetensors"),
+        ("preprocessor_config.json", "", "holds preprocessor_config.json"),
+        ("mine-f16.gguf", "--gguf", "holds mine-f16.gguf"),
+        ("adapter/adapter_config.json", "--adapters", "holds adapter"),
+        ("onnx/decoder.onnx", "--onnx", "holds onnx"),
+        ("notes.txt", "--gguf", "this model has nanovlm's layout"),
+    ],
+)
+def test_an_export_replaces_former_exports_only(model_folder, tmp_path, capsys, before, flags, refusal):
+    """Of these, nothing stays that readers would take for files of the new one."""
     out = tmp_path / "out"
-    out.mkdir()
-    for name in ("special_tokens_map.json", "preprocessor_config.json", "notes.txt"):
+    for name in before.split():
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
         (out / name).write_text('{"size": 1}')
-    assert cli.main(["export", str(model_folder), "--out", str(out)]) == 0
-    assert not (out / "special_tokens_map.json").exists() and (out / "notes.txt").exists()
+    held = sorted(out.rglob("*"))
+    code = cli.main(["export", str(model_folder), "--out", str(out), *flags.split()])
+    err = capsys.readouterr().err
+    if refusal:
+        assert code == 2 and refusal in err and err.count("\n") == 1 and sorted(out.rglob("*")) == held
+        assert all((out / name).read_text() == '{"size": 1}' for name in before.split())
+        return
+    assert code == 0 and (out / MARKER).exists() and not (out / "special_tokens_map.json").exists()
+    assert all((out / name).exists() for name in before.split() if "notes" in name or "photos" in name)
     assert Captioner.from_pretrained(out, "cpu").caption(SAMPLE, max_new_tokens=1) is not None
+
+
+def test_an_export_that_failed_halfway_can_be_run_again(model_folder, tmp_path, monkeypatch):
+    def fails(*arguments):
+        raise OSError("no space left")
+
+    argv = ["export", str(model_folder), "--out", str(tmp_path / "out")]
+    with monkeypatch.context() as patch:
+        patch.setattr("nanovlm.export.transformers.remove_stale", fails)
+        assert cli.main(argv) == 1
+    assert cli.main(argv) == 0

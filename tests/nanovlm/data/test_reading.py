@@ -196,6 +196,10 @@ def test_a_pipe_is_no_file():
         write(name, content)
     os.mkfifo("p.png")
     check_refused("d.json", "p.png")
+    for pipe, other in (("a.png", "a.txt"), ("a.txt", "a.png")):
+        write(f"{pipe} folder/{other}", captions("a")[other])
+        os.mkfifo(f"{pipe} folder/{pipe}")
+        check_refused(f"{pipe} folder", "a.png", "not a file")
 
 
 def test_the_default_question_and_names():
