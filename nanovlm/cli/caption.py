@@ -124,7 +124,7 @@ def caption_options(args: argparse.Namespace, model: ModelOptions) -> CaptionOpt
         raise UsageError("videos and images are captioned by commands of their own; name either")
     given = from_args(GenerationOptions, args, schema=schema)
     return CaptionOptions(
-        **vars(given),
+        **{name: getattr(given, name) for name in given.given},
         prompts=tuple(args.prompts or [model.prompt]),
         choices=tuple(choices),
         prefix=args.prefix or "",

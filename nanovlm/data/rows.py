@@ -311,10 +311,10 @@ def _image_folder(path: str, records: Sequence[Row], options: ReadOptions) -> st
         with suppress(ExampleError):  # which reading the rows reports
             images = to_example({**record, "__folder__": "", "__name__": ""}, options).images
             names += [image for image in images if isinstance(image, str) and not os.path.isabs(image)]
-    if not names or any((folder / name).is_file() for name in names):
+    if not names or any(os.path.isfile(folder / name) for name in names):
         return str(folder)
     below = {parent for file in walk(folder) for parent in (folder / file).parents if folder in parent.parents}
-    complete = sorted(str(sub) for sub in below if all((sub / name).is_file() for name in names))
+    complete = sorted(str(sub) for sub in below if all(os.path.isfile(sub / name) for name in names))
     if len(complete) == 1:
         return complete[0]
     problem = f"which {' and '.join(complete)} have" if complete else f"which is not in {folder} or one folder below it"
