@@ -16,6 +16,7 @@ from nanovlm.cli import main as cli
 from nanovlm.cli.export import MARKER
 from nanovlm.processing.image_loading import load_image
 from nanovlm.synthetic import draw, random_scene
+from support.generation import inputs_of
 from support.smolvlm import assert_same_logits, their_inputs, write_folder
 
 
@@ -33,7 +34,9 @@ def test_export_writes_a_folder_and_notes_what_does_not_map(tmp_path, tiled, cap
     assert {str(tensor.dtype) for tensor in state.values()} == {f"torch.{dtype}"}
 
     theirs = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
-    inputs = processor([[load_image(SAMPLE)]], ["Which tile?"])  # as the first note says: our ids and tiles
+    inputs = inputs_of(
+        Captioner(model, processor), [load_image(SAMPLE)], "Which tile?"
+    )  # as the first note says: our ids and tiles
     assert len(inputs["images"]) > 1
     tolerance = {"float32": 1e-5, "bfloat16": 0.1}[dtype]
     assert_same_logits(model, theirs, inputs["input_ids"], inputs["images"], tolerance)
@@ -80,7 +83,8 @@ def their_model(folder, adapter=None):
 def test_adapters_are_exported_beside_their_base_model(lora_run, tmp_path, capsys):
     """transformers and PEFT compute from base and adapters what the merged model of the run computes."""
     assert cli.main(["export", str(lora_run), "--adapters", "--out", str(tmp_path / "out")]) == 0
-    inputs = (run := Captioner.from_pretrained(lora_run, "cpu", "float32")).processor([[load_image(SAMPLE)]], [PROMPT])
+    run = Captioner.from_pretrained(lora_run, "cpu", "float32")
+    inputs = inputs_of(run, [load_image(SAMPLE)], PROMPT)
     embedded = Captioner.from_pretrained(EMBEDDED, "cpu", "float32")
     arguments = inputs["input_ids"], inputs["images"]
     assert_same_logits(embedded.model, their_model(tmp_path / "out"), *arguments)
@@ -118,7 +122,7 @@ def test_adapters_of_a_run_in_another_layout_have_their_base_model(tmp_path):
     """train --format smolvlm makes a new model, which the run's folder keeps."""
     run = run_lora(tmp_path, EMBEDDED, "--format", "smolvlm")
     assert cli.main(["export", str(run), "--adapters", "--out", str(tmp_path / "out")]) == 0
-    inputs = Captioner.from_pretrained(run, "cpu", "float32").processor([[load_image(SAMPLE)]], [PROMPT])
+    inputs = inputs_of(Captioner.from_pretrained(run, "cpu", "float32"), [load_image(SAMPLE)], PROMPT)
     arguments = {"input_ids": inputs["input_ids"], "pixel_values": inputs["images"][None]}
     before = their_model(tmp_path / "out")(**arguments).logits
     adapted = their_model(tmp_path / "out", tmp_path / "out" / "adapter")(**arguments).logits

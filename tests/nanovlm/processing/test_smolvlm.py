@@ -314,7 +314,7 @@ def test_another_template_with_several_end_tokens(tmp_path):
     captioner = Captioner.from_pretrained(folder, "cpu", "float32")
     assert captioner.tokenizer.eos_token_ids == (ends[1], ends[0]), "first the template's own"
     assert captioner.tokenizer.answer_prefix == ""
-    ours = captioner.processor([[noise_image(70, 40)]], ["What is this?"])
+    ours = inputs_of(captioner, [noise_image(70, 40)], "What is this?")
     assert ours["input_ids"].tolist() == inputs["input_ids"].tolist()
     got = captioner.model.generate(**ours, max_new_tokens=40, eos_token_id=captioner.tokenizer.eos_token_ids)[0]
     assert got.tolist() == [*expected[:-1], ends[1]], "the template's own stands for any"
