@@ -55,7 +55,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     out = Path(args.out)
-    check_output_folder(out)
+    check_output_folder(args.out)
     if Path(args.model).is_dir() and Path(args.model).resolve() == out.resolve():
         raise UsageError(f"--out {out} is the model's own folder; name another")
     if (found := files_of_a_model(out)) and not (out / MARKER).exists():

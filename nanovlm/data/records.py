@@ -257,7 +257,7 @@ def clean_text(value: Any, name: str) -> str:
         except OSError as error:
             raise ExampleError(f"{name}: its text cannot be read: {error}") from None
     if isinstance(value, (Mapping, list, tuple, bool, bytes)):
-        raise ExampleError(f"{name} has {str(value)[:40]}, of type {type(value).__name__}, where text should be")
+        raise ExampleError(f"{name} has {str(value)[:40]}, of type {type(value).__name__}, which must be text")
     if is_empty(value) or value in (float("inf"), -float("inf")):
         return ""
     return str(value).replace("\r\n", "\n").replace("\r", "\n").removeprefix("\ufeff").strip()
@@ -283,7 +283,7 @@ def _chat(chat: Any, columns: _Columns) -> Turns:
     """The turns of a chat: the_cauldron's, LLaVA's and ShareGPT's, or OpenAI's."""
     name = columns.name
     if not isinstance(chat, (list, tuple)):
-        raise ExampleError(f"{name} has {type(chat).__name__} where a list of messages should be")
+        raise ExampleError(f"{name} has {type(chat).__name__}, which must be a list of messages")
     texts: list[str] = []
     systems: list[str] = []
     learned: list[bool] = []

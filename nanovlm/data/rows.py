@@ -300,7 +300,7 @@ def _coco(path: str, content: dict[str, Any]) -> list[dict[str, Any]]:
         for annotation in content["annotations"]:
             records[annotation["image_id"]]["captions"].append(annotation["caption"])
     except (KeyError, TypeError) as error:
-        raise DataError(f"{path} looks like COCO's captions, but lacks {error}, a key or an image's id") from None
+        raise DataError(f"{path} looks like COCO's captions, but needs {error}, a key or an image's id") from None
     return list(records.values())
 
 

@@ -132,7 +132,7 @@ def read_source(opened: Rows, options: ReadOptions, check: bool = False) -> Sour
     path = opened.path
     source = Source(path, opened.rows, make_example, False, usable, hashes, digests, errors)
     if not usable:
-        raise DataError(f"{path}: no record can be used, the first: {errors[0]}")
+        raise DataError(f"{path}: no record can be used; the first: {errors[0]}")
     if len(summary.without_image) == len(usable):
         names = ", ".join(str(name) for name in opened.rows[usable[0]] if not str(name).startswith("__"))
         raise DataError(

@@ -137,7 +137,7 @@ REFUSED = {
     "no text": (rows({"image": "a.png", "words": "x"}), "d.json", "only image, words; name one with --text-column"),
     "nan": (rows({"image": "a.png", "text": float("nan")}), "d.json", "an empty answer"),
     "nan in a csv": (table("file_name,text\na.png,nan\n"), ".", "the answer 'nan'"),
-    "true": (qa(answer=True), "d.json", "of type bool, where text should be"),
+    "true": (qa(answer=True), "d.json", "of type bool, which must be text"),
     "an empty question": (qa(question=""), "d.json", "no question in question"),
     "no images": (rows({"photo_of": "a.png", "text": "x"}), "d.json", "--image-column names the column"),
     "a missing image": (qa(image="c.png"), "d.json", "names the image c.png, which is not in . or one folder below"),
