@@ -144,7 +144,7 @@ REFUSED = {
     "two folders": ({"i/a.png": A, "j/a.png": B, "d.json": [{"image": "a.png", "text": "x"}]}, "d.json",
                     "which i and j have; name the folder of the images with --images FOLDER"),
     "ids twice": (table(TWICE, "d.json"), "d.json", "two images with the id 1"),
-    "an unknown id": (table(coco([(1, "a.png")], [(2, "x")])[1], "d.json"), "d.json", "lacks 2"),
+    "an unknown id": (table(coco([(1, "a.png")], [(2, "x")])[1], "d.json"), "d.json", "needs 2"),
     "preferences": (qa(rejected_response="B."), "d.json", "is preference data"),
     "a video": (qa(video="a.mp4"), "d.json", "names a video"),
     "other marks": (qa(question="<|image_1|> Q?"), "d.json", "the mark <|image_1|> in its question"),
