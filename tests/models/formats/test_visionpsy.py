@@ -89,9 +89,9 @@ def test_it_quantizes_and_learns(folder, tmp_path):
     data.mkdir()
     Image.new("RGB", (20, 20)).save(data / "a.png")
     (data / "a.txt").write_text("Black.")
-    flags = ["--max-steps", "1", "--batch-size", "1", "--num-workers", "0", "--device", "cpu", "--format", "nanovlm"]
+    flags = ["--max-steps", "1", "--batch-size", "1", "--num-workers", "0", "--device", "cpu"]
     assert main(["train", "--data", str(data), "--model", str(folder), "--out", str(tmp_path / "out"), *flags]) == 0
-    flags = [*flags[:-2], "--lora-rank", "2"]
+    flags = [*flags, "--lora-rank", "2"]
     assert main(["train", "--data", str(data), "--model", str(folder), "--out", str(tmp_path / "lora"), *flags]) == 0
     assert Captioner.from_pretrained(tmp_path / "out", "cpu").model.cfg.format_name in ("visionpsy", "nanovlm")
 
