@@ -11,6 +11,7 @@ from torch import Tensor
 from eval.peers import import_peer
 from models.checkpoint import atomic_dir
 from models.config import VLMConfig
+from models.formats.base import format_of
 from models.vision_language_model import VisionLanguageModel
 from nanovlm.captioner import Captioner
 from nanovlm.export.onnx import DECODER, VISION_ENCODER, check_onnx_extra, write_onnx
@@ -83,7 +84,7 @@ class OpenVINOEngine:
 
 def image_feeds(cfg: VLMConfig, image: Tensor) -> Feeds:
     """The vision encoder's inputs for one preprocessed image, scaled as the graph expects."""
-    pixels = image * 2 - 1 if cfg.format.unit_pixels else image
+    pixels = image * 2 - 1 if format_of(cfg).unit_pixels else image
     return {"pixel_values": pixels[None].numpy(), "pixel_attention_mask": np.ones((1, 1, *image.shape[2:]), bool)}
 
 

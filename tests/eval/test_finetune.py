@@ -9,7 +9,7 @@ from eval.finetune import main
 
 pytestmark = pytest.mark.full
 
-QUICK = "--max-steps 2 --validation 0 --batch-size 4 --num-workers 0 --device cpu --log-every 2"
+QUICK = "--max-steps 2 --validation 0 --batch-size 4 --num-workers 0 --device cpu"
 
 
 @pytest.fixture(autouse=True)

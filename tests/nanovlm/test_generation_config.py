@@ -74,7 +74,7 @@ def test_every_door_has_the_models_defaults_and_what_is_given_wins(penalized, ra
     for flags, penalty in (((), 3), (("--repetition-penalty", "1"), 1)):
         code, out, err = generate("--max-new-tokens", "12", str(SAMPLE), *flags, model=penalized)
         assert code == 0 and out.strip() == " ".join(expected[penalty].splitlines()) and err.count("num_beams=2") == 1
-        code, out, _ = generate("--max-new-tokens", "12", "--out", "-", str(SAMPLE), *flags, model=penalized)
+        code, out, _ = generate("--max-new-tokens", "12", "--json", str(SAMPLE), *flags, model=penalized)
         assert code == 0 and json.loads(out)["text"] == expected[penalty].strip()
 
 

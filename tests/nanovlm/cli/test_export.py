@@ -59,7 +59,7 @@ def run_lora(root, base, *more):
         scene = random_scene(random.Random(i))
         draw(scene).save(root / "data" / f"{i}.png")
         (root / "data" / f"{i}.txt").write_text("A photograph of my cat.")
-    flags = "--max-steps 3 --batch-size 2 --num-workers 0 --device cpu --lora-rank 4 --lr 1e-2 --warmup-steps 0"
+    flags = "--max-steps 8 --batch-size 2 --num-workers 0 --device cpu --lora-rank 4 --lr 5e-2"
     argv = ["train", "--model", str(base), "--data", str(root / "data"), "--out", str(root / "run")]
     assert cli.main([*argv, *flags.split(), *more]) == 0
     return root / "run"
@@ -114,20 +114,6 @@ def test_adapters_of_a_smolvlm_are_exported_beside_it(tmp_path):
     expected = their_model(run)(**inputs).logits
     torch.testing.assert_close(adapted(**inputs).logits, expected, atol=1e-4, rtol=1e-4)
     assert not torch.allclose(theirs(**inputs).logits, expected, atol=1e-2)
-
-
-@pytest.mark.full
-@torch.no_grad()
-def test_adapters_of_a_run_in_another_layout_have_their_base_model(tmp_path):
-    """train --format smolvlm makes a new model, which the run's folder keeps."""
-    run = run_lora(tmp_path, EMBEDDED, "--format", "smolvlm")
-    assert cli.main(["export", str(run), "--adapters", "--out", str(tmp_path / "out")]) == 0
-    inputs = inputs_of(Captioner.from_pretrained(run, "cpu", "float32"), [load_image(SAMPLE)], PROMPT)
-    arguments = {"input_ids": inputs["input_ids"], "pixel_values": inputs["images"][None]}
-    before = their_model(tmp_path / "out")(**arguments).logits
-    adapted = their_model(tmp_path / "out", tmp_path / "out" / "adapter")(**arguments).logits
-    merged = their_model(run)(**arguments).logits
-    assert (adapted - merged).abs().max() <= 1e-2 * merged.abs().max() < 0.1 * (before - merged).abs().max()
 
 
 @pytest.mark.full

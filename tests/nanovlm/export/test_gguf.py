@@ -135,11 +135,11 @@ def test_tensors_are_the_models(captioner, tmp_path, gguf_type):
 def test_the_command_names_files_after_the_model(folder, tmp_path):
     assert main(["export", str(folder), "--gguf", "--gguf-type", "q8_0", "--out", str(tmp_path / "out")]) == 0
     names = sorted(path.name for path in (tmp_path / "out").iterdir())
-    assert names == ["mmproj-tiny-vlm-q8_0.gguf", "tiny-vlm-q8_0.gguf"]
+    assert names == ["mmproj-tiny-vlm-q8_0.gguf", "nanovlm_export.json", "tiny-vlm-q8_0.gguf"]
 
 
 def test_a_nanovlm_model_is_refused_with_a_way_out(embedded, tmp_path):
-    with pytest.raises(InputError, match="llama.cpp does not write; train it in SmolVLM's layout"):
+    with pytest.raises(InputError, match="llama.cpp does not write; train a model of SmolVLM's layout"):
         export_gguf(embedded, tmp_path, "embedded")
     assert not list(tmp_path.iterdir())
     with pytest.raises(InputError, match="this model has visionpsy's layout of tiles and image tokens"):
