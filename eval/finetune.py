@@ -1,4 +1,4 @@
-"""What fine-tuning gives on 600 small images that this project does not draw: scikit-learn's handwritten digits.
+"""Gain of fine-tuning on 600 small images that this project does not draw: scikit-learn's handwritten digits.
 
     python -m eval.finetune
     python -m eval.finetune --flags "--max-steps 100"

@@ -1,4 +1,4 @@
-"""What precisions cost on real weights: perplexity, and the distance from float32 by plain modules.
+"""Cost of each precision on real weights: perplexity, and the distance from float32 by plain modules.
 
     python -m eval.perplexity --baselines llama.cpp --save    # SmolLM2-135M-Instruct (extra peers)
     python -m eval.perplexity --step 8                        # eight tokens at a time, as prompts are read

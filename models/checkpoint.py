@@ -132,7 +132,7 @@ def own_image_token_id(folder: Path, cfg: VLMConfig) -> int:
 
 
 def is_base_vocabulary(ids: Mapping[str, int], cfg: VLMConfig) -> bool:
-    """Whether a tokenizer with these ids is the language model's own, to which stock nanoVLM adds the extra tokens."""
+    """Tell a language model's own tokenizer, to which stock nanoVLM adds the extra tokens, by its ids."""
     return len(ids) == cfg.lm_base_vocab_size == max(ids.values(), default=-1) + 1
 
 
@@ -329,7 +329,7 @@ def why_unusable(tensor: Tensor, dtype: torch.dtype) -> str:
 
 
 def stored_as(dtype: torch.dtype) -> str:
-    """What an error says of a tensor of a dtype that weights cannot have."""
+    """The words of an error for a tensor of a dtype that weights cannot have."""
     return f"is stored as {dtype}, not as floating-point numbers of 16 bits or more"
 
 

@@ -201,7 +201,7 @@ def _build(model: VisionLanguageModel, quantize: str | None) -> _State:
 
 
 def _versions(model: VisionLanguageModel) -> tuple[list[tuple], list[Tensor]]:
-    """What changes with every edit of a parameter that torch counts; and the parameters."""
+    """Addresses, dtypes and edit counts of the parameters, which every change counts up; and the parameters."""
     parameters: list[Tensor] = [*model.parameters()]
     return [(p.data_ptr(), p.dtype, -1 if p.is_inference() else p._version) for p in parameters], parameters
 
