@@ -186,6 +186,9 @@ class _State:
 @torch.no_grad()
 def _build(model: VisionLanguageModel, quantize: str | None) -> _State:
     """The network for a model: its own modules, or a tree of new ones that share its parameters, quantized."""
+    for module in model.modules():
+        if isinstance(module, QuantizedLinear):
+            module.check()
     versions = _versions(model)
     kernels = proven_network(model, model)
     if not quantize:
