@@ -5,7 +5,6 @@ model classes.
 """
 
 import errno
-import hashlib
 import json
 import os
 import re
@@ -394,15 +393,13 @@ def own_texts(cfg: VLMConfig, tokenizer: str | None, home: str | None) -> dict[s
 
 
 @contextmanager
-def atomic_write(path: str | os.PathLike[str], is_locked: bool = False) -> Iterator[Path]:
+def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
     """`with atomic_write(path) as new:` write the file `new`; it replaces `path` at the end and vanishes on an error.
 
-    `new` is in the folder of `path`, which must exist, and has the same suffix. The mode follows the umask. is_locked
-    says that nobody else writes `path`: `new` always has one name, and so replaces what a killed process has left.
+    `new` is in the folder of `path`, which must exist, and has the same suffix. The mode follows the umask.
     """
     path = Path(path)
-    new = _temporary_name(path, hashlib.sha256(os.fsencode(path.name)).hexdigest()[:16] if is_locked else None)
-    new.unlink(missing_ok=True)
+    new = _temporary_name(path)
     new.touch(exist_ok=False)
     mode = new.stat().st_mode
     try:
@@ -442,9 +439,9 @@ def atomic_dir(path: str | os.PathLike[str]) -> Iterator[Path]:
         shutil.rmtree(new, ignore_errors=True)
 
 
-def _temporary_name(path: Path, token: str | None = None) -> Path:
+def _temporary_name(path: Path) -> Path:
     """A hidden name beside path, of a token that nobody else uses. tempfile's files would not follow the umask."""
-    return path.with_name(f".{token or os.urandom(8).hex()}.tmp{path.suffix}")
+    return path.with_name(f".{os.urandom(8).hex()}.tmp{path.suffix}")
 
 
 def _finish_file(file: Path, mode: int) -> None:

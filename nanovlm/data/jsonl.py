@@ -5,49 +5,17 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from nanovlm.errors import DataError
 
 
-def read_jsonl(path: str | os.PathLike[str], *, torn_tail: Literal["drop", "raise"] = "raise") -> list[dict[str, Any]]:
-    """The objects of a .jsonl file; blank lines are skipped. DataError names the file and the line at fault.
-
-    torn_tail="drop" ignores a last line that a killed writer left unfinished: one without a newline that begins an
-    object but is not valid JSON.
-    """
+def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The objects of a .jsonl file; blank lines are skipped. DataError names the file and the line at fault."""
     with reading_errors(path):
         data = Path(path).read_bytes().removeprefix(b"\xef\xbb\xbf")  # Windows editors write a byte order mark
     lines = data.split(b"\n")
-    if torn_tail == "drop" and _is_torn(lines[-1]):
-        lines.pop()
     return [_parse(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1) if line.strip()]
-
-
-def repair_jsonl(path: str | os.PathLike[str]) -> bytes:
-    """Make a .jsonl file safe to append to: cut off a torn last line, end a complete one with a newline.
-
-    Returns what was cut off.
-    """
-    with open(path, "r+b") as file:
-        data = file.read()
-        last = data.rpartition(b"\n")[2]
-        if _is_torn(last):
-            file.truncate(len(data) - len(last))
-            return last
-        if last.strip():
-            file.write(b"\n")
-    return b""
-
-
-def _is_torn(last_line: bytes) -> bool:
-    if not last_line.startswith(b"{"):
-        return False
-    try:
-        json.loads(last_line.decode())
-    except (ValueError, RecursionError):
-        return True
-    return False
 
 
 def _parse(line: bytes, position: str) -> dict[str, Any]:

@@ -325,22 +325,6 @@ def test_a_model_is_saved_in_any_folder_by_one_name_or_another(tiny_model, tmp_p
     assert not list(tmp_path.rglob(".*")) and not list(tmp_path.parent.glob(".*.tmp")), "no temporary files are left"
 
 
-def test_a_locked_file_leaves_one_temporary_at_most_and_follows_no_link(tmp_path):
-    path, other = tmp_path / "a.txt", tmp_path / "other"
-    other.write_text("kept")
-    with atomic_write(path, is_locked=True) as new:
-        new.write_text("first")
-    new.symlink_to(other)  # planted, or left by a killed process
-    with atomic_write(path, is_locked=True) as again:
-        again.write_text("second")
-        with atomic_write(tmp_path / "b.txt", is_locked=True) as beside:  # of another run, in the same folder
-            assert beside != again
-            beside.write_text("beside")
-    assert again == new and path.read_text() == "second" and other.read_text() == "kept"
-    (tmp_path / "b.txt").unlink()
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.txt", "other"]
-
-
 def test_an_output_folder_is_checked_before_the_work(tmp_path):
     (tmp_path / "file").touch()
     check_output_folder(tmp_path / "new/deeper", 1000)
