@@ -67,12 +67,12 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most likely token is always chosen, with no regard to other tokens."""
+        """True if the most likely token is always chosen, with no regard to other tokens."""
         return self.temperature == 0 and not self.counts_output
 
     @property
     def counts_output(self) -> bool:
-        """Whether a penalty depends on the tokens generated so far."""
+        """True if a penalty depends on the tokens generated so far."""
         return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1, 0, 0)
 
 

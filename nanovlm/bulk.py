@@ -40,7 +40,7 @@ LOG_INTERVAL = 30.0  # seconds between progress lines where there is no terminal
 
 @dataclass
 class Report:
-    """What a run did."""
+    """Counts and names of a finished run."""
 
     images: list[str] = field(default_factory=list)
     captioned: int = 0

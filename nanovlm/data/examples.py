@@ -43,7 +43,7 @@ class Example:
     left_out: tuple[str, ...] = ()  # what of the row was not
 
     def is_learned(self, k: int) -> bool:
-        """Whether the k-th answer is trained on."""
+        """True if the k-th answer is trained on."""
         return not self.learned or self.learned[k]
 
 
