@@ -26,23 +26,14 @@ class MultiHeadAttention(nn.Module):
         self.value = nn.Linear(n_state, n_state)
         self.out = nn.Linear(n_state, n_state)
 
-    def forward(self, x: Tensor, xa: Tensor | None = None, kv_cache: HookedKV | None = None) -> Tensor:
-        """Causal self-attention of x (B, T, C), or cross-attention to xa (N, S, C) where N divides B.
-
-        Cross-attention reads its keys and values from kv_cache if they are there, as openai-whisper's does.
-        """
-        if xa is not None and kv_cache and self.key in kv_cache:
-            k, v = self.split_heads(kv_cache[self.key]), self.split_heads(kv_cache[self.value])
-        else:
-            k, v = self.project_kv(x if xa is None else xa)
-        return self.attend(x, k, v, causal_mask(x.size(1), k.size(2), x.device) if xa is None else None)
-
     def split_heads(self, x: Tensor) -> Tensor:
         """View x (N, S, C) as (N, n_head, S, D)."""
         return x.unflatten(-1, (self.n_head, -1)).transpose(1, 2)
 
-    def project_kv(self, xa: Tensor) -> KVPair:
-        """Keys and values of xa (N, S, C), each (N, n_head, S, D)."""
+    def project_kv(self, xa: Tensor, kv_cache: HookedKV | None = None) -> KVPair:
+        """Keys and values of xa (N, S, C), each (N, n_head, S, D); read from kv_cache if they are there."""
+        if kv_cache and self.key in kv_cache:
+            return self.split_heads(kv_cache[self.key]), self.split_heads(kv_cache[self.value])
         return self.split_heads(self.key(xa)), self.split_heads(self.value(xa))
 
     def attend(self, x: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -72,18 +63,17 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(n_state, 4 * n_state), nn.GELU(), nn.Linear(4 * n_state, n_state))
         self.mlp_ln = nn.LayerNorm(n_state)
 
-    def forward(self, x: Tensor, xa: Tensor, kv_cache: HookedKV | None = None) -> Tensor:
-        x = x + self.attn(self.attn_ln(x))
-        x = x + self.cross_attn(self.cross_attn_ln(x), xa, kv_cache)
-        return x + self.mlp(self.mlp_ln(x))
-
-    def forward_cached(
-        self, x: Tensor, cross_kv: KVPair, self_kv: KVCache | None, mask: Tensor | None
+    def forward(
+        self, x: Tensor, cross_kv: KVPair, self_kv: KVCache | None = None, mask: Tensor | None = None
     ) -> tuple[Tensor, KVCache]:
-        """Compute x (B, T, C) with given keys and values of the image, behind the cached tokens self_kv."""
+        """Compute x (B, T, C) behind the cached tokens self_kv, with the image's keys and values cross_kv.
+
+        Returns x and the extended cache. Without a mask, the last T keys are those of x, and attention is causal.
+        """
         y = self.attn_ln(x)
-        k, v = self.attn.project_kv(y)
+        k, v = self.attn.project_kv(y)  # with the past, if hooks put it there
         self_kv = KVCache(k, v) if self_kv is None else self_kv.append(k, v)
+        mask = causal_mask(x.size(1), self_kv.length, x.device) if mask is None else mask
         x = x + self.attn.attend(y, self_kv.key, self_kv.value, mask)
         x = x + self.cross_attn.attend(self.cross_attn_ln(x), *cross_kv)
         return x + self.mlp(self.mlp_ln(x)), self_kv

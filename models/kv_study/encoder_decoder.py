@@ -8,7 +8,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.config import VLMConfig
@@ -100,8 +99,3 @@ class EncoderDecoder(Seq2SeqModel):
     def encode(self, inputs: Tensor) -> Tensor:
         """Encode images (N, 3, S, S) to what the decoder attends to, (N, patches, C)."""
         return self.vision_proj(self.vision_encoder(inputs))
-
-    def forward(self, input_ids: Tensor, images: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Return logits (B, T, vocabulary), and the mean loss if targets (B, T) are given; -100 is ignored."""
-        logits = self.decoder(input_ids, self.encode(images))
-        return logits, None if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from models.cache import KVCache
 from models.errors import InputError
-from models.kv_study.cross_attention import Block, HookedKV, KVPair, causal_mask
+from models.kv_study.cross_attention import Block, HookedKV, KVPair
 
 
 @dataclass(frozen=True)
@@ -55,28 +55,25 @@ class TextDecoder(nn.Module):
         if kv_cache:
             start_pos = kv_cache[self.blocks[0].attn.key].size(1)
         x = self.embed(x, self.positions(start_pos, x.size(1)))
-        for block in self.blocks:
-            x = block(x, xa, kv_cache)
-        return self.logits(x)
+        return self.logits(self.run_blocks(x, self.project_cross_kv(xa, kv_cache))[0])
 
-    def project_cross_kv(self, xa: Tensor) -> list[KVPair]:
+    def project_cross_kv(self, xa: Tensor, kv_cache: HookedKV | None = None) -> list[KVPair]:
         """Each block's cross-attention keys and values of the encoded images xa (N, S, n_state)."""
-        return [block.cross_attn.project_kv(xa) for block in self.blocks]
+        return [block.cross_attn.project_kv(xa, kv_cache) for block in self.blocks]
 
     def forward_cached(self, x: Tensor, state: TextPrefillState) -> tuple[Tensor, TextPrefillState]:
         """Continue state by ids x (B, T): hidden states (B, T, C), which `logits` takes, and the extended state."""
-        past, T = state.length, x.size(1)
-        x = self.embed(x, self.positions(past, T))
-        x, self_kv = self.run_blocks(x, state.cross_kv, state.self_kv, causal_mask(T, past + T, x.device))
+        x = self.embed(x, self.positions(state.length, x.size(1)))
+        x, self_kv = self.run_blocks(x, state.cross_kv, state.self_kv)
         return x, TextPrefillState(state.cross_kv, self_kv)
 
     def run_blocks(
-        self, x: Tensor, cross_kv: list[KVPair], self_kv: Sequence[KVCache] | None, mask: Tensor | None
+        self, x: Tensor, cross_kv: list[KVPair], past: Sequence[KVCache] | None = None, mask: Tensor | None = None
     ) -> tuple[Tensor, list[KVCache]]:
         """Run embeddings x (B, T, C) through all blocks: hidden states and the extended caches, one per block."""
         extended = []
         for i, block in enumerate(self.blocks):
-            x, kv = block.forward_cached(x, cross_kv[i], self_kv[i] if self_kv else None, mask)
+            x, kv = block(x, cross_kv[i], past[i] if past else None, mask)
             extended.append(kv)
         return x, extended
 

@@ -39,7 +39,7 @@ class EncoderBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.attn_ln(x)
-        x = x + self.attn(y, y)
+        x = x + self.attn.attend(y, *self.attn.project_kv(y))
         return x + self.mlp(self.mlp_ln(x))
 
 

@@ -48,27 +48,19 @@ def x():
 
 @torch.no_grad()
 @pytest.mark.parametrize(("plain_class", "cached_class"), TWINS)
-def test_an_uncached_layer_equals_minGPTs_and_returns_its_keys_and_values(plain_class, cached_class, x):
+def test_a_layer_equals_minGPTs_and_continues_token_by_token_and_from_slices(plain_class, cached_class, x):
     plain, cached = randomize(plain_class(Config())).eval(), cached_class(Config()).eval()
     cached.load_state_dict(plain.state_dict())
-    y, kv_cache = cached(x)
-    torch.testing.assert_close(y, plain(x), atol=1e-5, rtol=0)
-    assert isinstance(kv_cache, list) and len(kv_cache) == 2
+    expected, (k, v) = cached(x)
+    torch.testing.assert_close(expected, plain(x), atol=1e-5, rtol=0)
     projected = cached.c_attn(x) if isinstance(cached, CausalSelfAttention) else cached.attn.c_attn(cached.ln_1(x))
-    for tensor, expected in zip(kv_cache, projected.split(x.size(2), dim=2)[1:]):  # before heads are split
-        torch.testing.assert_close(tensor, expected)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("layer_class", [cached for _, cached in TWINS])
-def test_a_cached_layer_continues_token_by_token_and_from_slices(layer_class, x):
-    layer = randomize(layer_class(Config())).eval()
-    expected, (k, v) = layer(x)
-    last, _ = layer(x[:, [-1]], kv_cache=[k[:, :-1], v[:, :-1]])
+    for tensor, part in zip((k, v), projected.split(x.size(2), dim=2)[1:]):  # before heads are split
+        torch.testing.assert_close(tensor, part)
+    last, _ = cached(x[:, [-1]], kv_cache=[k[:, :-1], v[:, :-1]])
     torch.testing.assert_close(last[:, 0], expected[:, -1], atol=1e-4, rtol=0)
     kv_cache = None
     for t in range(x.size(1)):
-        y, kv_cache = layer(x[:, [t]], kv_cache=kv_cache)
+        y, kv_cache = cached(x[:, [t]], kv_cache=kv_cache)
         torch.testing.assert_close(y[:, 0], expected[:, t], atol=1e-4, rtol=0)
 
 
