@@ -50,12 +50,14 @@ def beam_search(
     """
     if n_beams < 1 or max_new_tokens < 1:
         raise InputError(f"n_beams={n_beams} and max_new_tokens={max_new_tokens} must be 1 or more")
-    beams, finished = [Hypothesis((), 0.0)], []
+    beams = [Hypothesis((), 0.0)]
+    finished = []
     for remaining in reversed(range(max_new_tokens)):
         past = torch.tensor([[beam.log_prob] for beam in beams], dtype=torch.float32, device=logits.device)
         sums = past + logits.float().log_softmax(-1)
         best = sums.flatten().topk(min(2 * n_beams, sums.numel()))  # at most n_beams of them end
-        chosen, sources = [], []
+        chosen = []
+        sources = []
         for log_prob, at in zip(best.values.tolist(), best.indices.tolist()):
             source, token = divmod(at, logits.size(-1))
             if token == eos_token_id:

@@ -72,7 +72,8 @@ class Seq2SeqModel(nn.Module, ABC):
 
         if use_kv_cache:
             logits, state = self._next_logits(input_ids, state)
-            logits, state = logits[rows], state.rows(rows)
+            logits = logits[rows]
+            state = state.rows(rows)
         else:
             logits = self.decoder(seen, xa)[:, -1]
         yield from generate_tokens(logits, cached if use_kv_cache else uncached, sampler, max_new_tokens)

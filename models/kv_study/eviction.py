@@ -24,7 +24,9 @@ from models.attention import attention
 from models.errors import InputError
 from models.language_model import LanguageModel
 
-SINKS, SNAP_QUERIES, SNAP_KERNEL = 4, 8, 5  # tokens
+SINKS = 4  # tokens
+SNAP_QUERIES = 8
+SNAP_KERNEL = 5
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,8 @@ def snap(scores: Tensor, n: int) -> Tensor:
 
 
 def window(scores: Tensor, n: int) -> Tensor:
-    at, sinks = torch.arange(scores.size(-1), device=scores.device), min(SINKS, n // 2)
+    at = torch.arange(scores.size(-1), device=scores.device)
+    sinks = min(SINKS, n // 2)
     return torch.cat([at[:sinks], at[len(at) - n + sinks :]]).expand(*scores.shape[:-1], n)
 
 
@@ -69,7 +72,10 @@ class EvictingKV:
     def __init__(self, policy: Policy, share: float):
         if not 0 < share <= 1:
             raise InputError(f"share={share} must be above 0 and at most 1")
-        self.policy, self.share, self.length, self._chosen = policy, share, 0, False
+        self.policy = policy
+        self.share = share
+        self.length = 0
+        self._chosen = False
         self.key = self.value = self.scores = self.positions = torch.empty(0)
 
     @property
@@ -83,10 +89,12 @@ class EvictingKV:
         positions = torch.arange(self.length, longer, device=key.device).expand(key.shape[:-1])
         if not self.length:  # an empty cache has no shape
             self.key, self.value = key[:, :, :0], value[:, :, :0]
-            self.positions, self.scores = positions[..., :0], key[:, :, :0, 0]
+            self.positions = positions[..., :0]
+            self.scores = key[:, :, :0, 0]
         self.key, self.value = torch.cat([self.key, key], 2), torch.cat([self.value, value], 2)
         self.positions = torch.cat([self.positions, positions], 2)
-        self.scores, self.length = F.pad(self.scores, (0, key.size(-2))), longer
+        self.scores = F.pad(self.scores, (0, key.size(-2)))
+        self.length = longer
         return self
 
     def attend(
@@ -94,7 +102,8 @@ class EvictingKV:
     ) -> Tensor:
         """`models.attention.attention`; then score the tokens and keep those that the policy chooses."""
         y = attention(q, k, v, mask, causal, dropout_p)
-        n_queries, size = q.size(-2), k.size(-2)
+        n_queries = q.size(-2)
+        size = k.size(-2)
         logits = q.unflatten(1, (k.size(1), -1)) @ k[:, :, None].mT * q.size(-1) ** -0.5  # (B, n_kv_heads, G, T, S)
         visible = torch.ones(n_queries, size, dtype=torch.bool, device=q.device).tril(size - n_queries)
         weights = logits.masked_fill(~visible, -torch.inf).softmax(-1).mean(2)

@@ -105,7 +105,9 @@ def install_kv_cache_hooks(decoder: nn.Module, past: HookCache | None = None) ->
 
 def _check_call(decoder: nn.Module, call: dict[str, Any], cache: HookCache) -> None:
     """Raise InputError for a call that does not continue the cache; leave out start_pos, which the cache gives."""
-    past, n_new, xa = cache.length, call["x"].size(1), call["xa"]
+    past = cache.length
+    n_new = call["x"].size(1)
+    xa = call["xa"]
     if (start := call.pop("start_pos", past)) != past:
         raise InputError(f"start_pos={start}, but the cache holds {past} tokens; leave start_pos out")
     if cache.xa is not None and (xa.dtype != cache.xa.dtype or not torch.equal(xa, cache.xa)):

@@ -26,6 +26,8 @@ def mel_filters(n_mels: int) -> Tensor:
     step = math.log(6.4) / 27  # the scale is linear to 1000 Hz, mel 15, and logarithmic beyond
     mels = torch.linspace(0, 15 + math.log(SAMPLE_RATE / 2 / 1000) / step, n_mels + 2, dtype=torch.float64)
     hertz = torch.where(mels < 15, mels * 200 / 3, 1000 * torch.exp(step * (mels - 15)))
-    distance, width = bins - hertz[:, None], hertz.diff()[:, None]
-    rising, falling = distance[:-2] / width[:-1], -distance[2:] / width[1:]
+    distance = bins - hertz[:, None]
+    width = hertz.diff()[:, None]
+    rising = distance[:-2] / width[:-1]
+    falling = -distance[2:] / width[1:]
     return (torch.minimum(rising, falling).clamp(min=0) * 2 / (hertz[2:] - hertz[:-2])[:, None]).float()

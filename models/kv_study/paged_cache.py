@@ -21,8 +21,10 @@ class BlockPool:
     def __init__(self, n_blocks: int, block_size: int = 16):
         if n_blocks < 1 or block_size < 1:
             raise InputError(f"n_blocks={n_blocks} and block_size={block_size} must be 1 or more")
-        self.n_blocks, self.block_size = n_blocks, block_size
-        self.references, self.filled = [0] * n_blocks, [0] * n_blocks
+        self.n_blocks = n_blocks
+        self.block_size = block_size
+        self.references = [0] * n_blocks
+        self.filled = [0] * n_blocks
         self.free = list(reversed(range(n_blocks)))
         self.key = self.value = torch.empty(0)
 
@@ -38,7 +40,8 @@ class BlockPool:
         if not self.free:
             raise InputError(f"all {self.n_blocks} blocks of {self.block_size} tokens are in use; make the pool larger")
         block = self.free.pop()
-        self.references[block], self.filled[block] = 1, 0
+        self.references[block] = 1
+        self.filled[block] = 0
         return block
 
     def drop(self, block: int) -> None:
@@ -59,7 +62,9 @@ class PagedKV:
     """One block table per row of the batch, all of the same length; empty without tables. `append` leaves it valid."""
 
     def __init__(self, pool: BlockPool, tables: list[list[int]] | None = None, length: int = 0):
-        self.pool, self.tables, self.length = pool, tables or [], length
+        self.pool = pool
+        self.tables = tables or []
+        self.length = length
         for block in chain(*self.tables):
             pool.references[block] += 1
         self._index: Tensor | None = None
@@ -101,7 +106,8 @@ class PagedKV:
 
     def _make_room(self, table: list[int], n: int) -> None:
         """Extend the table by room for n tokens, and copy its last block if another cache continued that."""
-        pool, size = self.pool, self.pool.block_size
+        pool = self.pool
+        size = self.pool.block_size
         start, stop = self.length, self.length + n
         is_continued = start % size and pool.filled[table[-1]] != start % size
         if is_continued and pool.references[table[-1]] > 2:  # by more than this cache and its new continuation

@@ -27,7 +27,8 @@ def quantize(x: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
     if x.size(-1) % per_byte:
         raise InputError(f"heads of {x.size(-1)} numbers do not fill bytes of {per_byte} at bits={bits}; use more bits")
     low, high = (bound.float() for bound in x.aminmax(dim=dim, keepdim=True))
-    scale, low = ((high - low) / (2**bits - 1)).clamp(min=torch.finfo(x.dtype).tiny).to(x.dtype), low.to(x.dtype)
+    scale = ((high - low) / (2**bits - 1)).clamp(min=torch.finfo(x.dtype).tiny).to(x.dtype)
+    low = low.to(x.dtype)
     numbers = ((x.float() - low.float()) / scale.float()).round().clamp(0, 2**bits - 1).to(torch.uint8)
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=x.device)
     packed = (numbers.unflatten(-1, (-1, len(shifts))) << shifts).sum(-1, dtype=torch.uint8)
@@ -74,7 +75,8 @@ class QuantizedKV:
     def __init__(self, bits: int = 8, group: int = 1):
         if bits not in (2, 4, 8) or group < 1:
             raise InputError(f"bits={bits} must be 2, 4 or 8, and group={group} 1 or more")
-        self.length, self._value = 0, QuantizedTokens(bits, group, -1)
+        self.length = 0
+        self._value = QuantizedTokens(bits, group, -1)
         self._key = QuantizedTokens(bits, group, -1 if group == 1 else -2)
 
     key = property(lambda self: self._key.read())
@@ -87,7 +89,9 @@ class QuantizedKV:
 
     def _with(self, key: QuantizedTokens, value: QuantizedTokens, length: int) -> "QuantizedKV":
         new = QuantizedKV()
-        new._key, new._value, new.length = key, value, length
+        new._key = key
+        new._value = value
+        new.length = length
         return new
 
     def append(self, key: Tensor, value: Tensor) -> "QuantizedKV":

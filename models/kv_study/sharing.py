@@ -24,7 +24,9 @@ class LatentAttention(nn.Module):
 
     def __init__(self, cfg: VLMConfig, latent_dim: int):
         super().__init__()
-        self.n_heads, self.head_dim, self.latent_dim = cfg.lm_n_heads, cfg.lm_head_dim, latent_dim
+        self.n_heads = cfg.lm_n_heads
+        self.head_dim = cfg.lm_head_dim
+        self.latent_dim = latent_dim
         self.q_proj = nn.Linear(cfg.lm_hidden_dim, self.n_heads * 2 * self.head_dim, bias=False)  # content, rotary
         self.down_proj = nn.Linear(cfg.lm_hidden_dim, latent_dim + self.head_dim, bias=False)
         up = (self.n_heads, self.head_dim, latent_dim)

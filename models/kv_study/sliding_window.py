@@ -31,7 +31,9 @@ class SlidingWindowKV:
     def __init__(self, window: int, sinks: int = 0):
         if window < 1 or sinks < 0:
             raise InputError(f"window={window} must be 1 or more, and sinks={sinks} 0 or more")
-        self.window, self.sinks, self.length = window, sinks, 0
+        self.window = window
+        self.sinks = sinks
+        self.length = 0
         self.key, self.value = torch.empty(0), torch.empty(0)
         self.positions = torch.arange(0)  # (S,) on the CPU, of the tokens in key and value
         self._oldest = sinks  # index of the token to overwrite, once all places are taken
@@ -49,7 +51,8 @@ class SlidingWindowKV:
 
     def append(self, key: Tensor, value: Tensor) -> "SlidingWindowKV":
         """Add the new tokens' key and value, (B, n_kv_heads, T_new, head_dim), and drop what none of them sees."""
-        n, size = key.size(-2), self.sinks + self.window
+        n = key.size(-2)
+        size = self.sinks + self.window
         if n == 1 and len(self.positions) == size <= self.length:
             self.key[:, :, self._oldest], self.value[:, :, self._oldest] = key[:, :, 0], value[:, :, 0]
             self.positions[self._oldest] = self.length
@@ -62,7 +65,10 @@ class SlidingWindowKV:
                 key = torch.cat([self.key.index_select(2, index), key], 2)
                 value = torch.cat([self.value.index_select(2, index), value], 2)
                 new = torch.cat([self.positions[kept], new])
-            self.key, self.value, self.positions, self._oldest = key, value, new, self.sinks
+            self.key = key
+            self.value = value
+            self.positions = new
+            self._oldest = self.sinks
         self.length += n
         return self
 
@@ -70,13 +76,16 @@ class SlidingWindowKV:
         """A copy of the chosen rows of the batch, index (B_new,)."""
         copy = SlidingWindowKV(self.window, self.sinks)
         copy.key, copy.value = self.key.index_select(0, index), self.value.index_select(0, index)
-        copy.positions, copy.length, copy._oldest = self.positions.clone(), self.length, self._oldest
+        copy.positions = self.positions.clone()
+        copy.length = self.length
+        copy._oldest = self._oldest
         return copy
 
 
 def window_mask(queries: Tensor, keys: Tensor, window: int, sinks: int = 0) -> Tensor:
     """Which positions keys (S,) each position of queries (T,) attends to: (T, S) bool."""
-    query, key = queries[:, None], keys[None, :]
+    query = queries[:, None]
+    key = keys[None, :]
     return (key <= query) & ((key > query - window) | (key < sinks))
 
 

@@ -22,7 +22,8 @@ from models.cache import KVCache
 from models.language_model import LanguageModel
 from models.vision_language_model import PrefillState, VisionLanguageModel
 
-MAX_GUESS, MAX_NGRAM = 5, 3  # tokens
+MAX_GUESS = 5  # tokens
+MAX_NGRAM = 3
 Guess = Callable[[Sequence[int]], Sequence[int]]
 Read = Callable[[Tensor, PrefillState], tuple[Tensor, PrefillState]]  # ids (1, T) to logits (T, V), all of them
 
@@ -64,22 +65,26 @@ class DraftModel:
     """Guesses n tokens by a small language model with lm_use_tokens; one object guesses for one sequence at a time."""
 
     def __init__(self, decoder: LanguageModel, n: int = MAX_GUESS):
-        self.decoder, self.n = decoder, n
+        self.decoder = decoder
+        self.n = n
         self.ids: list[int] = []
         self.kv_cache: list[KVCache] = []
 
     def __call__(self, ids: Sequence[int]) -> list[int]:
-        ids, guessed = list(ids), []
+        ids = list(ids)
+        guessed = []
         pairs = zip(self.ids, ids[:-1])  # the last id is read again, for its logits
         same = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(self.ids), len(ids) - 1))
         kv_cache = [kv.first(same) for kv in self.kv_cache] if same else None
-        new, device = ids[same:], self.decoder.norm.weight.device
+        new = ids[same:]
+        device = self.decoder.norm.weight.device
         for start in range(len(ids), min(len(ids) + self.n, self.decoder.cfg.lm_max_position_embeddings)):
             logits, kv_cache = self.decoder(torch.tensor([new], device=device), None, kv_cache, start - len(new))
             new = [int(logits[0, -1].argmax())]
             guessed += new
         if kv_cache and guessed:  # else the ids were not read
-            self.ids, self.kv_cache = [*ids, *guessed[:-1]], kv_cache
+            self.ids = [*ids, *guessed[:-1]]
+            self.kv_cache = kv_cache
         return guessed
 
 

@@ -31,11 +31,14 @@ def export_language_model(decoder: LanguageModel, capacity: int) -> Programs:
 
     Inputs are those of LanguageModelStep. `torch.export.save` stores the weights with each program.
     """
-    step, cache = LanguageModelStep(decoder).eval(), language_model_cache(decoder, EXAMPLE_BATCH, capacity)
-    mask, start = torch.ones(EXAMPLE_BATCH, capacity, dtype=torch.long), torch.tensor(0)
+    step = LanguageModelStep(decoder).eval()
+    cache = language_model_cache(decoder, EXAMPLE_BATCH, capacity)
+    mask = torch.ones(EXAMPLE_BATCH, capacity, dtype=torch.long)
+    start = torch.tensor(0)
     x = cache[0][0].new_zeros(EXAMPLE_BATCH, 3, decoder.cfg.lm_hidden_dim)
     ids = torch.zeros(EXAMPLE_BATCH, 1, dtype=torch.long)
-    batch, length = {0: BATCH}, Dim("length", min=2, max=capacity)
+    batch = {0: BATCH}
+    length = Dim("length", min=2, max=capacity)
     kv = [(batch, batch)] * len(cache)
     return {
         "prefill": export(step, (x, mask, start, cache), dynamic_shapes=({0: BATCH, 1: length}, batch, None, kv)),
@@ -50,11 +53,15 @@ def export_text_decoder(decoder: TextDecoder, capacity: int) -> Programs:
     All take any batch, one sequence per image, and any number of patches. Inputs are those of CrossProjection and
     TextDecoderStep.
     """
-    step, cache = TextDecoderStep(decoder).eval(), text_decoder_cache(decoder, EXAMPLE_BATCH, capacity)
+    step = TextDecoderStep(decoder).eval()
+    cache = text_decoder_cache(decoder, EXAMPLE_BATCH, capacity)
     xa = cache[0][0].new_zeros(EXAMPLE_BATCH, 5, decoder.positional_embedding.size(1))
-    cross_kv, start = decoder.project_cross_kv(xa), torch.tensor(0)
+    cross_kv = decoder.project_cross_kv(xa)
+    start = torch.tensor(0)
     prompt, ids = (torch.zeros(EXAMPLE_BATCH, n, dtype=torch.long) for n in (3, 1))
-    batch, length, patches = {0: BATCH}, Dim("length", min=2, max=capacity), Dim("patches", min=1)
+    batch = {0: BATCH}
+    length = Dim("length", min=2, max=capacity)
+    patches = Dim("patches", min=1)
     kv = [(batch, batch)] * len(cache)
     cross = [({0: BATCH, 2: patches},) * 2] * len(cache)
     prefill = ({0: BATCH, 1: length}, None, cross, kv)

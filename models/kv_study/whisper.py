@@ -58,7 +58,8 @@ class AudioEncoder(nn.Module):
 
     def forward(self, mel: Tensor) -> Tensor:
         """Encode mel (N, n_mels, 2 * n_ctx): (N, n_ctx, n_state). InputError for another number of frames."""
-        n_mels, n_frames = self.conv1.in_channels, 2 * len(self.positional_embedding)
+        n_mels = self.conv1.in_channels
+        n_frames = 2 * len(self.positional_embedding)
         if mel.dim() != 3 or mel.shape[1:] != (n_mels, n_frames):
             raise InputError(f"mel has shape {tuple(mel.shape)}, not (N, {n_mels}, {n_frames}); `log_mel` makes it")
         x = F.gelu(self.conv2(F.gelu(self.conv1(mel)))).transpose(1, 2) + self.positional_embedding

@@ -25,7 +25,8 @@ class KVBuffer:
 
     def append(self, k: Tensor, v: Tensor) -> "KVView":
         """Write k and v (B, T_new, C) behind the tokens in use; returns a view of all of them."""
-        start, self.length = self.length, self.length + k.size(1)
+        start = self.length
+        self.length = self.length + k.size(1)
         self.k[:, start : self.length] = k
         self.v[:, start : self.length] = v
         return KVView(self)
@@ -41,7 +42,8 @@ class KVView(list):
 
     def can_append(self, n: int) -> bool:
         """Whether n tokens can be written in place: the buffer has space, and no other cache has taken it."""
-        (k, v), buffer = self.views, self.buffer
+        (k, v) = self.views
+        buffer = self.buffer
         unmodified = self[0] is k and self[1] is v  # a caller may have replaced the list's items
         writable = torch.is_inference_mode_enabled() or not buffer.k.is_inference()
         return unmodified and writable and k.size(1) == buffer.length <= buffer.k.size(1) - n

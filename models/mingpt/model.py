@@ -27,7 +27,8 @@ class CausalSelfAttention(nn.Module):
         super().__init__()
         if config.n_embd % config.n_head:
             raise ValueError(f"n_embd={config.n_embd} is not a multiple of n_head={config.n_head}")
-        self.n_head, self.n_embd = config.n_head, config.n_embd
+        self.n_head = config.n_head
+        self.n_embd = config.n_embd
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
         self.attn_dropout = nn.Dropout(config.attn_pdrop)
@@ -95,10 +96,14 @@ class GPT(nn.Module):
 
     def __init__(self, config: Any):
         super().__init__()
-        given, config = config, GPTConfig.from_attributes(config).complete()
-        given.n_layer, given.n_head, given.n_embd = config.n_layer, config.n_head, config.n_embd
+        given = config
+        config = GPTConfig.from_attributes(config).complete()
+        given.n_layer = config.n_layer
+        given.n_head = config.n_head
+        given.n_embd = config.n_embd
         self.config = config
-        self.block_size, self.n_layer = config.block_size, config.n_layer
+        self.block_size = config.block_size
+        self.n_layer = config.n_layer
         self.transformer = Transformer({
             "wte": nn.Embedding(config.vocab_size, config.n_embd),
             "wpe": nn.Embedding(config.block_size, config.n_embd),
