@@ -1,10 +1,12 @@
 """The build backend of pyproject.toml: setuptools, after the kernels were compiled into their folder.
 
-Without a C compiler the package is built all the same, and its user is told at first use.
+Without a C compiler the package is built all the same, and its user is told at first use. A wheel with kernels has this
+platform's tag, one without them is for any platform.
 """
 
 import subprocess
 import sys
+import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,8 +17,8 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 from models.inference.kernels.load import FOLDER, FOR_TESTS, LEVELS, build
 
 
-def build_kernels() -> None:
-    """Compile every level, two at a time, in place of older libraries."""
+def build_kernels() -> bool:
+    """Compile every level, two at a time, in place of older libraries; whether any could be built."""
     for old in FOLDER.glob("kernels-*.so"):
         old.unlink()
 
@@ -28,11 +30,15 @@ def build_kernels() -> None:
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(attempt, [level for level in LEVELS if level not in FOR_TESTS]))
+    return any(FOLDER.glob("kernels-*.so"))
 
 
 def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
-    build_kernels()
-    return build_meta.build_wheel(wheel_directory, config_settings, metadata_directory)
+    settings = dict(config_settings or {})
+    if build_kernels():
+        platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+        settings["--build-option"] = f"--plat-name={platform}"
+    return build_meta.build_wheel(wheel_directory, settings, metadata_directory)
 
 
 def build_editable(wheel_directory, config_settings=None, metadata_directory=None):
