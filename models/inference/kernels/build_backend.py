@@ -19,8 +19,9 @@ from models.inference.kernels.load import FOLDER, FOR_TESTS, LEVELS, build
 
 def build_kernels() -> bool:
     """Compile every level, two at a time, in place of older libraries; whether any could be built."""
-    for old in FOLDER.glob("kernels-*.so"):
-        old.unlink()
+    for folder in (FOLDER, Path("build")):  # setuptools packs what an earlier build left there
+        for old in folder.rglob("kernels-*.so"):
+            old.unlink()
 
     def attempt(level: str) -> None:
         try:
