@@ -14,16 +14,11 @@ from models.vision_language_model import VisionLanguageModel
 from nanovlm.data.examples import EncodedExample, collate
 from nanovlm.errors import TrainingError
 from nanovlm.training.config import TrainConfig
-from nanovlm.training.distributed import DistributedContext
 from nanovlm.training.loader import TrainingInterrupted
-from nanovlm.training.loop import Trainer, TrainingTask
 from support import TINY, randomize
 from support.logs import log_lines
+from support.training import CFG, before_batch, train
 
-DEFAULTS = {
-    "warmup_steps": 0, "decay": 0, "lr": 1e-3, "num_workers": 0, "log_every": 1, "dtype": "float32",
-    "max_steps": 4, "save_every": 2,
-}  # fmt: skip
 TOKENIZER = json.dumps({"added_tokens": [{"content": "<|image|>", "id": 3}], "model": {"vocab": {}}})
 N_VALIDATION = 48  # the first row of the held-out batches
 
@@ -38,7 +33,7 @@ def row(i: int) -> EncodedExample:
     return EncodedExample(ids, targets, [1] * len(ids), images)
 
 
-def run(folder, settings, rows=1, stop_at=None, kill_at=None, apart=False, bucket=None):
+def run(folder, settings, rows=1, stop_at=None, kill_at=None, apart=False):
     """Train on batches of so many rows and return the lines logged.
 
     SIGTERM arrives with batch `stop_at`; SIGKILL with batch `kill_at`, but once only. If `apart`, each process has a
@@ -47,23 +42,24 @@ def run(folder, settings, rows=1, stop_at=None, kill_at=None, apart=False, bucke
     if apart:
         folder = folder / os.environ["RANK"]
 
-    def get_batch(i: int) -> dict:
-        if i == stop_at:
-            os.kill(os.getpid(), signal.SIGTERM)
-        if i == kill_at and not (folder / "killed").exists():
+    def kill():
+        if not (folder / "killed").exists():
             (folder / "killed").touch()
             os.kill(os.getpid(), signal.SIGKILL)
+
+    def get_batch(i: int) -> dict:
         return collate([row(i * rows + j) for j in range(rows)])
 
+    batch = before_batch(stop_at, lambda: os.kill(os.getpid(), signal.SIGTERM), before_batch(kill_at, kill, get_batch))
     # the initial weights of other processes must not count; adapters start from the model as it is
     torch.manual_seed(0 if settings.get("lora_rank") else int(os.environ.get("RANK", 0)))
     model = randomize(VisionLanguageModel(VLMConfig(**TINY), 3))
-    context = DistributedContext(model.device, **({"max_bucketed_bytes": bucket} if bucket else {}))
     held_out = {"validation": lambda i: get_batch(N_VALIDATION // rows + i), "n_validation": 8 // rows}
-    task = TrainingTask(get_batch, TOKENIZER, folder, **held_out)
+    defaults = {"warmup_steps": 0, "decay": 0, "lr": 1e-3, "log_every": 1, "max_steps": 4, "save_every": 2}
+    cfg = TrainConfig(**{"num_workers": 0, "dtype": CFG.dtype} | defaults | settings)
     with log_lines() as lines:
         try:
-            Trainer(model, task, TrainConfig(**DEFAULTS | settings), context).run()
+            train(model, TOKENIZER, batch, cfg, folder, **held_out)
         except TrainingInterrupted as error:
             lines.append(f"exit code {error.code}")
         except TrainingError as error:
@@ -104,14 +100,10 @@ def run_groups(folder: Path, groups: list) -> None:
         (folder / "exit_codes").open("a").write(f"{codes}\n")
 
 
-def main() -> None:
+if __name__ == "__main__":
     folder, groups = Path(sys.argv[1]), json.loads(sys.argv[2])
     if "WORLD_SIZE" in os.environ:  # under torchrun
         sys.exit(run_all(folder, groups[0][1]))
-    import torch.distributed.nn  # noqa: F401  # once for all
+    import torch.distributed.nn  # once for all
 
     run_groups(folder, groups)
-
-
-if __name__ == "__main__":
-    main()

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from nanovlm.training.metrics import read_metrics
 from support import ROOT
 
 PROGRAM = Path(__file__).parent / "distributed_program.py"
@@ -19,9 +20,8 @@ VARIANTS = {
     "projector alone": {"gradient_accumulation_steps": 2, "freeze": ["vision", "language"]},
     "adapters": {"lora_rank": 2, "gradient_checkpointing": True},
 }
-BUCKET = {"all": 2000}  # bytes; half of the weights are smaller
-SECOND_PROCESS_STEP_1, SECOND_PROCESS_STEP_3 = 3, 7  # the numbers of batches
-
+KILL_AT = 7  # the number of the second process's batch in step 3
+RUNS = [*VARIANTS.items(), ("uninterrupted", {}), ("uninterrupted, longer", {"gradient_accumulation_steps": 3})]
 ENVIRONMENT = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
 
 
@@ -29,12 +29,11 @@ ENVIRONMENT = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_T
 def folder(tmp_path_factory):
     """The results of all runs by several processes, and the exit codes of each group of them."""
     folder = tmp_path_factory.mktemp("distributed")
-    runs = [(name, {"settings": settings, "bucket": BUCKET.get(name)}) for name, settings in VARIANTS.items()]
     longer = {"gradient_accumulation_steps": 3}
-    runs += [("uninterrupted", {"settings": {}}), ("uninterrupted, longer", {"settings": longer})]
-    runs += [("stopped", {"settings": {}, "stop_at": SECOND_PROCESS_STEP_1}), ("stopped", {"settings": {}})]
+    runs = [(name, {"settings": settings}) for name, settings in RUNS]
+    runs += [("stopped", {"settings": {}, "stop_at": 3}), ("stopped", {"settings": {}})]  # by the second process
     runs += [("killed", {"settings": {}}), ("two, then three", {"settings": longer, "stop_at": 7})]
-    killed = [("killed", {"settings": {}, "kill_at": SECOND_PROCESS_STEP_3})]
+    killed = [("killed", {"settings": {}, "kill_at": KILL_AT})]
     apart = [("apart", {"settings": {}, "apart": True})]
     then = [("two, then three", {"settings": {"gradient_accumulation_steps": 2}})]
     groups = [(2, killed), (2, apart), (2, runs), (3, then)]
@@ -56,21 +55,6 @@ def alone(folder, **settings):
     distributed_program.run(folder, settings, rows=2)
 
 
-def files(folder):
-    """The names of all files except in checkpoints, and of tensors the names, shapes and dtypes."""
-    contents = {}
-    for path in folder.rglob("*.*"):
-        if "checkpoints" in path.relative_to(folder).parts:
-            continue
-        tensors = load_file(path) if path.suffix == ".safetensors" else {}
-        contents[str(path.relative_to(folder))] = {name: (t.shape, t.dtype) for name, t in tensors.items()}
-    return contents
-
-
-def metrics(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
 def weights(folder):
     """The final weights, without the bias of keys: it changes no softmax, so its gradient is noise."""
     tensors = load_file(folder / "model.safetensors")
@@ -87,10 +71,11 @@ def assert_same(folder, other, tolerance=1e-5):
 @pytest.mark.full
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_two_processes_equal_one_with_twice_the_batch(folder, tmp_path, variant):
-    alone(tmp_path / "one", **VARIANTS[variant])
-    assert files(folder / variant) == files(tmp_path / "one")
-    assert_same(folder / variant, tmp_path / "one")
-    for a, b in zip(metrics(folder / variant), metrics(tmp_path / "one"), strict=True):
+    alone(tmp_path, **VARIANTS[variant])
+    ours, theirs = ({str(path.relative_to(run)) for path in run.rglob("*")} for run in (folder / variant, tmp_path))
+    assert ours == theirs, "the same files"
+    assert_same(folder / variant, tmp_path)
+    for a, b in zip(*(read_metrics(run / "metrics.jsonl") for run in (folder / variant, tmp_path)), strict=True):
         assert a["step"] == b["step"]
         for key in {"loss", "grad_norm", "validation_loss", "lr"} & a.keys():
             assert a[key] == pytest.approx(b[key], rel=1e-5, abs=1e-5)
@@ -138,7 +123,7 @@ def test_torchrun_on_two_hosts_equals_one_process_and_restarts_after_a_kill(fold
         endpoint = f"127.0.0.1:{free.getsockname()[1]}"
     flags = ["--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "1", "--monitor-interval", "0.1"]
     flags += ["--rdzv-id", "run", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--local-addr", "127.0.0.1"]
-    groups = [(2, [("run", {"settings": {}, "kill_at": SECOND_PROCESS_STEP_3})])]
+    groups = [(2, [("run", {"settings": {}, "kill_at": KILL_AT})])]
     command = [sys.executable, "-m", "torch.distributed.run", *flags, str(PROGRAM), str(tmp_path), json.dumps(groups)]
     agents = [subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True) for _ in range(2)]
     errors = [agent.communicate(timeout=240)[1] for agent in agents]
