@@ -27,7 +27,7 @@ from nanovlm.options import check_output_folder
 from nanovlm.training.config import TrainConfig
 
 OPTIMIZER, STATE = "optimizer.safetensors", "trainer.json"
-FIXED = ("freeze", "lora_rank", "train_embeddings", "optimizer")  # settings that a resumed run must have, too
+FIXED = ("lora_rank", "train_embeddings", "optimizer")  # settings that a resumed run must have, too
 
 logger = logging.getLogger(__name__)
 
@@ -167,19 +167,15 @@ def restore(path: Path, model: VisionLanguageModel, cfg: TrainConfig) -> tuple[d
     CheckpointError for one of another model or of other settings, DamagedCheckpointError for unreadable files.
     """
     with _damage(path):
-        stored = load_config(path).to_dict()
         state = read_object(path / STATE)
-    for name, value in model.cfg.to_dict().items():
-        if name != "lm_tokenizer" and stored.get(name) != value:  # which says where the tokenizer is, not what it is
+        before = load_config(path).to_dict() | state["config"]
+    now = model.cfg.to_dict() | {name: getattr(cfg, name) for name in FIXED} | {"freeze": list(cfg.freeze)}
+    del now["lm_tokenizer"]  # which says where the tokenizer is, not what it is
+    for name, value in now.items():
+        if before.get(name) != value:
             raise CheckpointError(
-                f"{path} holds a model with {name}={stored.get(name)}, but this one has {name}={value}; "
-                "train it in another folder"
-            )
-    for name in FIXED:
-        before = state["config"][name]
-        if before != (list(cfg.freeze) if name == "freeze" else getattr(cfg, name)):
-            raise CheckpointError(
-                f"{path} was trained with {name}={before}; resume with the same, or train in another folder"
+                f"{path} was trained with {name}={before.get(name)}, but this run has {name}={value}; "
+                "resume with the same, or train in another folder"
             )
     with _damage(path):
         weights = load_model(path, model.cfg, model.image_token_id, device=model.device).state_dict()

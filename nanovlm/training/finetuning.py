@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from models.checkpoint import WEIGHTS, atomic_write, checkpoint_dtype, load_config, read_object, snapshot_path
-from models.vision_language_model import VisionLanguageModel, load_model
+from models.checkpoint import WEIGHTS, atomic_write, checkpoint_dtype, read_object, snapshot_path
+from models.vision_language_model import VisionLanguageModel
 from nanovlm.captioner import Captioner
 from nanovlm.data import Batches, ExampleError, Mixture, Stream, Subset, check_data, parse_data
 from nanovlm.data.examples import questions as questions_about
@@ -25,7 +25,6 @@ from nanovlm.evaluation import Evaluation, EvaluationOptions, evaluate, load_met
 from nanovlm.evaluation.evaluate import QuestionList
 from nanovlm.options import check_output_folder
 from nanovlm.processing.processor import Processor
-from nanovlm.processing.tokenizer import Tokenizer
 from nanovlm.training import examples
 from nanovlm.training.checkpointing import checkpoint_steps, stored_settings, write_errors
 from nanovlm.training.config import EPOCHS, MAX_STEPS, MUON_LR, REFERENCE_WIDTH, RUN_FILE, FinetuneOptions, TrainConfig
@@ -233,12 +232,11 @@ def load_start(options: FinetuneOptions) -> tuple[VisionLanguageModel, Processor
     """The model to start from, in float32 on the CPU, its processor, and the dtype to save it in."""
     choose_device(options.device)  # raises for one that is not here, before anything is loaded
     if options.backbones:
+        vision, language = options.backbones
         with torch.random.fork_rng():  # the projector and the rows of new tokens are the same at every start
             torch.manual_seed(0)
-            vision, language = options.backbones
             captioner = Captioner.from_backbones(vision, language)
         return captioner.model, captioner.processor, torch.float32
     folder = snapshot_path(options.model)
-    cfg = load_config(folder)
-    tokenizer = Tokenizer.from_pretrained(folder, cfg)
-    return load_model(folder, cfg, tokenizer.image_token_id), Processor(cfg, tokenizer), checkpoint_dtype(folder)
+    captioner = Captioner.from_pretrained(folder, "cpu", "float32")
+    return captioner.model, captioner.processor, checkpoint_dtype(folder)

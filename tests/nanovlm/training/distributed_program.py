@@ -17,8 +17,12 @@ from nanovlm.training.config import TrainConfig
 from nanovlm.training.loader import TrainingInterrupted
 from support import TINY, randomize
 from support.logs import log_lines
-from support.training import CFG, before_batch, train
+from support.training import before_batch, train
 
+DEFAULTS = {
+    "warmup_steps": 0, "decay": 0, "lr": 1e-3, "num_workers": 0, "log_every": 1, "dtype": "float32",
+    "max_steps": 4, "save_every": 2,
+}  # fmt: skip
 TOKENIZER = json.dumps({"added_tokens": [{"content": "<|image|>", "id": 3}], "model": {"vocab": {}}})
 N_VALIDATION = 48  # the first row of the held-out batches
 
@@ -33,7 +37,7 @@ def row(i: int) -> EncodedExample:
     return EncodedExample(ids, targets, [1] * len(ids), images)
 
 
-def run(folder, settings, rows=1, stop_at=None, kill_at=None, apart=False):
+def run(folder, settings=(), rows=1, stop_at=None, kill_at=None, apart=False):
     """Train on batches of so many rows and return the lines logged.
 
     SIGTERM arrives with batch `stop_at`; SIGKILL with batch `kill_at`, but once only. If `apart`, each process has a
@@ -50,13 +54,12 @@ def run(folder, settings, rows=1, stop_at=None, kill_at=None, apart=False):
     def get_batch(i: int) -> dict:
         return collate([row(i * rows + j) for j in range(rows)])
 
+    cfg = TrainConfig(**DEFAULTS | dict(settings))
     batch = before_batch(stop_at, lambda: os.kill(os.getpid(), signal.SIGTERM), before_batch(kill_at, kill, get_batch))
     # the initial weights of other processes must not count; adapters start from the model as it is
-    torch.manual_seed(0 if settings.get("lora_rank") else int(os.environ.get("RANK", 0)))
+    torch.manual_seed(0 if cfg.lora_rank else int(os.environ.get("RANK", 0)))
     model = randomize(VisionLanguageModel(VLMConfig(**TINY), 3))
     held_out = {"validation": lambda i: get_batch(N_VALIDATION // rows + i), "n_validation": 8 // rows}
-    defaults = {"warmup_steps": 0, "decay": 0, "lr": 1e-3, "log_every": 1, "max_steps": 4, "save_every": 2}
-    cfg = TrainConfig(**{"num_workers": 0, "dtype": CFG.dtype} | defaults | settings)
     with log_lines() as lines:
         try:
             train(model, TOKENIZER, batch, cfg, folder, **held_out)
@@ -70,7 +73,7 @@ def run(folder, settings, rows=1, stop_at=None, kill_at=None, apart=False):
 def run_all(folder: Path, runs: list) -> int:
     """Run one after another as one of several processes, in one process group; returns the exit code."""
     torch.set_num_threads(1)
-    if "WORLD_SIZE" in os.environ and len(runs) > 1:
+    if os.environ["WORLD_SIZE"] != "1" and len(runs) > 1:
         torch.distributed.init_process_group("gloo")  # one group for all runs
     failed = False
     for name, options in runs:
@@ -78,7 +81,7 @@ def run_all(folder: Path, runs: list) -> int:
         failed |= any(line.startswith("error: ") for line in lines)
         if torch.distributed.is_initialized() and not failed:
             torch.distributed.barrier()  # the main process may still be writing
-        (folder / f"{name}.{os.environ.get('RANK', 0)}.log").open("a").write("\n".join(lines) + "\n")
+        (folder / f"{name}.{os.environ['RANK']}.log").open("a").write("\n".join(lines) + "\n")
     return int(failed)
 
 

@@ -193,8 +193,8 @@ OTHER_MODELS = [{"lm_n_blocks": 3}, pytest.param({"lm_inter_dim": 40}, marks=pyt
 def test_a_folder_of_another_model_is_refused_and_left_alone(tiny_model, learn, two_checkpoints, tensors, change):
     before = tensors(two_checkpoints)
     ((name, value),) = change.items()
-    words = f"a model with {name}={getattr(tiny_model().cfg, name)}, but this one has {name}={value}; train it in an"
-    with pytest.raises(CheckpointError, match=f"step-4 holds {words}"):
+    words = f"{name}={getattr(tiny_model().cfg, name)}, but this run has {name}={value}; resume with the same, or train"
+    with pytest.raises(CheckpointError, match=f"step-4 was trained with {words}"):
         learn(two_checkpoints, model=tiny_model(0, lm_dropout=0.1, vit_dropout=0.1, **change))
     assert tensors(two_checkpoints) == before
 
@@ -213,7 +213,7 @@ def test_a_folder_of_another_model_is_refused_and_left_alone(tiny_model, learn, 
 def test_a_run_cannot_be_resumed_with_other_parts_trained(learn, tmp_path, two_checkpoints, before, now, setting):
     cfg = replace(STEPS, max_steps=2, **before)
     learn(tmp_path, cfg) if before else shutil.copytree(two_checkpoints, tmp_path, dirs_exist_ok=True)
-    with pytest.raises(CheckpointError, match=f"was trained with {setting}; resume with the same, or train in another"):
+    with pytest.raises(CheckpointError, match=f"was trained with {setting}, but this run has "):
         learn(tmp_path, replace(cfg, **now))
 
 
