@@ -1,13 +1,11 @@
 """The settings of a run: the learning rate by its formula, and the limits of each setting."""
 
-import argparse
 import math
 import re
 from pathlib import Path
 
 import pytest
 
-from nanovlm.cli.options import add_flags, given, settings_of
 from nanovlm.errors import InputError
 from nanovlm.training.config import FinetuneOptions, TrainConfig
 
@@ -40,20 +38,6 @@ def test_a_value_out_of_range_is_named(wrong):
     name, value = next(iter(wrong.items()))
     with pytest.raises(InputError, match=f"^{re.escape(f'{name}={value}')}"):
         (TrainConfig if name in TrainConfig.__dataclass_fields__ else FinetuneOptions)(**wrong)
-
-
-@pytest.mark.parametrize(
-    ("record", "flags", "expected"),
-    [
-        (TrainConfig, "--lr 0.5 --freeze vision language", {"lr": 0.5, "freeze": ["vision", "language"]}),
-        (FinetuneOptions, "--data a b --epochs 2 --metric f1", {"data": ["a", "b"], "epochs": 2.0, "metric": "f1"}),
-    ],
-)
-def test_every_setting_is_a_flag_that_leaves_the_default_unless_given(record, flags, expected):
-    add_flags(parser := argparse.ArgumentParser(), record)
-    assert record(**given(record, parser.parse_args([]))) == record()
-    assert given(record, parser.parse_args(flags.split())) == expected
-    assert len(parser.format_help().split(" --")) > len(list(settings_of(record)))
 
 
 def test_checkpoints_are_a_tenth_of_the_run_apart_by_default():

@@ -109,11 +109,7 @@ def test_a_resumed_stream_goes_on_where_it_stood(train, workers):
 @pytest.mark.parametrize(
     ("flags", "first", "then"),
     [
-        (
-            [],
-            "mine: 90 examples, each shown 0.0 times; 10 held out (--validation N holds out N, 0 none)\n",
-            "; 10 held",
-        ),
+        ([], "mine: 90 examples, each shown 0.0 times; 10 held out (--validation N holds out N, 0 none)\n", "; 10 he"),
         (["--validation", 7], "mine: 93 examples, each shown 0.0 times; 7 held out\n", "; 7 held out\n"),
         (["--validation", 0], "mine: 100 examples, each shown 0.0 times\n", "each shown 0.1 times\n"),
     ],
@@ -151,19 +147,46 @@ def test_every_run_writes_the_file_that_repeats_it(train):
 
 
 @pytest.mark.parametrize(
-    ("epochs", "examples", "steps"), [(2, 72, 18), (0.3, 72, 3), (None, 0, 850), (None, 8, 850), (None, 400, 2250)]
+    ("flags", "chosen"),
+    [
+        ("", {"max_steps": 850, "optimizer": "muon", "lr": MUON_LR}),  # the embedded model's card says muon
+        ("--lora-rank 4", {"optimizer": "adamw", "lr": ADAPTERS.lr}),
+        ("--model wide", {"optimizer": "adamw", "lr": FINETUNING.lr / 2}),
+        ("--model wide --lora-rank 4", {"lr": ADAPTERS.lr / 2}),
+        ("--model wide --lr 0.5", {"lr": 0.5}),
+        ("--model wide/tagged", {"optimizer": "muon", "lr": MUON_LR / 2}),  # by its run.json
+        ("--epochs 2", {"max_steps": 9}),
+        ("--epochs 0.3", {"max_steps": 2}),
+        ("--epochs 2 --gradient-accumulation-steps 4", {"max_steps": 3}),
+        ("--epochs 1 --data scenes@0.5", {"max_steps": 9}),  # until all of mine have been shown
+    ],
 )
-def test_the_number_of_steps_follows_from_that_of_the_examples(epochs, examples, steps):
-    options = FinetuneOptions(epochs=epochs, automatic=["max_steps"])
-    assert choose_settings(options, FINETUNING, 192, examples / 8)[0].max_steps == steps
-    assert choose_settings(options, FINETUNING, 192, 1e9)[0].max_steps >= MAX_STEPS and EPOCHS == 45
-
-
-def test_the_epochs_of_mixed_data_are_those_of_the_largest_share():
+def test_settings_follow_from_model_and_data(wide, flags, chosen):
     scenes(9)
-    flags = ["--batch-size", "2", "--out", "out", "--epochs"]
-    assert prepared("--data", "mine", *flags, "2", "--gradient-accumulation-steps", "4")[2].max_steps == 3
-    assert prepared("--data", "mine@0.5", "scenes@0.5", *flags, "1")[2].max_steps == 9
+    os.symlink(wide, "wide")
+    share = "mine@0.5" if "scenes" in flags else "mine"
+    _, _, cfg = prepared("--data", share, "--batch-size", "2", "--out", "out", *flags.split())
+    assert {name: getattr(cfg, name) for name in chosen} == pytest.approx(chosen)
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    """The folder of a model twice as wide as the embedded one, and in it one that says that it was trained by Muon."""
+    folder = tmp_path_factory.mktemp("wide")
+    captioner = Captioner.from_pretrained(EMBEDDED, "cpu")
+    cfg = replace(captioner.model.cfg, lm_hidden_dim=384, lm_n_blocks=1)
+    model = VisionLanguageModel(cfg, captioner.tokenizer.image_token_id)
+    for path in (folder, folder / "tagged"):
+        save_checkpoint(path, model, captioner.tokenizer.to_json())
+    (folder / "tagged/run.json").write_text('{"optimizer": "muon"}')
+    return folder
+
+
+def test_the_default_number_of_steps_follows_from_that_of_the_examples():
+    def steps(n):
+        return choose_settings(FinetuneOptions(automatic=["max_steps"]), FINETUNING, 192, n / 8)[0].max_steps
+
+    assert [steps(n) for n in (0, 8, 400, 10**6)] == [850, 850, EPOCHS * 50, MAX_STEPS]
 
 
 @pytest.mark.full
@@ -218,22 +241,6 @@ def test_weights_are_written_in_the_dtype_in_which_they_were_stored(train, dtype
     assert all(torch.equal(written[name], kept[name].to(dtype)) for name in weights)
     assert {kept[name].dtype for name in weights} == {torch.float32}, "what goes on needs every bit"
     assert prepared("--data", "mine", *QUICK)[2].optimizer == "adamw", "that of the run, not muon of the model"
-
-
-def test_the_default_learning_rate_depends_on_lora_and_on_the_width_of_the_model():
-    scenes(2)
-    captioner = Captioner.from_pretrained(EMBEDDED, "cpu")
-    cfg = replace(captioner.model.cfg, lm_hidden_dim=384, lm_n_blocks=1)
-    wide = VisionLanguageModel(cfg, captioner.tokenizer.image_token_id)
-    save_checkpoint("wide", wide, captioner.tokenizer.to_json())
-    lora, given = ["--lora-rank", "4"], ["--lr", "0.5"]
-    flags = ([], lora, ["--model", "wide"], [*lora, "--model", "wide"], [*given, "--model", "wide"])
-    chosen = [prepared("--data", "mine", *QUICK, *some)[2] for some in flags]
-    rates = [MUON_LR, ADAPTERS.lr, FINETUNING.lr / 2, ADAPTERS.lr / 2, 0.5]
-    assert [cfg.lr for cfg in chosen] == pytest.approx(rates)
-    assert [cfg.optimizer for cfg in chosen] == ["muon"] + 4 * ["adamw"], "the embedded model's card says muon"
-    Path("wide/run.json").write_text('{"optimizer": "muon"}')
-    assert prepared("--data", "mine", *QUICK, "--model", "wide")[2].optimizer == "muon"
 
 
 @pytest.mark.full
