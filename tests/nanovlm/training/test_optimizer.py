@@ -12,8 +12,7 @@ from torch import nn
 from nanovlm import device
 from nanovlm.errors import TrainingError
 from nanovlm.training.config import PARTS, TrainConfig
-from nanovlm.training.distributed import DistributedContext
-from nanovlm.training.loop import backward
+from nanovlm.training.loop import Trainer, TrainingTask
 from nanovlm.training.metrics import read_metrics
 from nanovlm.training.optimizer import MUON_LR_SCALE, Muon, accelerated, freeze, make_optimizer, orthogonalized
 from support.training import train
@@ -21,8 +20,6 @@ from support.training import train
 CFG = TrainConfig(
     max_steps=2, lr=1e-3, warmup_steps=0, decay=0, weight_decay=0, dtype="float32", num_workers=0, log_every=9
 )
-CONTEXT = DistributedContext(torch.device("cpu"))
-UNSCALED = torch.amp.GradScaler("cpu", enabled=False)
 
 
 def gradients(model):
@@ -63,7 +60,7 @@ def test_a_batch_without_images_leaves_the_projector_unchanged(learn, make_batch
     assert not any(delta.any() for delta in learn(only, lambda i: make_batch(i, images=False)).values())
 
 
-def test_accumulated_batches_give_the_loss_and_gradients_of_the_whole(tiny_model, make_batch):
+def test_accumulated_batches_give_the_loss_and_gradients_of_the_whole(tiny_model, make_batch, tmp_path):
     """The pieces have answers of different lengths, so the mean of their losses would be another number."""
     pieces = [make_batch(i, lengths) for i, lengths in enumerate([(30, 31), (4, 2), (9, 6)])]
     width = max(piece["input_ids"].size(1) for piece in pieces)
@@ -75,7 +72,7 @@ def test_accumulated_batches_give_the_loss_and_gradients_of_the_whole(tiny_model
     whole["images"] = torch.cat([piece["images"] for piece in pieces])
     one, many = tiny_model(), tiny_model()
     one(**whole)[1].backward()
-    loss = backward(many, pieces, torch.float32, UNSCALED, CONTEXT)
+    loss = Trainer(many, TrainingTask(make_batch, "{}", tmp_path), CFG).backward(pieces)
     assert loss == pytest.approx(one(**whole)[1].item(), abs=1e-5)
     assert loss != pytest.approx(sum(one(**piece)[1].item() for piece in pieces) / 3, abs=1e-3)
     torch.testing.assert_close(gradients(many), gradients(one), atol=1e-5, rtol=1e-5)
@@ -116,14 +113,16 @@ def test_gradient_checkpointing_changes_memory_and_nothing_else(tiny_model, make
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_a_step_in_half_precision_goes_the_same_way(tiny_model, make_batch, dtype):
-    precise, half = tiny_model(), tiny_model()
-    exact = backward(precise, [make_batch(0)], torch.float32, UNSCALED, CONTEXT)
-    scaler = torch.amp.GradScaler("cpu", init_scale=256, enabled=dtype == "float16")
-    loss = backward(half, [make_batch(0)], getattr(torch, dtype), scaler, CONTEXT)
+def test_a_step_in_half_precision_goes_the_same_way(tiny_model, make_batch, tmp_path, dtype):
+    found = []
+    for name in ("float32", dtype):
+        trainer = Trainer(tiny_model(), TrainingTask(make_batch, "{}", tmp_path), replace(CFG, dtype=name))
+        trainer.scaler = torch.amp.GradScaler("cpu", init_scale=256, enabled=name == "float16")
+        loss = trainer.backward([make_batch(0)])
+        trainer.scaler.unscale_(trainer.optimizer)
+        found.append((loss, torch.cat([gradient.flatten() for gradient in gradients(trainer.model).values()])))
+    (exact, a), (loss, b) = found
     assert loss == pytest.approx(exact, rel=0.02) and loss != exact
-    scaler.unscale_(make_optimizer(half, CFG))
-    a, b = (torch.cat([g.flatten() for g in gradients(model).values()]) for model in (precise, half))
     assert torch.nn.functional.cosine_similarity(a, b, dim=0) > 0.99
     assert b.norm() / a.norm() == pytest.approx(1, abs=0.1)
 
