@@ -142,6 +142,9 @@ def test_every_run_writes_the_file_that_repeats_it(train):
     assert Path("again/model.safetensors").read_bytes() == Path("out/model.safetensors").read_bytes()
     code, _, err = train("--config", "out/run.json", "--out", "third", "--max-steps", "1", "--data", "mine")
     assert code == 0 and "step 1/1" in err and "scenes" not in err
+    assert train("--data", "mine", *QUICK[2:6], "--out", "epochs", "--epochs", "0.5")[0] == 0
+    shorter = json.loads(Path("epochs/run.json").read_text())
+    assert shorter["epochs"] == 0.5 and "max_steps" not in shorter and shorter["optimizer"] == "muon"
     refused = train("--config", "out/run.json", "--epochs", "1")
     assert_usage_error(refused, "--epochs and --max-steps exclude", "out/run.json", program="train.py")
 
