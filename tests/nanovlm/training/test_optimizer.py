@@ -1,4 +1,4 @@
-"""Rates of parts, accumulation, clipping, checkpointing, precision and Muon, each against a plain path or PyTorch's."""
+"""Frozen parts, accumulation, clipping, checkpointing, precision and Muon, each against a plain path or PyTorch's."""
 
 import json
 import math
@@ -10,18 +10,16 @@ from safetensors.torch import load_file
 from torch import nn
 
 from nanovlm import device
-from nanovlm.errors import InputError, TrainingError
-from nanovlm.training.backward import backward
+from nanovlm.errors import TrainingError
 from nanovlm.training.config import PARTS, TrainConfig
-from nanovlm.training.distributed import DistributedContext
+from nanovlm.training.loop import Trainer, TrainingTask
+from nanovlm.training.metrics import read_metrics
 from nanovlm.training.optimizer import MUON_LR_SCALE, Muon, accelerated, freeze, make_optimizer, orthogonalized
 from support.training import train
 
 CFG = TrainConfig(
     max_steps=2, lr=1e-3, warmup_steps=0, decay=0, weight_decay=0, dtype="float32", num_workers=0, log_every=9
 )
-CONTEXT = DistributedContext(torch.device("cpu"))
-UNSCALED = torch.amp.GradScaler("cpu", enabled=False)
 
 
 def gradients(model):
@@ -50,14 +48,11 @@ def test_a_frozen_part_stays_and_has_no_moments(learn, tmp_path, frozen, prefix)
         assert (f"{name}/exp_avg" in moments) != name.startswith(prefix)
 
 
-def test_a_frozen_encoder_keeps_no_graph_and_gets_no_gradients(tiny_model, make_batch):
-    model, cfg = tiny_model(), replace(CFG, freeze=["vision"])
-    freeze(model, cfg)
-    assert not model.vision_encoder(torch.rand(1, 3, 16, 16)).requires_grad
-    backward(model, [make_batch(0)], torch.float32, UNSCALED, CONTEXT)
-    assert all((p.grad is None) == name.startswith("vision_encoder.") for name, p in model.named_parameters())
-    freeze(model, CFG)
-    assert model.vision_encoder(torch.rand(1, 3, 16, 16)).requires_grad
+def test_a_frozen_encoder_keeps_no_graph(tiny_model):
+    model = tiny_model()
+    for frozen, has_graph in ((["vision"], False), ([], True)):
+        freeze(model, replace(CFG, freeze=frozen))
+        assert model.vision_encoder(torch.rand(1, 3, 16, 16)).requires_grad == has_graph
 
 
 def test_a_batch_without_images_leaves_the_projector_unchanged(learn, make_batch):
@@ -65,7 +60,7 @@ def test_a_batch_without_images_leaves_the_projector_unchanged(learn, make_batch
     assert not any(delta.any() for delta in learn(only, lambda i: make_batch(i, images=False)).values())
 
 
-def test_accumulated_batches_give_the_loss_and_gradients_of_the_whole(tiny_model, make_batch):
+def test_accumulated_batches_give_the_loss_and_gradients_of_the_whole(tiny_model, make_batch, tmp_path):
     """The pieces have answers of different lengths, so the mean of their losses would be another number."""
     pieces = [make_batch(i, lengths) for i, lengths in enumerate([(30, 31), (4, 2), (9, 6)])]
     width = max(piece["input_ids"].size(1) for piece in pieces)
@@ -77,19 +72,15 @@ def test_accumulated_batches_give_the_loss_and_gradients_of_the_whole(tiny_model
     whole["images"] = torch.cat([piece["images"] for piece in pieces])
     one, many = tiny_model(), tiny_model()
     one(**whole)[1].backward()
-    loss = backward(many, pieces, torch.float32, UNSCALED, CONTEXT)
+    loss = Trainer(many, TrainingTask(make_batch, "{}", tmp_path), CFG).backward(pieces)
     assert loss == pytest.approx(one(**whole)[1].item(), abs=1e-5)
     assert loss != pytest.approx(sum(one(**piece)[1].item() for piece in pieces) / 3, abs=1e-3)
     torch.testing.assert_close(gradients(many), gradients(one), atol=1e-5, rtol=1e-5)
 
 
 def test_a_batch_without_an_answer_is_an_error(learn, make_batch):
-    def without_answers(i):
-        batch = make_batch(i)
-        return batch | {"targets": torch.full_like(batch["targets"], -100)}
-
     with pytest.raises(TrainingError, match="no answer tokens"):
-        learn(CFG, without_answers)
+        learn(CFG, lambda i: make_batch(i) | {"targets": torch.full_like(make_batch(i)["targets"], -100)})
 
 
 def test_gradients_are_clipped(learn, tmp_path):
@@ -100,45 +91,38 @@ def test_gradients_are_clipped(learn, tmp_path):
     assert length == pytest.approx(0.003, rel=1e-3)
 
 
-def saved_bytes(model, batch):
-    """Bytes that a forward pass saves for the backward pass, and the loss."""
-    sizes = {}
-
-    def keep(tensor):
-        sizes[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        _, loss = model(**batch)
-    return sum(sizes.values()), loss
-
-
 def test_gradient_checkpointing_changes_memory_and_nothing_else(tiny_model, make_batch):
-    batch, found = make_batch(0), []
+    found = []
     for checkpointing in (False, True):
-        model = tiny_model(lm_dropout=0.1, vit_dropout=0.1).train()
+        model, sizes = tiny_model(lm_dropout=0.1, vit_dropout=0.1).train(), {}
+
+        def keep(tensor, sizes=sizes):
+            sizes[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+            return tensor
+
         with accelerated(model, replace(CFG, gradient_checkpointing=checkpointing)):
             torch.manual_seed(0)  # what is dropped, is dropped in both computations
-            size, loss = saved_bytes(model, batch)
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                loss = model(**make_batch(0))[1]
             loss.backward()
-        found.append((size, loss.item(), gradients(model)))
+        found.append((sum(sizes.values()), loss.item(), gradients(model)))
         assert not any("forward" in vars(block) for block in (*model.vision_encoder.blocks, *model.decoder.blocks))
     (size, loss, plain), (smaller, same, recomputed) = found
-    assert smaller < size / 2
-    assert loss == same
+    assert smaller < size / 2 and loss == same
     torch.testing.assert_close(recomputed, plain, atol=0, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_a_step_in_half_precision_goes_the_same_way(tiny_model, make_batch, dtype):
-    precise, half = tiny_model(), tiny_model()
-    exact = backward(precise, [make_batch(0)], torch.float32, UNSCALED, CONTEXT)
-    scaler = torch.amp.GradScaler("cpu", init_scale=256, enabled=dtype == "float16")
-    loss = backward(half, [make_batch(0)], getattr(torch, dtype), scaler, CONTEXT)
+def test_a_step_in_half_precision_goes_the_same_way(tiny_model, make_batch, tmp_path, dtype):
+    found = []
+    for name in ("float32", dtype):
+        trainer = Trainer(tiny_model(), TrainingTask(make_batch, "{}", tmp_path), replace(CFG, dtype=name))
+        trainer.scaler = torch.amp.GradScaler("cpu", init_scale=256, enabled=name == "float16")
+        loss = trainer.backward([make_batch(0)])
+        trainer.scaler.unscale_(trainer.optimizer)
+        found.append((loss, torch.cat([gradient.flatten() for gradient in gradients(trainer.model).values()])))
+    (exact, a), (loss, b) = found
     assert loss == pytest.approx(exact, rel=0.02) and loss != exact
-    optimizer = make_optimizer(half, CFG)
-    scaler.unscale_(optimizer)
-    a, b = (torch.cat([g.flatten() for g in gradients(model).values()]) for model in (precise, half))
     assert torch.nn.functional.cosine_similarity(a, b, dim=0) > 0.99
     assert b.norm() / a.norm() == pytest.approx(1, abs=0.1)
 
@@ -149,14 +133,7 @@ def test_an_overflow_in_float16_skips_a_step_and_halves_the_scale(learn, tmp_pat
     assert not any(delta.any() for delta in changes.values())
     state = json.loads((tmp_path / "checkpoints/step-1/trainer.json").read_text())
     assert state["scaler"]["scale"] == 32768
-
-
-def test_a_gpu_without_bfloat16_learns_in_float16(monkeypatch):
-    places = torch.device("cuda"), torch.device("cpu")
-    for fast, expected in ((False, [torch.float16, torch.float32]), (True, [torch.bfloat16, torch.bfloat16])):
-        monkeypatch.setattr(device, "fast_bfloat16", lambda where, fast=fast: fast)
-        assert [device.choose_training_dtype("auto", where) for where in places] == expected
-    assert device.choose_training_dtype("float32", places[0]) == torch.float32
+    assert read_metrics(tmp_path / "metrics.jsonl")[0]["grad_norm"] is None, "JSON has no infinity"
 
 
 @pytest.mark.parametrize(
@@ -166,9 +143,12 @@ def test_a_gpu_without_bfloat16_learns_in_float16(monkeypatch):
         ("GenuineIntel", "avx2", False), ("AuthenticAMD", "avx512_bf16", True), ("AuthenticAMD", "avx2", False),
     ],
 )  # fmt: skip
-def test_a_cpu_learns_in_bfloat16_where_that_is_faster(maker, flags, fast):
+def test_a_cpu_learns_in_bfloat16_where_that_is_faster(monkeypatch, maker, flags, fast):
+    """And a GPU without bfloat16 learns in float16."""
     assert device.fast_bfloat16(torch.device("cpu"), {"vendor_id": maker, "flags": flags}.__getitem__) == fast
-    assert device.choose_training_dtype("bfloat16", torch.device("cpu")) == torch.bfloat16
+    monkeypatch.setattr(device, "fast_bfloat16", lambda where: fast)
+    chosen = [device.choose_training_dtype("auto", torch.device(where)) for where in ("cuda", "cpu")]
+    assert chosen == (2 * [torch.bfloat16] if fast else [torch.float16, torch.float32])
 
 
 # ------------------------------------------------------------------------------------------------------------- muon
@@ -244,10 +224,3 @@ def test_an_overflow_in_float16_changes_no_matrix(tiny_model, make_batch):
     scaler.unscale_(optimizer)
     scaler.step(optimizer)
     assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
-
-
-def test_muon_needs_whole_matrices(tiny_model, make_batch, tmp_path):
-    with pytest.raises(InputError, match="lora_rank"):
-        replace(MUON, lora_rank=4)
-    with pytest.raises(InputError, match="optimizer=sgd is none of adamw, muon"):
-        replace(CFG, optimizer="sgd")
