@@ -68,14 +68,6 @@ def test_lm_attn_scaling_scales_the_scores_with_its_square(tiny_decoder):
 
 
 @torch.no_grad()
-def test_no_dropout_outside_training(tiny_decoder):
-    ids = words(2, 20)
-    assert torch.equal(tiny_decoder(lm_dropout=0.5)(ids)[0], tiny_decoder()(ids)[0])
-    dropping = tiny_decoder(lm_dropout=0.5).train()
-    assert not torch.equal(dropping(ids)[0], dropping(ids)[0])
-
-
-@torch.no_grad()
 def test_a_bfloat16_model_rotates_keys_as_float64_at_the_last_positions(tiny_decoder):
     decoder = tiny_decoder(torch.bfloat16, lm_max_position_embeddings=8192, lm_re_base=100000, lm_n_blocks=1)
     cfg, attn = decoder.cfg, decoder.blocks[0].attn
@@ -130,12 +122,12 @@ def qkv(H, groups, T, S, B=2, D=8):
 
 
 SHAPES = [(6, 6, 1, 9), (6, 2, 1, 9), (6, 2, 7, 7), (4, 1, 7, 7), (3, 3, 7, 7), (6, 2, 5, 9), (1, 1, 1, 1)]
+KINDS = ("no mask", "one mask", "mask per row", "causal")
 
 
 @pytest.mark.parametrize(
     ("H", "groups", "T", "S", "kind"),
-    [(*shape, kind) for shape in SHAPES for kind in ("no mask", "one mask", "mask per row")]
-    + [(6, 2, 7, 7, "causal"), (3, 3, 7, 7, "causal")],
+    [(*shape, kind) for shape in SHAPES for kind in KINDS if kind != "causal" or shape[2] == shape[3] > 1],
 )
 def test_attention_matches_the_definition(H, groups, T, S, kind):
     q, k, v = qkv(H, groups, T, S)
@@ -150,11 +142,13 @@ def test_attention_matches_the_definition(H, groups, T, S, kind):
     assert (attention(*half, *generated).float() - expected).norm() < 0.02 * expected.norm()
 
 
-def test_dropout_in_attention_keeps_the_mean():
+def test_dropout_in_training_only_keeps_the_mean(tiny_decoder):
     """Of values all 1, an answer is the weight that survived, scaled up: 1 on average, and not always."""
     q, k, _ = qkv(4, 2, 64, 64)
-    v = torch.ones_like(k)
     torch.manual_seed(0)
-    for x in (q, q.clone().requires_grad_()):
-        y = attention(x, k, v, causal=True, dropout_p=0.3).detach()
-        assert y.std() > 0.05 and abs(y.mean() - 1) < 0.05
+    y = attention(q, k, torch.ones_like(k), causal=True, dropout_p=0.3)
+    assert y.std() > 0.05 and abs(y.mean() - 1) < 0.05
+    ids, decoder = words(2, 20), tiny_decoder(lm_dropout=0.5)
+    assert torch.equal(decoder(ids)[0], tiny_decoder()(ids)[0])
+    decoder.train()
+    assert not torch.equal(decoder(ids)[0], decoder(ids)[0])

@@ -13,7 +13,7 @@ from models.checkpoint import load_config, save_checkpoint
 from models.config import extra_tokens
 from models.errors import CheckpointError, InputError
 from models.formats.backbones import find_backbones, from_backbones
-from models.formats.transformers_names import LLAMA_CONFIG, SIGLIP_CONFIG
+from models.formats.base import LLAMA_CONFIG, SIGLIP_CONFIG
 from nanovlm import EMBEDDED, SAMPLE, Captioner
 from nanovlm.processing.tokenizer import Tokenizer
 from support import ROOT, Package, randomize

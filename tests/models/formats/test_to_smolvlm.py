@@ -5,9 +5,9 @@ import pytest
 import torch
 from jinja2 import nodes
 
+from models.formats.smolvlm import SmolVLM
 from models.formats.to_smolvlm import (
     CHAT_TEMPLATE,
-    patches_keep_their_positions,
     smolvlm_config,
     smolvlm_tensors,
 )
@@ -55,7 +55,7 @@ def test_folded_grids_match_transformers_code(grid):
         embeddings.patch_embedding.bias.zero_()
         embeddings.position_embedding.weight.copy_(torch.arange(grid**2)[:, None])
         positions = embeddings(torch.zeros(1, 3, grid, grid), torch.ones(1, grid, grid, dtype=torch.bool)).flatten()
-    assert (positions.tolist() == list(range(grid**2))) == patches_keep_their_positions(grid)
+    assert (positions.tolist() == list(range(grid**2))) == (SmolVLM.patch_positions(grid) == list(range(grid)))
 
 
 def test_vllm_takes_the_contents_of_the_written_template_as_parts():
