@@ -295,11 +295,6 @@ class GenerationMixin(ABC):
         if max_new_tokens == 0:
             return
         rows = torch.arange(len(input_ids), device=input_ids.device).repeat_interleave(n_samples)
-        counted = input_ids != self.image_token_id
-        if attention_mask is not None:
-            counted &= attention_mask != 0
-        sampler = TokenSampler(sampling, eos_token_id, input_ids.masked_fill(~counted, -1)[rows], logits_processor)
-
         if use_kv_cache:
             past = 0 if prefix is None else prefix.length
             mask = None if attention_mask is None else attention_mask[:, past:]
@@ -320,6 +315,10 @@ class GenerationMixin(ABC):
             mask = None if mask is None else F.pad(mask, (0, 1), value=1)
             return self.prefill_embeds(embeds, mask)[0]
 
+        counted = input_ids != self.image_token_id
+        if attention_mask is not None:
+            counted &= attention_mask != 0
+        sampler = TokenSampler(sampling, eos_token_id, input_ids.masked_fill(~counted, -1)[rows], logits_processor)
         yield from generate_tokens(logits, step, sampler, max_new_tokens)
 
     def generate(self, input_ids: Tensor, *args: Any, **options: Any) -> Tensor:
