@@ -125,7 +125,6 @@ class Format:
         image_token_id = ids.get(cfg.vlm_extra_tokens["image_token"])
         if image_token_id is None:
             raise CheckpointError(f"{path}: {missing_token(cfg, 'image_token', len(ids))}")
-        self.check_image_token_id(image_token_id, folder)
         return image_token_id
 
     def check_image_token_id(self, image_token_id: int, folder: Path) -> None:

@@ -14,6 +14,7 @@ from models.checkpoint import (
     CONFIG,
     TOKENIZER,
     find_image_token_id,
+    format_of,
     load_config,
     read_model_text,
     read_weights,
@@ -32,11 +33,9 @@ IGNORE_INDEX = -100  # a target without a loss
 
 
 class VisionLanguageModel(nn.Module, GenerationMixin):
-    """nanoVLM: a SigLIP encoder, a pixel-shuffle projector and a Llama decoder.
+    """nanoVLM: a SigLIP encoder, a pixel-shuffle projector and a Llama decoder; `GenerationMixin` adds generation.
 
-    `GenerationMixin` adds embed, prefill, decode, stream and generate. image_token_id marks the positions of images in
-    a prompt; -1 where the vocabulary has no token for them.
-    `models.formats.backbones.from_backbones` makes a new model from pretrained backbones.
+    image_token_id marks the positions of images in a prompt; -1 where the vocabulary has no token for them.
     """
 
     def __init__(self, cfg: VLMConfig, image_token_id: int):
@@ -45,7 +44,8 @@ class VisionLanguageModel(nn.Module, GenerationMixin):
             raise InputError("lm_use_tokens=true makes the decoder read ids; with images it must read embeddings")
         if not -1 <= image_token_id < cfg.lm_vocab_size:
             raise InputError(f"image_token_id={image_token_id} is outside lm_vocab_size={cfg.lm_vocab_size}")
-        self.cfg, self.image_token_id = cfg, image_token_id
+        self.cfg = cfg
+        self.image_token_id = image_token_id
         self.tokenizer_json: str | None = None  # the text of tokenizer.json, for save_pretrained
         self.vision_encoder = VisionTransformer(cfg)
         self.MP = ModalityProjector(cfg)
@@ -183,15 +183,14 @@ def load_model(
 ) -> VisionLanguageModel:
     """The model in a local folder, in eval mode; for callers that have read its config and tokenizer already."""
     path = Path(folder) / CONFIG
-    if cfg.format is not None:
-        cfg.format.check_image_token_id(image_token_id, Path(folder))
+    format_of(cfg).check_image_token_id(image_token_id, Path(folder))
     try:
         model = empty_model(cfg, image_token_id)
     except InputError as error:
         raise CheckpointError(f"{path}: {error}") from None
     except RuntimeError:  # more bytes than 64 bits can count
-        names = ("vit_hidden_dim", "vit_inter_dim", "vit_patch_size", "lm_hidden_dim", "lm_inter_dim", "lm_vocab_size")
-        sizes = ", ".join(f"{name}={getattr(cfg, name)}" for name in names)
+        names = "vit_hidden_dim vit_inter_dim vit_patch_size lm_hidden_dim lm_inter_dim lm_vocab_size"
+        sizes = ", ".join(f"{name}={getattr(cfg, name)}" for name in names.split())
         raise CheckpointError(f"{path}: a model of {sizes} is larger than any memory; correct the sizes") from None
     model.load_state_dict(read_weights(folder, cfg, model.state_dict(), dtype=dtype, device=device), assign=True)
     model.decoder.tie_weights()

@@ -10,39 +10,25 @@ __all__ = ["LLAMA_CONFIG", "LLAMA_ONLY", "NANOVLM", "SIGLIP_CONFIG", "SIGLIP_ONL
 
 # Our field -> their key, and its default in transformers.
 SIGLIP_CONFIG = {
-    "vit_hidden_dim": ("hidden_size", 768),
-    "vit_inter_dim": ("intermediate_size", 3072),
-    "vit_patch_size": ("patch_size", 16),
-    "vit_img_size": ("image_size", 224),
-    "vit_n_heads": ("num_attention_heads", 12),
-    "vit_n_blocks": ("num_hidden_layers", 12),
+    "vit_hidden_dim": ("hidden_size", 768), "vit_inter_dim": ("intermediate_size", 3072),
+    "vit_patch_size": ("patch_size", 16), "vit_img_size": ("image_size", 224),
+    "vit_n_heads": ("num_attention_heads", 12), "vit_n_blocks": ("num_hidden_layers", 12),
     "vit_ln_eps": ("layer_norm_eps", 1e-6),
-}
+}  # fmt: skip
 LLAMA_CONFIG = {
-    "lm_hidden_dim": ("hidden_size", 4096),
-    "lm_inter_dim": ("intermediate_size", 11008),
-    "lm_rms_eps": ("rms_norm_eps", 1e-6),
-    "lm_max_position_embeddings": ("max_position_embeddings", 2048),
-    "lm_base_vocab_size": ("vocab_size", 32000),
-    "lm_n_heads": ("num_attention_heads", 32),
-    "lm_n_blocks": ("num_hidden_layers", 32),
-    "lm_tie_weights": ("tie_word_embeddings", False),
-}
+    "lm_hidden_dim": ("hidden_size", 4096), "lm_inter_dim": ("intermediate_size", 11008),
+    "lm_n_heads": ("num_attention_heads", 32), "lm_n_blocks": ("num_hidden_layers", 32),
+    "lm_rms_eps": ("rms_norm_eps", 1e-6), "lm_max_position_embeddings": ("max_position_embeddings", 2048),
+    "lm_base_vocab_size": ("vocab_size", 32000), "lm_tie_weights": ("tie_word_embeddings", False),
+}  # fmt: skip
 
 # Their key -> the only value with which our modules compute the same.
 SIGLIP_ONLY = {"hidden_act": "gelu_pytorch_tanh", "num_channels": 3, "quantization_config": None}
 LLAMA_ONLY = {
-    "model_type": "llama",
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "sliding_window": None,
-    "rope_interleaved": False,
-    "partial_rotary_factor": 1,
-    "quantization_config": None,
-    "qk_layer_norms": False,
+    "model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "sliding_window": None,
+    "rope_interleaved": False, "partial_rotary_factor": 1, "quantization_config": None, "qk_layer_norms": False,
     "use_resampler": False,
-}
+}  # fmt: skip
 
 
 def llama_settings(where: str, raw: Any) -> dict:

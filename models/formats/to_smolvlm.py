@@ -65,32 +65,18 @@ def smolvlm_config(cfg: VLMConfig, image_token_id: int, eos_token_id: int) -> di
         {theirs: getattr(cfg, ours) for ours, (theirs, _) in names.items()} for names in (SIGLIP_CONFIG, LLAMA_CONFIG)
     )
     return {
-        "architectures": ["SmolVLMForConditionalGeneration"],
-        "model_type": "smolvlm",
+        "architectures": ["SmolVLMForConditionalGeneration"], "model_type": "smolvlm", **ends,
         "image_token_id": cfg.lm_vocab_size if image_token_id < 0 else image_token_id,
-        "scale_factor": cfg.mp_pixel_shuffle_factor,
-        "tie_word_embeddings": cfg.lm_tie_weights,
-        **ends,
+        "scale_factor": cfg.mp_pixel_shuffle_factor, "tie_word_embeddings": cfg.lm_tie_weights,
         "text_config": {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            **text,
-            "num_key_value_heads": cfg.lm_n_kv_heads,
-            "head_dim": cfg.lm_head_dim,
-            "hidden_act": "silu",
-            "rope_theta": cfg.lm_re_base,
-            "vocab_size": cfg.lm_vocab_size,
-            "attention_bias": False,
-            "mlp_bias": False,
-            **ends,
+            "architectures": ["LlamaForCausalLM"], "model_type": "llama", **ends,
+            **text, "num_key_value_heads": cfg.lm_n_kv_heads, "head_dim": cfg.lm_head_dim, "hidden_act": "silu",
+            "rope_theta": cfg.lm_re_base, "vocab_size": cfg.lm_vocab_size, "attention_bias": False, "mlp_bias": False,
         },
         "vision_config": {
-            "model_type": "smolvlm_vision",
-            **vision,
-            "num_channels": 3,
-            "hidden_act": "gelu_pytorch_tanh",
+            "model_type": "smolvlm_vision", **vision, "num_channels": 3, "hidden_act": "gelu_pytorch_tanh",
         },
-    }
+    }  # fmt: skip
 
 
 def smolvlm_settings(
@@ -101,14 +87,10 @@ def smolvlm_settings(
     images are the settings of the image processor that differ from `image_processor_settings`.
     """
     tokenizer: dict[str, Any] = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_input_names": MODEL_INPUT_NAMES,
-        "eos_token": end,
-        "pad_token": end,
-        "padding_side": "left",
+        "tokenizer_class": "PreTrainedTokenizerFast", "model_input_names": MODEL_INPUT_NAMES,
+        "eos_token": end, "pad_token": end, "padding_side": "left", "clean_up_tokenization_spaces": False,
         "model_max_length": cfg.lm_max_position_embeddings,
-        "clean_up_tokenization_spaces": False,
-    }
+    }  # fmt: skip
     objects = {
         CONFIG: smolvlm_config(cfg, image_token_id, end_id),
         GENERATION: {"eos_token_id": end_id, "pad_token_id": end_id},

@@ -91,17 +91,11 @@ def export_notes(cfg: VLMConfig) -> list[str]:
     """Notes for a user of the exported folder, one sentence each: of the layout of prompts, and of patches."""
     if format_of(cfg).for_transformers:
         return []
-    scaled = "its images, scaled to [-1, 1] (times 2 minus 1)"
-    if not cfg.special_tokens:
-        note = (
-            "no processor is exported: build ids as `Question: ... Answer:` and pass inputs_embeds, the image's "
-            f"{cfg.mp_image_token_length} embeddings first and then those of the ids; pixels are scaled to [-1, 1]"
-        )
-    elif not layout_of(cfg).has_processor:
-        note = (
-            f"no processor is exported, as transformers has none for format {cfg.format_version}: pass the ids of "
-            f"nanovlm.processing.processor.Processor and {scaled}"
-        )
+    ours = "the ids of nanovlm.processing.processor.Processor and its images, scaled to [-1, 1] (times 2 minus 1)"
+    if not layout_of(cfg).has_processor:
+        note = f"no processor is exported, as transformers has none for format {cfg.format_version}: pass {ours}"
+        if not cfg.special_tokens:
+            note += f"; as inputs_embeds, the image's {cfg.mp_image_token_length} first, without the ids of -1"
     else:
         note = (
             "transformers' processor resizes each image, which must be upright and RGB on white, to one image of "
@@ -110,10 +104,7 @@ def export_notes(cfg: VLMConfig) -> list[str]:
         if cfg.max_img_size is None or cfg.max_img_size <= cfg.vit_img_size:
             note += "; programs that write SmolVLM's own tokens around an image, as llama.cpp does, find none here"
         else:
-            note += (
-                f", without this model's tiles of up to {cfg.max_img_size}: for these pass the ids of "
-                f"nanovlm.processing.processor.Processor and {scaled}"
-            )
+            note += f", without this model's tiles of up to {cfg.max_img_size}: for these pass {ours}"
     if not cfg.vit_grid & (cfg.vit_grid - 1):  # a power of two
         return [note]
     return [

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from models.checkpoint import load_config, save_checkpoint
+from models.checkpoint import load_config
 from models.config import extra_tokens
 from models.errors import CheckpointError, InputError
 from models.formats.backbones import find_backbones, from_backbones
@@ -230,22 +230,29 @@ def test_what_makes_no_model_is_one_line(copies, damage, changes, words):
     assert words in str(error.value) and "\n" not in str(error.value), error.value
 
 
-def test_backbones_with_a_tokenizer_make_a_model_folder(tmp_path, pair):
-    """One call makes model and tokenizer, one writes them; generate.py's door opens it without the backbones."""
-    vocabulary = 601
-    llama(vocab_size=vocabulary, max_position_embeddings=1024).save_pretrained(tmp_path / "llama")
-    shutil.copy(EMBEDDED / "tokenizer.json", tmp_path / "llama")  # knows two of the extra tokens already
-    captioner = Captioner.from_backbones(pair[0], tmp_path / "llama", **FOLD)
-    tokenizer = captioner.tokenizer
-    assert captioner.model.image_token_id == tokenizer.image_token_id == 599
+def test_the_documented_call_makes_a_model_folder_with_a_tokenizer(tmp_path, monkeypatch):
+    """The page's Hub ids are folders here: snapshot_path takes a folder first. The backbones are not needed after."""
+    page = ROOT / "docs/python.md"
+    blocks = re.findall(r"```py\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    (block,) = (block for block in blocks if "from_backbones" in block)
+    vision, language = re.findall(r'"([\w-]+/[\w.-]*\d[\w.-]*)"', block)
+    monkeypatch.chdir(tmp_path)
+    siglip().save_pretrained(vision)
+    llama(vocab_size=601, max_position_embeddings=1024).save_pretrained(language)
+    shutil.copy(EMBEDDED / "tokenizer.json", language)  # knows two of the extra tokens already
+    exec(block, {})
+    cfg = load_config(tmp_path / "out" / "new")
+    assert (cfg.vit_model_type, cfg.lm_tokenizer, cfg.mp_pixel_shuffle_factor) == (vision, language, 4)
+    made = Captioner.from_backbones(vision, language, **FOLD)
+    tokenizer = made.tokenizer
+    assert made.model.image_token_id == tokenizer.image_token_id == 599
     assert [tokenizer.special_id(f"<row_1_col_{i}>") for i in (1, 2)] == [601, 602]
-    assert len(tokenizer) == 601 + 64 <= captioner.model.cfg.lm_vocab_size
-
-    save_checkpoint(tmp_path / "model", captioner.model, tokenizer.to_json())
-    shutil.rmtree(tmp_path / "llama")
-    again = Captioner.from_pretrained(tmp_path / "model", "cpu", "float32")
-    assert again.caption(SAMPLE, max_new_tokens=8) == captioner.caption(SAMPLE, max_new_tokens=8)
-    assert again.model.cfg == captioner.model.cfg
+    assert len(tokenizer) == 601 + 64 <= made.model.cfg.lm_vocab_size
+    made.save_pretrained("mine")
+    shutil.rmtree(language)
+    again = Captioner.from_pretrained("mine", "cpu", "float32")
+    assert again.model.cfg == made.model.cfg
+    assert again.caption(SAMPLE, max_new_tokens=8) == made.caption(SAMPLE, max_new_tokens=8)
 
 
 def test_each_backbone_is_read_at_its_revision(hub, pair, copies):
@@ -272,18 +279,3 @@ def test_without_a_tokenizer_the_image_token_follows_the_base_vocabulary(pair):
     model = from_backbones(*pair, dtype=torch.bfloat16, vlm_extra_tokens=tokens, max_img_size=16, **FOLD)
     assert (model.image_token_id, model.cfg.lm_vocab_size) == (40, 42)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
-
-
-def test_the_documented_call_starts_a_model_from_backbones(tmp_path, monkeypatch):
-    """The page's Hub ids are folders here: snapshot_path takes a folder first."""
-    page = ROOT / "docs/python.md"
-    blocks = re.findall(r"```py\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
-    (block,) = (block for block in blocks if "from_backbones" in block)
-    vision, language = re.findall(r'"([\w-]+/[\w.-]*\d[\w.-]*)"', block)
-    monkeypatch.chdir(tmp_path)
-    siglip().save_pretrained(vision)
-    llama(vocab_size=601).save_pretrained(language)
-    shutil.copy(EMBEDDED / "tokenizer.json", language)
-    exec(block, {})
-    cfg = load_config(tmp_path / "out" / "new")
-    assert (cfg.vit_model_type, cfg.lm_tokenizer, cfg.mp_pixel_shuffle_factor) == (vision, language, 4)

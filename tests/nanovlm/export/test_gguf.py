@@ -1,9 +1,10 @@
-"""GGUF files of a SmolVLM-layout model: read back by the gguf package, and run by llama.cpp where it is installed."""
+"""GGUF files of a SmolVLM-layout model, read by the gguf package, and by llama.cpp's tokenizer where it is installed.
 
-import base64
+tests/eval/peers/test_engines.py holds llama.cpp's logits and embeddings of images to ours.
+"""
+
 import ctypes
 import importlib.util
-import io
 import json
 import sys
 from dataclasses import replace
@@ -17,10 +18,9 @@ from models.formats.visionpsy import VisionPsy
 from models.vision_language_model import VisionLanguageModel
 from nanovlm import Captioner
 from nanovlm.cli.main import main
-from nanovlm.data.examples import Example, collate, encode
 from nanovlm.errors import CheckpointError, InputError
 from nanovlm.processing.convert import convert_layout
-from nanovlm.synthetic import caption, draw, random_scene
+from nanovlm.synthetic import draw, random_scene
 from support.smolvlm import write_folder
 
 pytestmark = pytest.mark.full
@@ -37,7 +37,6 @@ from nanovlm.export.gguf import (  # noqa: E402 - it needs the package
 )
 
 needs_llama_cpp = pytest.mark.skipif(not importlib.util.find_spec("llama_cpp"), reason="needs llama_cpp")
-SIZES = [(128, 96), (200, 150), (64, 48), (640, 480), (90, 160), (48, 85), (270, 480)]  # all of 12 tiles
 PROMPT = "Describe it."
 TYPE_ERRORS = {"f32": 0, "f16": 1e-3, "bf16": 1e-2, "q8_0": 1e-2, "q4_0": 0.13}  # of a weight, as a part of the largest
 
@@ -101,23 +100,17 @@ def test_the_files_say_sizes_and_how_images_are_prepared(exported):
 def test_the_tokenizer_is_complete(captioner, exported):
     (fields, _), _ = exported
     backend = captioner.tokenizer.backend
-    tokens = {name.removeprefix("tokenizer."): value for name, value in fields.items() if name.startswith("tokenizer.")}
-    n = backend.get_vocab_size()
-    assert tokens["ggml.tokens"][:n] == [backend.id_to_token(id) for id in range(n)]
-    assert tokens["ggml.tokens"][n:] == [f"[PAD{id}]" for id in range(n, 400)]
-    kinds = dict(zip(tokens["ggml.tokens"], tokens["ggml.token_type"], strict=True))
+    n, found = backend.get_vocab_size(), {name.removeprefix("tokenizer."): value for name, value in fields.items()}
+    assert found["ggml.tokens"] == [*map(backend.id_to_token, range(n)), *(f"[PAD{id}]" for id in range(n, 400))]
+    kinds = dict(zip(found["ggml.tokens"], found["ggml.token_type"], strict=True))
     assert kinds["<image>"] == kinds["<end_of_utterance>"] == kinds["<row_1_col_1>"] == gguf.TokenType.CONTROL
     assert kinds["a"] == gguf.TokenType.NORMAL and kinds["[PAD399]"] == gguf.TokenType.UNUSED
     merges = json.loads(backend.to_str())["model"]["merges"]
-    assert [tuple(merge.split(" ")) for merge in tokens["ggml.merges"]] == [tuple(pair) for pair in merges]
-    assert tokens["ggml.model"] == "gpt2" and tokens["ggml.pre"] == "smollm"
-    assert tokens["ggml.add_bos_token"] is False
-    ids = {kind: tokens[f"ggml.{kind}_token_id"] for kind in ("bos", "eos", "padding")}
-    assert ids == {"bos": 1, "eos": backend.token_to_id("<end_of_utterance>"), "padding": 2}
-    assert "<end_of_utterance>" in tokens["chat_template"]
-
-
-ANGLES = torch.arange(4) * 0.3 + 0.1  # of the pairs of channels of a head
+    assert found["ggml.merges"] == [" ".join(pair) for pair in merges]
+    assert (found["ggml.model"], found["ggml.pre"], found["ggml.add_bos_token"]) == ("gpt2", "smollm", False)
+    ids = [found[f"ggml.{kind}_token_id"] for kind in ("bos", "eos", "padding")]
+    assert ids == [1, backend.token_to_id("<end_of_utterance>"), 2]
+    assert "<end_of_utterance>" in found["chat_template"]
 
 
 @pytest.mark.parametrize("kind", ["untied", "tied", "folded"])
@@ -143,22 +136,10 @@ def test_every_weight_has_one_name_and_positions_are_in_the_order_of_patches(tmp
     assert torch.equal(vision["v.position_embd.weight"], embedding.position_embedding[0]) is (kind != "folded")
 
 
-def rotate_halves(x):
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat([a * ANGLES.cos() - b * ANGLES.sin(), b * ANGLES.cos() + a * ANGLES.sin()], dim=-1)
-
-
-def rotate_neighbors(x):
-    a, b = x[..., ::2], x[..., 1::2]
-    return torch.stack([a * ANGLES.cos() - b * ANGLES.sin(), b * ANGLES.cos() + a * ANGLES.sin()], dim=-1).flatten(-2)
-
-
-def test_llama_cpp_rotates_reordered_channels_as_we_rotate_ours():
-    q, k = torch.randn(2, 3 * 8, 5, generator=torch.Generator().manual_seed(0))  # 3 heads of 8 channels
-    x, y = torch.randn(2, 5, generator=torch.Generator().manual_seed(1))
-    ours = (rotate_halves((q @ x).view(3, 8)) * (k @ y).view(3, 8)).sum(-1)
-    q, k = to_llama_rope(q, 3), to_llama_rope(k, 3)
-    torch.testing.assert_close((rotate_neighbors((q @ x).view(3, 8)) * (k @ y).view(3, 8)).sum(-1), ours)
+def test_channels_that_llama_cpp_rotates_together_are_neighbors():
+    """Here channels i and i + D/2 of a head are rotated together."""
+    rows = torch.arange(3 * 8).view(-1, 1)  # of 3 heads of 8 channels
+    assert torch.equal(to_llama_rope(rows, 3).view(3, 4, 2), rows.view(3, 2, 4).mT)
 
 
 @pytest.mark.parametrize("gguf_type", GGUF_TYPES)
@@ -311,63 +292,3 @@ def test_llama_cpp_writes_the_same_prompts(captioner, embedded, tmp_path, model)
         expected, _ = captioner.prepare(images, prompts[i % len(prompts)])
         with engine.tokenized(images, prompts[i % len(prompts)]) as chunks:
             assert token_ids(engine, chunks, captioner.tokenizer.image_token_id) == expected
-
-
-def memorize(captioner, images, answers, steps=200):
-    """Train until the model knows the answers by heart."""
-    model, examples = captioner.model.train().requires_grad_(), zip(images, answers, strict=True)
-    rows = [encode(Example([image], [(PROMPT, answer)]), captioner.processor) for image, answer in examples]
-    batch, optimizer = collate(rows), torch.optim.AdamW(model.parameters(), 3e-3)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        model(**batch)[1].backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-    model.eval()
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """A model that tells 20 images apart, with the images and the beginnings of their captions."""
-    write_folder(folder := tmp_path_factory.mktemp("trained") / "tiny-vlm", text=TEXT, vision=VISION)
-    captioner = Captioner.from_pretrained(folder, "cpu", "float32")
-    scenes = [random_scene(Random(i)) for i in range(20)]
-    images = [draw(scene, *SIZES[i % len(SIZES)]) for i, scene in enumerate(scenes)]
-    answers = [f"{i}. " + " ".join(caption(scene).split()[:5]) for i, scene in enumerate(scenes)]
-    memorize(captioner, images, answers)
-    captioner.save_pretrained(folder)
-    captioner = Captioner.from_pretrained(folder, "cpu", "float32")
-    assert [captioner.caption(image, PROMPT) for image in images] == answers
-    return captioner, images, answers
-
-
-@pytest.mark.slow
-@needs_llama_cpp
-@pytest.mark.parametrize("gguf_type", [name for name in GGUF_TYPES if name != "q4_0"])
-def test_llama_cpp_captions_20_images_with_the_same_text(trained, tmp_path, gguf_type):
-    from eval.peers.llama_cpp_engine import LlamaCppEngine
-
-    captioner, images, answers = trained
-    engine = LlamaCppEngine(captioner, gguf_type, tmp_path)
-    ids = [engine.caption(image, PROMPT) for image in images]
-    assert [captioner.tokenizer.decode(answer).strip() for answer in ids] == answers
-
-
-@pytest.mark.slow
-@needs_llama_cpp
-def test_the_chat_handler_of_llama_cpp_python_needs_no_settings(trained, tmp_path):
-    """Its prompt comes from the chat template in the file, its pixels from a PNG."""
-    import llama_cpp
-    from llama_cpp.llama_chat_format import MTMDChatHandler
-
-    captioner, images, answers = trained
-    text, mmproj = export_gguf(captioner, tmp_path, "tiny-vlm")
-    handler = MTMDChatHandler(clip_model_path=str(mmproj), verbose=False)
-    model = llama_cpp.Llama(str(text), chat_handler=handler, n_ctx=1024, verbose=False)
-    for image, answer in list(zip(images, answers, strict=True))[:3]:
-        image.save(file := io.BytesIO(), "PNG")
-        url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
-        content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": PROMPT}]
-        chat = model.create_chat_completion([{"role": "user", "content": content}], temperature=0, repeat_penalty=1.0)
-        assert chat["choices"][0]["message"]["content"].strip() == answer
-    model.close()

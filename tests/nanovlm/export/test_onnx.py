@@ -6,8 +6,7 @@ import sys
 import numpy as np
 import pytest
 
-from nanovlm import EMBEDDED, Captioner
-from nanovlm.cli import main as cli
+from nanovlm import Captioner
 from nanovlm.errors import InputError, MissingExtraError
 from nanovlm.export.onnx import check_onnx_extra, export_onnx
 from nanovlm.export.transformers import export_smolvlm
@@ -33,21 +32,10 @@ def test_the_settings_that_transformers_js_reads_are_there(onnx_folder):
     assert tokenizer_config["chat_template"] == (onnx_folder / "chat_template.jinja").read_text()
 
 
-@pytest.mark.slow
-def test_config_tells_transformers_js_about_second_files(tmp_path, embedded, monkeypatch):
-    monkeypatch.setattr("nanovlm.export.onnx.MAX_FILE_BYTES", 5_000_000)
-    export_smolvlm(embedded, tmp_path)
-    export_onnx(embedded, tmp_path)
-    assert transformers_js_config(tmp_path)["use_external_data_format"] == {"decoder_model_merged.onnx": 1}
-    assert (tmp_path / "onnx" / "decoder_model_merged.onnx_data").exists()
-
-
-@pytest.fixture(scope="module", params=["SmolVLM", pytest.param("Idefics3", marks=pytest.mark.slow)])
-def smolvlm(request, tmp_path_factory):
-    """A random model written by transformers, its processor, and its graphs. Idefics3's rounding moves some patches."""
-    folder = tmp_path_factory.mktemp("smolvlm")
-    sizes = {"image_size": 76, "scale_factor": 1, "longest_edge": 152} if request.param == "Idefics3" else {}
-    theirs, processor = write_folder(folder, request.param, **sizes)
+@pytest.fixture(scope="module")
+def smolvlm(tmp_path_factory):
+    """A random model written by transformers, its processor, and its graphs."""
+    theirs, processor = write_folder(folder := tmp_path_factory.mktemp("smolvlm"))
     captioner = Captioner.from_pretrained(folder, "cpu", "float32")
     export_smolvlm(captioner, out := folder / "out")
     export_onnx(captioner, out)
@@ -80,11 +68,6 @@ def test_transformers_js_and_the_other_readers_find_a_smolvlms_settings(smolvlm)
     assert Captioner.from_pretrained(folder, "cpu", "float32").model.cfg.format_name == "smolvlm"
     again = type(processor).from_pretrained(folder)
     assert again.chat_template == processor.chat_template == again.tokenizer.chat_template
-
-
-def test_onnx_dtype_without_onnx_is_one_error_line(tmp_path, capsys):
-    assert cli.main(["export", str(EMBEDDED), "--out", str(tmp_path / "out"), "--onnx-dtype", "int8"]) == 2
-    assert capsys.readouterr().err == "nanovlm export: --onnx-dtype needs --onnx\n"
 
 
 def test_a_model_without_weights_to_export_leaves_no_folder(tmp_path):
