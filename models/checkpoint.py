@@ -29,6 +29,7 @@ INDEX = "model.safetensors.index.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 # Without this in tokenizer_config.json, transformers 4 adds token_type_ids, which no model here takes.
 MODEL_INPUT_NAMES = ["input_ids", "attention_mask"]
+MAX_MAPPED_TENSORS = 8  # of one mapping of the file
 NO_IMAGE_TOKEN = -1  # nanoVLM v0.1 has no token for images
 HEAD, EMBEDDING = "decoder.head.weight", "decoder.token_embedding.weight"
 TIED = (EMBEDDING, HEAD)  # one tensor if lm_tie_weights
@@ -339,27 +340,40 @@ def read_state_dict(
     files = weight_files(Path(folder))
     path = files[0] if len(files) == 1 else Path(folder)
     state = {}
-    with ExitStack() as stack:  # all files stay open, so that none of them can be replaced in between
-        found: dict[str, tuple[Any, str]] = {}
-        for file in files:
-            handle = stack.enter_context(opened(file))
+    with ExitStack() as stack:
+        found: dict[str, tuple[Path, str]] = {}
+        handles = {file: stack.enter_context(opened(file)) for file in files}
+        stats = {file: os.stat(file) for file in files}
+        for file, handle in handles.items():
             stored = [*handle.keys()]
-            found |= {name: (handle, theirs) for theirs in stored if (name := rename(theirs)) is not None}
+            found |= {name: (file, theirs) for theirs in stored if (name := rename(theirs)) is not None}
         if tied and tied[0] in found:
             embedding = found.pop(tied[0])
             head = found.setdefault(tied[1], embedding)
-            if not torch.equal(*(handle.get_tensor(theirs) for handle, theirs in (embedding, head))):
+            if not torch.equal(*(handles[file].get_tensor(theirs) for file, theirs in (embedding, head))):
                 raise CheckpointError(f"{path}: {CONFIG} ties {embedding[1]} and {head[1]}, but they differ")
-        _check_names(path, wanted, found)
-        for name in wanted:
-            handle, theirs = found[name]
-            tensor = handle.get_tensor(theirs)
-            if reason := why_unusable(tensor, dtype):
-                raise CheckpointError(f"{path}: {name} {reason}")
-            state[name] = tensor.to(device, dtype)
+        _check_names(path, wanted, {name: (handles[file], theirs) for name, (file, theirs) in found.items()})
+        names = sorted(wanted, key=lambda name: name.split(".")[::-1])  # equal kinds are mapped and released together
+        for start in range(0, len(names), MAX_MAPPED_TENSORS):
+            for name, tensor in _mapped({name: found[name] for name in names[start:][:MAX_MAPPED_TENSORS]}, stats):
+                if reason := why_unusable(tensor, dtype):
+                    raise CheckpointError(f"{path}: {name} {reason}")
+                state[name] = tensor.to(device, dtype)
     if tied:
         state[tied[0]] = state[tied[1]]
     return state
+
+
+def _mapped(tensors: Mapping[str, tuple[Path, str]], stats: Mapping[Path, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Yield names and tensors by file and name there, in mappings of their own: pages stay while a mapping lives."""
+    with ExitStack() as stack:
+        handles: dict[Path, Any] = {}
+        for name, (file, theirs) in tensors.items():
+            if file not in handles:
+                handles[file] = stack.enter_context(opened(file))
+                if not os.path.samestat(os.stat(file), stats[file]):
+                    raise CheckpointError(f"{file} was replaced while it was read; try again")
+            yield name, handles[file].get_tensor(theirs)
 
 
 def _check_names(path: Path, wanted: Shapes, found: Mapping[str, tuple[Any, str]]) -> None:
