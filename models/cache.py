@@ -67,16 +67,6 @@ class PrefillState:
     def length(self) -> int:
         return self.kv_cache[0].length
 
-    @property
-    def bytes_used(self) -> int:
-        """Bytes of the keys and values of all tokens."""
-        return sum(kv.bytes_used for kv in self.kv_cache)
-
-    @property
-    def bytes_allocated(self) -> int:
-        """Bytes of the memory behind them, unused capacity included."""
-        return storage_bytes(tensor for kv in self.kv_cache for tensor in (kv.key, kv.value))
-
     def first(self, n: int) -> "PrefillState":
         """The first n positions."""
         if n == self.length:
