@@ -418,7 +418,8 @@ def write_checkpoint_files(
     dtype is that of the stored weights; None keeps the model's. tokenizer is the text of tokenizer.json; None writes no
     tokenizer. home is the folder's final path, by which a config.json may say where the tokenizer is.
     """
-    cfg, format = model.cfg, format_of(model.cfg)
+    cfg = model.cfg
+    format = format_of(cfg)
     state = {name: tensor.detach().to("cpu", dtype) for name, tensor in model.state_dict().items()}
     texts = format.texts(cfg, state[HEAD].dtype, tokenizer, home)
     for name, text in (texts | ({} if tokenizer is None else {TOKENIZER: tokenizer})).items():

@@ -141,7 +141,8 @@ class TokenSampler:
 
     def _penalize(self, logits: Tensor) -> Tensor:
         """Logits after repetition, frequency and presence penalty."""
-        sampling, (rows, vocabulary) = self.sampling, logits.shape
+        sampling = self.sampling
+        rows, vocabulary = logits.shape
         if self._counts is None or self._seen is None:
             self._counts = torch.zeros_like(logits, dtype=torch.float32)
             seen = logits.new_zeros(rows, vocabulary + 1, dtype=torch.bool)  # the last column is that of negative ids
@@ -302,7 +303,8 @@ class GenerationMixin(ABC):
             if n_samples > 1:
                 logits, state = logits[rows], state.rows(rows)
         else:
-            embeds, mask = self.embed(input_ids, images)[rows], None if attention_mask is None else attention_mask[rows]
+            embeds = self.embed(input_ids, images)[rows]
+            mask = None if attention_mask is None else attention_mask[rows]
             logits, _ = self.prefill_embeds(embeds, mask)
 
         def step(ids: Tensor) -> Tensor:

@@ -118,7 +118,8 @@ class SmolVLM(Format):
 
     @classmethod
     def read_config(cls, raw: dict, files: Mapping[str, str]) -> VLMConfig:
-        vision, text = raw.get("vision_config", {}), raw.get("text_config", {})
+        vision = raw.get("vision_config", {})
+        text = raw.get("text_config", {})
         fields = settings("vision_config", vision, SIGLIP_ONLY, SIGLIP_CONFIG, VISION_DEFAULTS)
         if vision.get("model_type") not in VISION_TYPES:
             raise CheckpointError(f"vision_config: model_type={vision['model_type']!r} is none of {VISION_TYPES[1:]}")

@@ -137,7 +137,8 @@ def to_smolvlm_layout(
     New tokens begin as those that they replace, others as N(0, 0.02), drawn from torch's global generator. Shares
     memory with the given model.
     """
-    old, image_token_id = model.cfg, token_ids[TOKENS["image_token"]]
+    old = model.cfg
+    image_token_id = token_ids[TOKENS["image_token"]]
     images = {"size": {"longest_edge": longest_edge}}
     files = smolvlm_settings(old, image_token_id, END_TOKEN, token_ids[END_TOKEN], TOKENS, images)
     config = files.pop(CONFIG)

@@ -114,8 +114,10 @@ def check_llama_cpp_can_run(cfg: VLMConfig, tokenizer: Tokenizer) -> SmolVLM:
             f"this model has {cfg.format_name}'s layout of tiles and image tokens, which llama.cpp does not write; "
             "train a model of SmolVLM's layout to export it as GGUF"
         )
-    edge, scale = settings.longest_edge or 0, cfg.mp_pixel_shuffle_factor
-    fake, whole = TOKENS["fake_image_token"], TOKENS["global_image_token"]
+    edge = settings.longest_edge or 0
+    scale = cfg.mp_pixel_shuffle_factor
+    fake = TOKENS["fake_image_token"]
+    whole = TOKENS["global_image_token"]
     for key, value, is_supported, only in (
         ("do_image_splitting", settings.split, settings.split, "true"),
         ("size.longest_edge", edge, tile < edge <= MAX_SIDE and edge % tile == 0, f"2, 3, ... tiles of {tile} pixels"),

@@ -53,11 +53,14 @@ def export_smolvlm(captioner: Captioner, folder: str | Path) -> None:
     SmolVLM's layout already is written with the files that it was read with. InputError for a model that SmolVLM
     cannot express.
     """
-    model, tokenizer, cfg = captioner.model, captioner.tokenizer, captioner.model.cfg
+    cfg = captioner.model.cfg
+    tokenizer = captioner.tokenizer
     if isinstance(cfg.format, SmolVLM):
         captioner.save_pretrained(folder)
         return remove_stale(Path(folder), cfg.format.files)
-    raw, tokens, texts = json.loads(tokenizer.to_json()), None, {}
+    raw = json.loads(tokenizer.to_json())
+    tokens = None
+    texts = {}
     if layout_of(cfg).has_processor:
         raw["post_processor"] = None  # our template writes all tokens; their processor would add its own
         texts[TEMPLATE] = chat_template(cfg)
@@ -68,7 +71,7 @@ def export_smolvlm(captioner: Captioner, folder: str | Path) -> None:
     texts |= {name: json.dumps(settings, indent=2) + "\n" for name, settings in objects.items()}
     texts[TOKENIZER] = json.dumps(raw, ensure_ascii=False)
     with atomic_dir(folder) as new:
-        tensors = {name: tensor.contiguous() for name, tensor in smolvlm_tensors(model).items()}
+        tensors = {name: tensor.contiguous() for name, tensor in smolvlm_tensors(captioner.model).items()}
         save_file(tensors, new / WEIGHTS, {"format": "pt"})
         for name, text in texts.items():
             (new / name).write_text(text, encoding="utf-8")
