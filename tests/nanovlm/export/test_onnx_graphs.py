@@ -8,7 +8,6 @@ import torch
 
 from models.attention import attention
 from models.errors import InputError
-from nanovlm.export import onnx as convert
 from nanovlm.export.onnx import write_onnx
 from support import Package
 from support.onnx import NAMES, OnnxModel, image_inputs, onnxruntime_graphs, openvino_graphs
@@ -150,18 +149,6 @@ def test_float16_is_half_as_large_and_close(tmp_path, model, batch):
     assert relative_error(smaller, model, batch) < 0.005
 
 
-def test_a_prompt_may_come_in_parts(ours, model, batch):
-    """Several new tokens on a past of several, as a chat's second turn."""
-    ids, mask, images = batch
-    embeds = ours.embed(ids.numpy(), image_inputs(images.numpy(), [3, 1]))
-    positions, cache = np.maximum(mask.numpy().cumsum(1) - 1, 0), ours.empty_cache(2)
-    for start, stop in ((0, 14), (14, ids.size(1))):
-        new = embeds[:, start:stop], mask.numpy()[:, :stop], positions[:, start:stop]
-        logits, cache = ours.forward(*new, cache)
-    expected = model(ids, images, mask)[0][:, 14:].detach().numpy()
-    np.testing.assert_allclose(logits, expected, atol=1e-4, rtol=1e-4)
-
-
 def test_the_model_cards_loop_gives_the_same_ids(ours, model, batch):
     """It counts positions from 1 and passes a mask of the new token alone; without padding both make no difference."""
     ids, _, images = batch
@@ -186,16 +173,6 @@ def test_a_model_in_bfloat16_leaves_with_its_own_values_and_nothing_else_changes
     assert (root.handlers, root.level) == (handlers, level) and capfd.readouterr() == ("", "")
     exported = OnnxModel(onnxruntime_graphs(tmp_path), half.cfg, half.image_token_id)
     assert_same_generation(exported, half.float().eval(), batch)
-
-
-@pytest.mark.slow
-def test_weights_too_large_for_one_file_go_beside_it(tmp_path, model, batch, monkeypatch):
-    monkeypatch.setattr(convert, "MAX_FILE_BYTES", 512)
-    write_onnx(model, tmp_path, ["float32", "int8"])
-    files = {f"{name}{suffix}.onnx{data}" for name in NAMES for suffix in ("", "_quantized") for data in ("", "_data")}
-    assert {path.name for path in tmp_path.iterdir()} == files
-    assert_same_generation(OnnxModel(onnxruntime_graphs(tmp_path), model.cfg, model.image_token_id), model, batch)
-    onnxruntime_graphs(tmp_path, "_quantized")
 
 
 def test_other_types_are_refused(tmp_path, model):
