@@ -274,6 +274,14 @@ def test_an_output_folder_is_checked_before_the_work(tmp_path):
             check_output_folder(folder, n)
 
 
+@pytest.mark.parametrize(
+    ("name", "found"), [("some/tokenizer", "some/tokenizer"), ("gpt2", "gpt2"), ("none", "HOME"), (".", "HOME")]
+)
+def test_config_says_where_stock_nanovlm_finds_the_tokenizer(tmp_path, tiny_model, name, found):
+    checkpoint.write_checkpoint_files(tmp_path, tiny_model(lm_tokenizer=name), "{}", home="HOME")
+    assert json.loads((tmp_path / "config.json").read_text())["lm_tokenizer"] == found
+
+
 # ----------------------------------------------------------------------------------------------------------- the Hub
 
 
