@@ -71,12 +71,16 @@ def test_a_chunked_prefill_matches_a_single_prefill(tiny_model, seed):
     inner = [cut for cut in sorted(cuts) if cut < ids.size(1) and not (is_image & (nth > 0))[:, cut].any()]
     starts = (is_image & (nth == 0)).nonzero()[:, 1]  # of each image, in reading order
 
+    images = torch.zeros(0, 3, 16, 16) if inputs["images"] is None else inputs["images"]
     whole, expected = model.prefill(**inputs)
     prefix = None
     for start, stop in pairwise([0, *inner, ids.size(1)]):
+        if start and start == inner[0]:
+            options = {"max_new_tokens": 4, "sampling": SamplingParams(repetition_penalty=1.5)}
+            continued = model.generate(ids, images[starts >= start], mask, prefix=prefix, **options)
+            assert torch.equal(continued, model.generate(**inputs, **options))
         here = (start <= starts) & (starts < stop)
-        images = inputs["images"][here] if here.any() else None
-        logits, prefix = model.prefill(ids[:, start:stop], images, mask[:, start:stop], prefix)
+        logits, prefix = model.prefill(ids[:, start:stop], images[here], mask[:, start:stop], prefix)
     for _ in range(4):
         close(logits, whole)
         ids = whole.argmax(-1)

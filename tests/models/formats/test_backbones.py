@@ -124,19 +124,13 @@ def siglip2(folder):
     return theirs.vision_model
 
 
-def prefixed(prefix):
-    def write(folder):
-        (theirs := siglip()).save_pretrained(folder)
-        rest = {"logit_scale": torch.ones(1), "text_model.head.weight": torch.ones(2, 2)}
-        rename(folder, prefix, drop="vision_model.", **rest)
-        return theirs
+def written(prefix="vision_model.", **changes):
+    """Write a SigLIP whose tensors have a prefix, beside others that are not used."""
 
-    return write
-
-
-def written(**changes):
     def write(folder):
         (theirs := siglip(**changes)).save_pretrained(folder)
+        rest = {"logit_scale": torch.ones(1), "text_model.head.weight": torch.ones(2, 2)}
+        rename(folder, prefix, drop="vision_model.", **rest)
         return theirs
 
     return write
@@ -146,10 +140,7 @@ def written(**changes):
     ("write", "side"),
     [
         (siglip2, 16),
-        *(
-            (prefixed(prefix), 16)
-            for prefix in ("", "vision_model.", "model.vision_model.", "vision_tower.vision_model.")
-        ),
+        *((written(prefix), 16) for prefix in ("", "model.vision_model.", "vision_tower.vision_model.")),
         *((written(), side) for side in (8, 24, 32)),  # positions are interpolated
         (written(image_size=18), 16),  # so400m-patch14-384 has 27 x 27 positions: 378 pixels, of which none is lost
     ],
