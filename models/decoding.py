@@ -91,7 +91,6 @@ def choose_tokens(logits: Tensor, sampling: SamplingParams, generator: torch.Gen
     dropped = probs < sampling.min_p * probs[:, :1]
     if sampling.top_p < 1:  # at 1, rounding of the sum would drop the least likely
         dropped |= probs.cumsum(-1) - probs >= sampling.top_p
-    dropped[:, 0] = False  # the most likely token always stays
     chosen = torch.multinomial(probs.masked_fill(dropped, 0.0), 1, generator=generator)
     return ids.gather(-1, chosen).squeeze(-1)
 

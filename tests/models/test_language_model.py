@@ -91,6 +91,8 @@ def test_a_continuation_attends_to_itself_and_the_prefix_only(tiny_decoder, seed
     ids, labels = words(len(rows), len(rows[0])), torch.tensor(rows)
     packed, _ = decoder(ids, labels)
     assert packed.isfinite().all()
+    (_, counted), (_, plain) = decoder(ids, torch.ones_like(ids)), decoder(ids)
+    torch.testing.assert_close(counted[0].key, plain[0].key)  # a mask's positions begin at 0, too
     for row, label in enumerate(labels):
         for branch in {*label.tolist()} - {0}:
             own = (label == 1) | (label == branch)

@@ -5,9 +5,11 @@ from random import Random
 
 import pytest
 import torch
+from torch import nn
 
 from models.decoding import SamplingParams
 from models.errors import InputError
+from models.vision_language_model import VisionLanguageModel
 from support import watch
 from support.generation import IMAGE, PER_IMAGE, only_row, prompt
 
@@ -211,3 +213,15 @@ def test_forward_keeps_no_cache(tiny_model):
     model(**inputs, targets=inputs["input_ids"])
     model.prefill(**inputs)
     assert caches == [0, len(model.decoder.blocks)]
+
+
+def test_new_weights_keep_the_scale_of_what_they_read(tiny_config):
+    torch.manual_seed(0)
+    model = VisionLanguageModel(tiny_config(), IMAGE)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            std = 0.02 if name == "decoder.head" else module.in_features**-0.5
+            assert module.weight.std().item() == pytest.approx(std, rel=0.15), name
+            assert module.bias is None or not module.bias.any()
+    gray = model.vision_encoder.patch_embedding.conv(torch.full((1, 3, 16, 16), 0.5))
+    assert gray.abs().max() < 1e-5, "pixels in [0, 1] act as if they were in [-1, 1]"
