@@ -29,6 +29,7 @@ from nanovlm.export.gguf import (  # noqa: E402 - it needs the package
     check_llama_cpp_can_run,
     export_gguf,
     pre_tokenizer_name,
+    stored_type,
     text_tensors,
     to_llama_rope,
     vision_tensors,
@@ -122,6 +123,13 @@ def test_channels_that_llama_cpp_rotates_together_are_neighbors():
     """Here channels i and i + D/2 of a head are rotated together."""
     rows = torch.arange(3 * 8).view(-1, 1)  # of 3 heads of 8 channels
     assert torch.equal(to_llama_rope(rows, 3).view(3, 4, 2), rows.view(3, 2, 4).mT)
+
+
+@pytest.mark.parametrize("gguf_type", ["q8_0", "q4_0"])
+def test_rows_that_are_no_whole_blocks_are_stored_in_16_bits(gguf_type):
+    assert stored_type("blk.0.ffn_up.weight", torch.ones(4, 33), gguf_type) == "F16"
+    assert stored_type("blk.0.ffn_up.weight", torch.ones(4, 64), gguf_type) == gguf_type.upper()
+    assert stored_type("token_embd.weight", torch.ones(4, 64), gguf_type) == "Q8_0"
 
 
 @pytest.mark.parametrize("gguf_type", GGUF_TYPES)
