@@ -4,6 +4,7 @@ import json
 
 import jinja2
 import pytest
+import tokenizers
 import torch
 from jinja2 import nodes
 from PIL import Image
@@ -11,8 +12,10 @@ from safetensors.torch import load_file
 
 from models.checkpoint import load_config
 from models.formats.to_smolvlm import CHAT_TEMPLATE
-from nanovlm import EMBEDDED, PROMPT, SAMPLE
+from nanovlm import EMBEDDED, PROMPT, SAMPLE, Captioner
 from nanovlm.export.transformers import chat_template, export_smolvlm
+from nanovlm.processing.processor import Processor
+from nanovlm.processing.tokenizer import Tokenizer
 from support import Package
 from support.generation import inputs_of
 from support.smolvlm import assert_same_logits
@@ -26,8 +29,12 @@ PARTS = [{"type": "image"}, {"type": "text", "text": PROMPT}]
 
 @pytest.fixture(scope="module")
 def folder(embedded, tmp_path_factory):
-    """The embedded model, exported."""
-    export_smolvlm(embedded, folder := tmp_path_factory.mktemp("export") / "smolvlm")
+    """The embedded model, exported with a tokenizer that puts a token before each text, which our prompts leave out."""
+    backend, start = tokenizers.Tokenizer.from_str(embedded.tokenizer.to_json()), "<|im_start|>"
+    ids = [(start, backend.token_to_id(start))]
+    backend.post_processor = tokenizers.processors.TemplateProcessing(f"{start} $A", special_tokens=ids)
+    processor = Processor(embedded.model.cfg, Tokenizer(backend, embedded.model.cfg))
+    export_smolvlm(Captioner(embedded.model, processor), folder := tmp_path_factory.mktemp("export") / "smolvlm")
     return folder
 
 
