@@ -99,6 +99,16 @@ def pipe(name):
     return lambda folder: ((folder / name).unlink(), os.mkfifo(folder / name))
 
 
+def index(weight_map):
+    """Name other files of weights than model.safetensors."""
+
+    def damage(folder):
+        (folder / "model.safetensors").rename(folder / "elsewhere")
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+    return damage
+
+
 def poisoned(value):
     return lambda tensor: tensor.view(-1).index_fill(0, torch.tensor(tensor.numel() // 2), value).view_as(tensor)
 
@@ -117,6 +127,7 @@ DAMAGED = [  # what is done to the folder, and words of the error
     (config(vlm_extra_tokens=5), "vlm_extra_tokens=5"),
     (config(lm_n_heads=5), "lm_hidden_dim=24 is not a multiple of lm_n_heads=5"),
     (config(quantization_config={"bits": 4}), "has a quantization_config: take the model in 16 bits"),
+    (config(model_type="llava", lm_hidden_dim=None), "config.json: model_type='llava' is no"),
     (config(lm_use_tokens=True), "config.json: lm_use_tokens=true"),
     (config(lm_n_blocks=10**9), "lm_n_blocks=1000000000 is outside [1, 500)"),
     (config(lm_vocab_size=10**9), f"{HEAD} is (40, 24), but config.json asks for (1000000000, 24)"),
@@ -135,6 +146,8 @@ DAMAGED = [  # what is done to the folder, and words of the error
         "pytorch_model.bin may run code and is not read",
     ),
     (pipe("model.safetensors"), "model.safetensors is a pipe or a device"),
+    *((index(names), "no weight_map of tensors to files beside it") for names in (None, {}, {"a": "../a"}, {"a": 5})),
+    (index({"a": "model-1.safetensors"}), "model-1.safetensors is missing, which model.safetensors.index.json names"),
     *((data(lambda old, n=n: old[:n]), CUT_OFF) for n in (0, 20_000)),
     *((data(lambda old, n=n: struct.pack("<Q", n) + old[8:]), CUT_OFF) for n in (0, 10**9, 2**63, 2**64 - 1)),
     (data(lambda old: old.replace(b'"F32"', b'"F33"', 1)), CUT_OFF),
