@@ -19,7 +19,9 @@ class KVCache:
     __slots__ = ("_buffer", "key", "value")
 
     def __init__(self, key: Tensor, value: Tensor, _buffer: "_Buffer | None" = None):
-        self.key, self.value, self._buffer = key, value, _buffer
+        self.key = key
+        self.value = value
+        self._buffer = _buffer
 
     @property
     def length(self) -> int:
@@ -39,7 +41,8 @@ class KVCache:
         """A longer cache with the new tokens' key and value, (B, n_kv_heads, T_new, head_dim)."""
         if torch.is_grad_enabled():  # autograd needs new tensors, not views of a buffer that changes
             return KVCache(torch.cat([self.key, key], -2), torch.cat([self.value, value], -2))
-        buffer, longer = self._buffer, self.length + key.size(-2)
+        buffer = self._buffer
+        longer = self.length + key.size(-2)
         if buffer is None or not buffer.can_write(self.length, longer):
             buffer = _Buffer(self.key, self.value, capacity_for(longer))  # first append, a second continuation, or full
         return KVCache(*buffer.write(key, value), buffer)
@@ -64,16 +67,6 @@ class PrefillState:
     def length(self) -> int:
         return self.kv_cache[0].length
 
-    @property
-    def bytes_used(self) -> int:
-        """Bytes of the keys and values of all tokens."""
-        return sum(kv.bytes_used for kv in self.kv_cache)
-
-    @property
-    def bytes_allocated(self) -> int:
-        """Bytes of the memory behind them, unused capacity included."""
-        return storage_bytes(tensor for kv in self.kv_cache for tensor in (kv.key, kv.value))
-
     def first(self, n: int) -> "PrefillState":
         """The first n positions."""
         if n == self.length:
@@ -96,8 +89,7 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
 def capacity_for(length: int) -> int:
     """Tokens to allocate for a cache of length tokens that may grow: an eighth more and at most a step of 16.
 
-    From 128 tokens on, that is at most 1.25 times what is used. Appending tokens one by one copies each of them some
-    8 times in all, little beside the attention that reads each of them at every step.
+    Appending tokens one by one copies each of them some 8 times in all, and a quarter of the memory is unused at most.
     """
     return (length + length // 8 + CAPACITY_STEP) // CAPACITY_STEP * CAPACITY_STEP
 
@@ -109,16 +101,18 @@ class _Buffer:
 
     def __init__(self, key: Tensor, value: Tensor, capacity: int):
         self.filled = key.size(-2)
-        self.key, self.value = _grow(key, capacity), _grow(value, capacity)
+        self.key = _grow(key, capacity)
+        self.value = _grow(value, capacity)
 
     def can_write(self, start: int, stop: int) -> bool:
-        """Whether positions start to stop - 1 are unused, fit, and are writable under torch's inference mode."""
+        """True if positions start to stop - 1 are unused, fit, and are writable under torch's inference mode."""
         writable = torch.is_inference_mode_enabled() or not self.key.is_inference()
         return writable and start == self.filled and stop <= self.key.size(-2)
 
     def write(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Write the next tokens; views of the keys and values of all."""
-        start, self.filled = self.filled, self.filled + key.size(-2)
+        start = self.filled
+        self.filled += key.size(-2)
         self.key[..., start : self.filled, :] = key
         self.value[..., start : self.filled, :] = value
         return self.key[..., : self.filled, :], self.value[..., : self.filled, :]

@@ -1,7 +1,7 @@
 """Checkpoint folders: config.json, model.safetensors and tokenizer.json; read strictly, written atomically.
 
-Settings and tensors have nanoVLM's names, or those of another format: see FORMATS. This module knows state dicts, not
-model classes.
+`Format` says how the files name settings and tensors: it is nanoVLM's own format, and its subclasses in
+`models.formats` are the others. This module knows state dicts, not model classes.
 """
 
 import errno
@@ -9,12 +9,11 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import reduce
-from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -30,15 +29,121 @@ INDEX = "model.safetensors.index.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 # Without this in tokenizer_config.json, transformers 4 adds token_type_ids, which no model here takes.
 MODEL_INPUT_NAMES = ["input_ids", "attention_mask"]
-NO_IMAGE_TOKEN = -1  # nanoVLM v0.1 has no token for images
 MAX_MAPPED_TENSORS = 8  # of one mapping of the file
+NO_IMAGE_TOKEN = -1  # nanoVLM v0.1 has no token for images
 HEAD, EMBEDDING = "decoder.head.weight", "decoder.token_embedding.weight"
 TIED = (EMBEDDING, HEAD)  # one tensor if lm_tie_weights
 INV_FREQ = "decoder.rotary_embd.inv_freq"
 BUFFERS = re.compile(r"decoder\.rotary_embd\.\w+")  # computed when needed; float32 in files of any dtype
-FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-# model_type of config.json -> a class of models.formats.base.Format; "import models.formats" fills it.
-FORMATS: dict[str, Any] = {}
+FLOATS = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
+UNSUPPORTED = {errno.EPERM, errno.EACCES, errno.EINVAL, errno.ENOSYS, errno.ENOTSUP}
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+class Format:
+    """Names of settings and tensors in a model's folder: nanoVLM's own, and the base of the others.
+
+    An instance of a subclass, `cfg.format`, has the settings that VLMConfig has no field for.
+    """
+
+    name: ClassVar[str] = "nanovlm"
+    other_files: ClassVar[tuple[str, ...]] = ()  # read and written beside config.json, weights and tokenizer.json
+    tied: ClassVar[tuple[str, str]] = TIED  # the files' names of token embedding and head, which may be one tensor
+    unit_pixels: ClassVar[bool] = True  # pixels are in [0, 1]; in [-1, 1] if False
+    crops_to_patches: ClassVar[bool] = False  # a rest of a tile's side that is no whole patch is left out
+    for_transformers: ClassVar[bool] = False  # transformers reads the folder
+    words: ClassVar[Mapping[str, str]] = {}  # the key in config.json for some fields of VLMConfig, in errors
+
+    @classmethod
+    def read_config(cls, raw: dict, files: Mapping[str, str]) -> VLMConfig:
+        """The config of config.json's object and the texts of the other files that are there."""
+        return VLMConfig.from_dict(raw)
+
+    def config_dict(self, cfg: VLMConfig) -> dict:
+        """The object to write as config.json."""
+        return cfg.own_dict()
+
+    def texts(self, cfg: VLMConfig, dtype: torch.dtype, tokenizer: str | None, home: str | None) -> dict[str, str]:
+        """Texts of the files to write beside weights in dtype and tokenizer.json; see `write_checkpoint_files`."""
+        config = cfg.to_dict()
+        objects = {CONFIG: config}
+        if tokenizer is not None:
+            name = config["lm_tokenizer"]
+            on_hub = name != "none" and not Path(name).exists() and re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name)
+            if home is not None and not on_hub:
+                config["lm_tokenizer"] = home  # where stock nanoVLM finds the tokenizer, by AutoTokenizer
+            objects[TOKENIZER_CONFIG] = {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "model_input_names": MODEL_INPUT_NAMES,
+                "eos_token": cfg.end_token,
+                "extra_special_tokens": cfg.special_tokens,
+                "chat_template": cfg.lm_chat_template,
+            }
+        return {name: json.dumps(values, indent=2) + "\n" for name, values in objects.items()}
+
+    @staticmethod
+    def to_stored(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """A state dict of VisionLanguageModel under the names of the files; shares memory with it."""
+        return dict(state)
+
+    @staticmethod
+    def from_stored(stored: dict[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
+        """The tensors of these names of ours. Empties the dict, so that joined tensors are not kept twice."""
+        return stored
+
+    @classmethod
+    def tensors(cls, cfg: VLMConfig, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors to write, of a tied pair one. Stock nanoVLM, which is strict, wants the frequencies, too."""
+        tensors = {**state, INV_FREQ: inverse_frequencies(cfg.lm_head_dim, cfg.lm_re_base)}
+        if cfg.lm_tie_weights:
+            del tensors[EMBEDDING]
+        return tensors
+
+    def for_names(self, names: Iterable[str]) -> "Format":
+        """The format of a folder whose files have tensors of these names."""
+        return self
+
+    @staticmethod
+    def patch_positions(grid: int) -> list[int] | None:
+        """The position, along a side, of each of its `grid` patches; None if they are 0, 1, 2 ..."""
+        return None
+
+    def find_image_token_id(self, folder: Path, cfg: VLMConfig) -> int:
+        """The id of the image token in folder's tokenizer.json, or without one by nanoVLM's rule for extra tokens.
+
+        A tokenizer.json of lm_base_vocab_size tokens is a backbone's own and is read as if the extra tokens followed.
+        NO_IMAGE_TOKEN if cfg names none. Raises CheckpointError if the tokenizer does not know the token.
+        """
+        if cfg.vlm_extra_tokens is None:
+            return NO_IMAGE_TOKEN
+        path = folder / TOKENIZER
+        if not path.exists():  # the extra tokens follow the base vocabulary, in their order
+            return cfg.base_vocab_size + list(cfg.vlm_extra_tokens).index("image_token")
+        ids = _vocabulary(path)
+        if is_base_vocabulary(ids, cfg):
+            missing = [token for token in dict.fromkeys(cfg.special_tokens.values()) if token not in ids]
+            ids |= {token: len(ids) + i for i, token in enumerate(missing)}
+        image_token_id = ids.get(cfg.vlm_extra_tokens["image_token"])
+        if image_token_id is None:
+            raise CheckpointError(f"{path}: {missing_token(cfg, 'image_token', len(ids))}")
+        return image_token_id
+
+    def check_image_token_id(self, image_token_id: int, folder: Path) -> None:
+        """CheckpointError if config.json names another id than image_token_id, that of the tokenizer in folder."""
+        return
+
+
+NANOVLM = Format()
+# model_type of config.json -> a subclass of Format; "import models.formats" fills it.
+FORMATS: dict[str, type[Format]] = {}
+
+
+def format_of(cfg: VLMConfig) -> Format:
+    """The format of a config; nanoVLM's own for one that names none."""
+    return NANOVLM if cfg.format is None else cfg.format
+
+
+# ----------------------------------------------------------------------------------------------------------- reading
 
 
 def snapshot_path(
@@ -59,9 +164,9 @@ def snapshot_path(
 
     from huggingface_hub import snapshot_download
 
-    files = files or ("*.json", "*.jinja", "*.safetensors")
+    patterns = list(files or ("*.json", "*.jinja", "*.safetensors"))
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=list(files)))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except Exception as error:  # of many kinds, from DNS to disk
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise CheckpointError(
@@ -77,57 +182,37 @@ def load_config(folder: str | os.PathLike[str]) -> VLMConfig:
     if raw.get("quantization_config"):
         raise CheckpointError(f"{path} has a quantization_config: take the model in 16 bits, which quantize= reduces")
     kind = raw.get("model_type")
-    format = FORMATS.get(str(kind))
-    if format is None and kind is not None and not (FORMATS and "lm_hidden_dim" in raw):
+    format = FORMATS.get(str(kind), Format)
+    if format is Format and kind is not None and not (FORMATS and "lm_hidden_dim" in raw):
         known = f"none of {', '.join(FORMATS)}, and nanoVLM's own config.json has none; take a model of one of these"
         cure = 'not nanoVLM\'s own format; "import models.formats" first, which reads others'
         raise CheckpointError(f"{path}: model_type={kind!r} is {known if FORMATS else cure}")
     try:
-        if format is None:
-            return VLMConfig.from_dict(raw)
         others = [path.with_name(name) for name in format.other_files]
         return format.read_config(raw, {other.name: read_model_text(other) for other in others if other.exists()})
     except CheckpointError as error:  # names one of the files
         raise CheckpointError(f"{folder}: {error}") from None
     except (TypeError, ValueError, OverflowError) as error:
-        words = {} if format is None else format.words
-        message = re.sub(r"\b(vit|lm|mp)_\w+", lambda field: words.get(field[0], field[0]), str(error))
+        message = re.sub(r"\b(vit|lm|mp)_\w+", lambda field: format.words.get(field[0], field[0]), str(error))
         raise CheckpointError(f"{path}: {message}") from None
 
 
 def find_image_token_id(folder: str | os.PathLike[str], cfg: VLMConfig) -> int:
-    """The id of the image token of the model in folder; see `own_image_token_id` for nanoVLM's."""
-    find = own_image_token_id if cfg.format is None else cfg.format.find_image_token_id
-    return find(Path(folder), cfg)
+    """The id of the image token of the model in folder; see `Format.find_image_token_id`."""
+    return format_of(cfg).find_image_token_id(Path(folder), cfg)
 
 
-def own_image_token_id(folder: Path, cfg: VLMConfig) -> int:
-    """The id of the image token: from tokenizer.json, or without one by nanoVLM's rule for extra tokens.
-
-    A tokenizer.json of lm_base_vocab_size tokens is a backbone's own and is read as if the extra tokens followed.
-    NO_IMAGE_TOKEN if cfg names none. Raises CheckpointError if the tokenizer does not know the token.
-    """
-    if cfg.vlm_extra_tokens is None:
-        return NO_IMAGE_TOKEN
-    token, path = cfg.vlm_extra_tokens["image_token"], folder / TOKENIZER
-    if not path.exists():  # the extra tokens follow the base vocabulary, in their order
-        return cfg.base_vocab_size + list(cfg.vlm_extra_tokens).index("image_token")
+def _vocabulary(path: Path) -> dict[str, int]:
+    """Ids by token of a tokenizer.json."""
     raw = read_object(path)
     try:
-        ids = {entry["content"]: entry["id"] for entry in raw.get("added_tokens") or ()}
         vocabulary = raw["model"]["vocab"]
         if isinstance(vocabulary, list):  # Unigram: pieces with scores
             vocabulary = {piece: i for i, (piece, _) in enumerate(vocabulary)}
-        ids = vocabulary | ids
-        image_token_id = ids.get(token)
-        if image_token_id is None and is_base_vocabulary(ids, cfg):
-            missing = [extra for extra in dict.fromkeys(cfg.special_tokens.values()) if extra not in ids]
-            image_token_id = len(ids) + missing.index(token)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        ids = vocabulary | {entry["content"]: entry["id"] for entry in raw.get("added_tokens") or ()}
+        return {token: id for token, id in ids.items() if type(id) is int}
+    except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path} is not a {TOKENIZER} of the tokenizers library: {error!r}") from None
-    if type(image_token_id) is not int:
-        raise CheckpointError(f"{path}: {missing_token(cfg, 'image_token', len(ids))}")
-    return image_token_id
 
 
 def is_base_vocabulary(ids: Mapping[str, int], cfg: VLMConfig) -> bool:
@@ -178,14 +263,6 @@ def check_regular_file(path: Path) -> None:
         raise CheckpointError(f"{path} is {kind}, not a regular file; copy the model's files there")
 
 
-def read_weights(folder: str | os.PathLike[str], cfg: VLMConfig, empty: Mapping[str, Tensor], **options: Any) -> dict:
-    """The state dict of the model in folder, of the names and shapes of `empty`; options are dtype and device."""
-    if cfg.format is not None:
-        return cfg.format.read_weights(Path(folder), cfg, empty, **options)
-    shapes = {name: tuple(tensor.shape) for name, tensor in empty.items()}
-    return read_state_dict(folder, shapes, tied=TIED if cfg.lm_tie_weights else None, **options)
-
-
 @contextmanager
 def opened(path: Path) -> Iterator[Any]:
     """A safetensors file, memory-mapped; CheckpointError if it cannot be read."""
@@ -194,6 +271,25 @@ def opened(path: Path) -> Iterator[Any]:
             yield file
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read, it may be truncated: {error}; replace the file") from None
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """model.safetensors or, if the weights are sharded, the files that model.safetensors.index.json names."""
+    files = [folder / WEIGHTS]
+    if not files[0].exists():
+        if not (folder / INDEX).exists():
+            pickled = sorted(path.name for path in folder.glob("*.bin"))
+            hint = f"; {pickled[0]} may run code and is not read: save it as safetensors" if pickled else ""
+            raise CheckpointError(f"{folder} has no {WEIGHTS}; a model is a folder with {CONFIG} and {WEIGHTS}{hint}")
+        names = read_object(folder / INDEX).get("weight_map")
+        if not isinstance(names, dict) or not names or any(Path(str(n)).name != n for n in names.values()):
+            raise CheckpointError(f"{folder / INDEX} has no weight_map of tensors to files beside it")
+        files = [folder / name for name in sorted(set(names.values()))]
+    for file in files:
+        check_regular_file(file)
+        if not file.exists():
+            raise CheckpointError(f"{file} is missing, which {INDEX} names")
+    return files
 
 
 def tensor_names(folder: Path) -> list[str]:
@@ -205,9 +301,29 @@ def tensor_names(folder: Path) -> list[str]:
     return names
 
 
+def checkpoint_dtype(folder: str | os.PathLike[str]) -> torch.dtype:
+    """The dtype of the weights in folder; of several, the smallest that can represent them all.
+
+    Of tensors that are no weights, such as 8-bit ones, only `read_state_dict` says so.
+    """
+    dtypes = set()
+    for path in weight_files(Path(folder)):
+        with opened(path) as file:
+            dtypes |= {file.get_tensor(name).dtype for name in [*file.keys()] if not BUFFERS.fullmatch(name)}
+    return reduce(torch.promote_types, dtypes & FLOATS) if dtypes & FLOATS else torch.float32
+
+
+def read_weights(folder: str | os.PathLike[str], cfg: VLMConfig, empty: Mapping[str, Tensor], **options: Any) -> dict:
+    """The state dict of the model in folder, of the names and shapes of `empty`; options are dtype and device."""
+    format = format_of(cfg).for_names(tensor_names(Path(folder)))
+    shapes = {name: tuple(tensor.shape) for name, tensor in format.to_stored(empty).items()}
+    tied = format.tied if cfg.lm_tie_weights else None
+    return format.from_stored(read_state_dict(folder, shapes, tied=tied, **options), empty)
+
+
 def read_state_dict(
     folder: str | os.PathLike[str],
-    shapes: Mapping[str, tuple[int, ...]],
+    shapes: Shapes,
     *,
     tied: tuple[str, str] | None,
     dtype: torch.dtype = torch.float32,
@@ -224,102 +340,58 @@ def read_state_dict(
     files = weight_files(Path(folder))
     path = files[0] if len(files) == 1 else Path(folder)
     state = {}
-    for name, tensor in _mapped_tensors(_match_names(files, path, wanted, tied, rename)):
-        if reason := why_unusable(tensor, dtype):
-            raise CheckpointError(f"{path}: {name} {reason}")
-        state[name] = tensor.to(device, dtype)
+    with ExitStack() as stack:
+        found: dict[str, tuple[Path, str]] = {}
+        handles = {file: stack.enter_context(opened(file)) for file in files}
+        stats = {file: os.stat(file) for file in files}
+        for file, handle in handles.items():
+            stored = [*handle.keys()]
+            found |= {name: (file, theirs) for theirs in stored if (name := rename(theirs)) is not None}
+        if tied and tied[0] in found:
+            embedding = found.pop(tied[0])
+            head = found.setdefault(tied[1], embedding)
+            if not torch.equal(*(handles[file].get_tensor(theirs) for file, theirs in (embedding, head))):
+                raise CheckpointError(f"{path}: {CONFIG} ties {embedding[1]} and {head[1]}, but they differ")
+        _check_names(path, wanted, {name: (handles[file], theirs) for name, (file, theirs) in found.items()})
+        names = sorted(wanted, key=lambda name: name.split(".")[::-1])  # equal kinds are mapped and released together
+        for start in range(0, len(names), MAX_MAPPED_TENSORS):
+            for name, tensor in _mapped({name: found[name] for name in names[start:][:MAX_MAPPED_TENSORS]}, stats):
+                if reason := why_unusable(tensor, dtype):
+                    raise CheckpointError(f"{path}: {name} {reason}")
+                state[name] = tensor.to(device, dtype)
     if tied:
         state[tied[0]] = state[tied[1]]
     return state
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """model.safetensors or, if the weights are sharded, the files that model.safetensors.index.json names."""
-    if (folder / WEIGHTS).exists():
-        check_regular_file(folder / WEIGHTS)
-        return [folder / WEIGHTS]
-    if not (folder / INDEX).exists():
-        pickled = sorted(path.name for path in folder.glob("*.bin"))
-        hint = f"; {pickled[0]} may run code and is not read: save it as safetensors" if pickled else ""
-        raise CheckpointError(f"{folder} has no {WEIGHTS}; a model is a folder with {CONFIG} and {WEIGHTS}{hint}")
-    weight_map = read_object(folder / INDEX).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map or any(Path(str(n)).name != n for n in weight_map.values()):
-        raise CheckpointError(f"{folder / INDEX} has no weight_map of tensors to files beside it")
-    files = [folder / name for name in sorted(set(weight_map.values()))]
-    for file in files:
-        check_regular_file(file)
-        if not file.exists():
-            raise CheckpointError(f"{file} is missing, which {INDEX} names")
-    return files
-
-
-def _match_names(
-    files: Sequence[Path],
-    path: Path,
-    wanted: Mapping[str, tuple[int, ...]],
-    tied: tuple[str, str] | None,
-    rename: Callable[[str], str | None],
-) -> dict[Path, dict[str, str]]:
-    """For each file, each wanted name that it holds with the file's name for it, in the order in which to read them."""
-    found: dict[str, tuple[Path, str]] = {}
+def _mapped(tensors: Mapping[str, tuple[Path, str]], stats: Mapping[Path, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Yield names and tensors by file and name there, in mappings of their own: pages stay while a mapping lives."""
     with ExitStack() as stack:
-        handles = {file: stack.enter_context(opened(file)) for file in files}
-        for file, handle in handles.items():
-            found |= {name: (file, stored) for stored in [*handle.keys()] if (name := rename(stored)) is not None}
-        if tied and tied[0] in found:
-            embedding = found.pop(tied[0])
-            head = found.setdefault(tied[1], embedding)
-            tensors = [handles[file].get_tensor(stored) for file, stored in {embedding, head}]
-            if not torch.equal(tensors[0], tensors[-1]):
-                raise CheckpointError(f"{path}: {CONFIG} ties {embedding[1]} and {head[1]}, but they differ")
-        if missing := sorted(wanted.keys() - found.keys()):
-            raise CheckpointError(f"{path} lacks {len(missing)} tensors that {CONFIG} asks for, first {missing[0]}")
-        if more := sorted(found[name][1] for name in found.keys() - wanted.keys()):
-            raise CheckpointError(f"{path} has {len(more)} tensors that {CONFIG} has no place for, first {more[0]!r}")
-        for name, shape in wanted.items():
-            file, stored = found[name]
-            if (actual := tuple(handles[file].get_slice(stored).get_shape())) != shape:
-                raise CheckpointError(f"{path}: {stored} is {actual}, but {CONFIG} asks for {shape}")
-    order = sorted(wanted, key=lambda name: name.split(".")[::-1])  # equal kinds are mapped and released together
-    return {file: {name: found[name][1] for name in order if found[name][0] == file} for file in files}
+        handles: dict[Path, Any] = {}
+        for name, (file, theirs) in tensors.items():
+            if file not in handles:
+                handles[file] = stack.enter_context(opened(file))
+                if not os.path.samestat(os.stat(file), stats[file]):
+                    raise CheckpointError(f"{file} was replaced while it was read; try again")
+            yield name, handles[file].get_tensor(theirs)
 
 
-def _mapped_tensors(files: Mapping[Path, Mapping[str, str]]) -> Iterator[tuple[str, Tensor]]:
-    """Each name with the tensor that a file calls files[file][name], memory-mapped.
-
-    Pages stay resident while a mapping lives, so each group of tensors has its own mapping.
-    """
-    for path, source in files.items():
-        with open(path, "rb") as first:
-            for start in range(0, len(source), MAX_MAPPED_TENSORS):
-                with opened(path) as file:
-                    if not os.path.samestat(os.fstat(first.fileno()), os.stat(path)):
-                        raise CheckpointError(f"{path} was replaced while it was read; try again")
-                    for name in islice(source, start, start + MAX_MAPPED_TENSORS):
-                        yield name, file.get_tensor(source[name])
-
-
-def checkpoint_dtype(folder: str | os.PathLike[str]) -> torch.dtype:
-    """The dtype of the weights in folder; of several, the smallest that can represent them all."""
-    dtypes = set()
-    for path in weight_files(Path(folder)):
-        with opened(path) as file:
-            for name in [*file.keys()]:
-                if BUFFERS.fullmatch(name):
-                    continue
-                dtype = file.get_tensor(name).dtype
-                if dtype not in FLOATS:
-                    raise CheckpointError(f"{path}: {name} {stored_as(dtype)}")
-                dtypes.add(dtype)
-    if not dtypes:
-        raise CheckpointError(f"{folder} holds no weights")
-    return reduce(torch.promote_types, dtypes)
+def _check_names(path: Path, wanted: Shapes, found: Mapping[str, tuple[Any, str]]) -> None:
+    """Raise CheckpointError unless the tensors found, (file, its name), are those wanted, in name and shape."""
+    if missing := sorted(wanted.keys() - found.keys()):
+        raise CheckpointError(f"{path} lacks {len(missing)} tensors that {CONFIG} asks for, first {missing[0]}")
+    if more := sorted(found[name][1] for name in found.keys() - wanted.keys()):
+        raise CheckpointError(f"{path} has {len(more)} tensors that {CONFIG} has no place for, first {more[0]!r}")
+    for name, shape in wanted.items():
+        handle, theirs = found[name]
+        if (actual := tuple(handle.get_slice(theirs).get_shape())) != shape:
+            raise CheckpointError(f"{path}: {theirs} is {actual}, but {CONFIG} asks for {shape}")
 
 
 def why_unusable(tensor: Tensor, dtype: torch.dtype) -> str:
     """Why the values of a tensor, read in place, cannot be weights in dtype, as not finite; "" if they can."""
     if tensor.dtype not in FLOATS:
-        return stored_as(tensor.dtype)
+        return f"is stored as {tensor.dtype}, not as floating-point numbers of 16 bits or more"
     low, high = (bound.item() for bound in tensor.aminmax())  # nan, if any is
     limit = torch.finfo(dtype).max
     if -limit <= low <= high <= limit:
@@ -327,9 +399,7 @@ def why_unusable(tensor: Tensor, dtype: torch.dtype) -> str:
     return f"has values from {low} to {high}, but weights must be finite, in {dtype} up to {limit}"
 
 
-def stored_as(dtype: torch.dtype) -> str:
-    """The words of an error for a tensor of a dtype that weights cannot have."""
-    return f"is stored as {dtype}, not as floating-point numbers of 16 bits or more"
+# ----------------------------------------------------------------------------------------------------------- writing
 
 
 def save_checkpoint(
@@ -341,11 +411,7 @@ def save_checkpoint(
 
 
 def write_checkpoint_files(
-    folder: Path,
-    model: Any,
-    tokenizer: str | None,
-    dtype: torch.dtype | None = None,
-    home: str | None = None,
+    folder: Path, model: Any, tokenizer: str | None, dtype: torch.dtype | None = None, home: str | None = None
 ) -> None:
     """Write config, weights and tokenizer in the model's format; nanoVLM's so that stock nanoVLM loads them too.
 
@@ -353,61 +419,21 @@ def write_checkpoint_files(
     tokenizer. home is the folder's final path, by which a config.json may say where the tokenizer is.
     """
     cfg = model.cfg
-    state = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in model.state_dict().items()}
-    if cfg.format is None:
-        texts = own_texts(cfg, tokenizer, home)
-        tensors = own_tensors(cfg, state)
-    else:
-        texts = cfg.format.texts(cfg, state[HEAD].dtype, tokenizer, home)
-        tensors = cfg.format.tensors(cfg, state)
+    format = format_of(cfg)
+    state = {name: tensor.detach().to("cpu", dtype) for name, tensor in model.state_dict().items()}
+    texts = format.texts(cfg, state[HEAD].dtype, tokenizer, home)
     for name, text in (texts | ({} if tokenizer is None else {TOKENIZER: tokenizer})).items():
         (folder / name).write_text(text, encoding="utf-8")
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / WEIGHTS, {"format": "pt"})
-
-
-def own_tensors(cfg: VLMConfig, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A state dict as stock nanoVLM, which is strict, reads it: with the frequencies, of a tied pair the head alone."""
-    tensors = {**state, INV_FREQ: inverse_frequencies(cfg.lm_head_dim, cfg.lm_re_base)}
-    if cfg.lm_tie_weights:
-        del tensors[EMBEDDING]
-    return tensors
-
-
-def own_texts(cfg: VLMConfig, tokenizer: str | None, home: str | None) -> dict[str, str]:
-    """config.json and, as stock nanoVLM reads the tokenizer by AutoTokenizer, tokenizer_config.json."""
-    config = cfg.to_dict()
-    objects = {CONFIG: config}
-    if tokenizer is not None:
-        name = config["lm_tokenizer"]
-        on_hub = name != "none" and not Path(name).exists() and re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name)
-        if home is not None and not on_hub:
-            config["lm_tokenizer"] = home  # where stock nanoVLM finds the tokenizer
-        objects[TOKENIZER_CONFIG] = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "model_input_names": MODEL_INPUT_NAMES,
-            "eos_token": cfg.end_token,
-            "extra_special_tokens": cfg.special_tokens,
-            "chat_template": cfg.lm_chat_template,
-        }
-    return {name: json.dumps(values, indent=2) + "\n" for name, values in objects.items()}
+    tensors = {name: tensor.contiguous() for name, tensor in format.tensors(cfg, state).items()}
+    save_file(tensors, folder / WEIGHTS, {"format": "pt"})
 
 
 @contextmanager
 def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """`with atomic_write(path) as new:` write the file `new`; it replaces `path` at the end and vanishes on an error.
-
-    `new` is in the folder of `path`, which must exist, and has the same suffix. The mode follows the umask.
-    """
+    """`with atomic_write(path) as new:` write the file `new`, which replaces `path` at the end; see `atomic_dir`."""
     path = Path(path)
-    new = _temporary_name(path)
-    new.touch(exist_ok=False)
-    mode = new.stat().st_mode
-    try:
-        yield new
-        _finish_file(new, mode)
-        os.replace(new, path)
-    finally:
-        new.unlink(missing_ok=True)
+    with atomic_dir(path.parent) as new:
+        yield new / path.name
 
 
 @contextmanager
@@ -417,48 +443,37 @@ def atomic_dir(path: str | os.PathLike[str]) -> Iterator[Path]:
     If `path` exists, its files of the same names are replaced, each atomically; others stay. OSError if that fails.
     """
     path = Path(path)
-    inside = path / "new" if path.exists() else path  # a folder may be another disk than its parent
-    inside.parent.mkdir(parents=True, exist_ok=True)
-    new = _temporary_name(inside)
+    beside = path / "new" if path.exists() else path  # a folder may be another disk than its parent
+    beside.parent.mkdir(parents=True, exist_ok=True)
+    new = beside.with_name(f".{os.urandom(8).hex()}.tmp")  # tempfile's folders would not follow the umask
     new.mkdir()
     try:
         yield new
         files = [file for file in new.rglob("*") if file.is_file()]
         for file in files:
-            _finish_file(file, new.stat().st_mode & 0o666)
-        if path.exists():
-            for file in files:
-                target = path / file.relative_to(new)
-                target.parent.mkdir(exist_ok=True)
-                os.replace(file, target)
-        else:
+            _store(file, new.stat().st_mode & 0o666)
+        if not path.exists():
             os.rename(new, path)
+            return
+        for file in files:
+            target = path / file.relative_to(new)
+            target.parent.mkdir(exist_ok=True)
+            os.replace(file, target)
     except SafetensorError as error:  # of a full disk
         raise OSError(f"{path} cannot be written: {error}") from error
     finally:
         shutil.rmtree(new, ignore_errors=True)
 
 
-def _temporary_name(path: Path) -> Path:
-    """A hidden name beside path, of a token that nobody else uses. tempfile's files would not follow the umask."""
-    return path.with_name(f".{os.urandom(8).hex()}.tmp{path.suffix}")
-
-
-def _finish_file(file: Path, mode: int) -> None:
+def _store(file: Path, mode: int) -> None:
     """Give file its mode, which safetensors makes private, and store it on the disk.
 
     Drives of other systems (CIFS, NTFS, S3 mounts) refuse either, which is no failure.
     """
-    with _where_supported():
-        file.chmod(mode)
-    with open(file, "r+b") as handle, _where_supported():
-        os.fsync(handle.fileno())
-
-
-@contextmanager
-def _where_supported() -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.EPERM, errno.EACCES, errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
-            raise
+    with open(file, "r+b") as handle:
+        for action, *arguments in ((os.chmod, file, mode), (os.fsync, handle.fileno())):
+            try:
+                action(*arguments)
+            except OSError as error:
+                if error.errno not in UNSUPPORTED:
+                    raise

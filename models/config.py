@@ -38,7 +38,7 @@ def extra_tokens(grid: int) -> dict[str, str]:
 
 
 def is_optional(field: Field) -> bool:
-    """Whether a config.json may lack the field, depending on its format version."""
+    """True for a field that a config.json may lack, depending on its format version."""
     return bool(get_args(field.type)) or "optional" in field.metadata
 
 
@@ -92,8 +92,7 @@ class VLMConfig:
     hf_repo_name: str | None = "nanoVLM"
 
     unknown: dict = field(default_factory=dict)  # other keys of config.json, kept when it is written again
-    # A models.formats.base.Format for a folder of other names than nanoVLM's, which are None; no key in files.
-    format: Any = None
+    format: Any = None  # a models.checkpoint.Format of other names than nanoVLM's; no key in files
 
     def __post_init__(self):
         for f in fields(self):
@@ -103,8 +102,7 @@ class VLMConfig:
             raise InputError(f"vlm_extra_tokens={self.vlm_extra_tokens} names no image_token")
         if self.vit_cls_flag:
             raise InputError("vit_cls_flag=true would leave one vector per image; only false is supported")
-        self._check_divisibility()
-        self._set_image_token_length()
+        self._check_sizes()
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> "VLMConfig":
@@ -114,11 +112,8 @@ class VLMConfig:
         Raises InputError for a missing size and for an unknown key that may change how images are read.
         """
         known = {f.name: f for f in fields(cls) if f.name not in ("unknown", "format")}
-        sizes = [
-            key for key, f in known.items() if f.type is int and not is_optional(f) and not key.startswith("lm_max_")
-        ]
-        missing = [key for key in (*sizes, "lm_tokenizer") if key not in raw]
-        if missing:
+        sizes = [key for key, f in known.items() if f.type is int and not (is_optional(f) or key.startswith("lm_max_"))]
+        if missing := [key for key in (*sizes, "lm_tokenizer") if key not in raw]:
             raise InputError(f"{', '.join(missing)} missing; every nanoVLM config.json has these keys")
         for key in VERSION_KEYS:
             if key in raw and raw[key] is None:
@@ -136,9 +131,7 @@ class VLMConfig:
 
     def to_dict(self) -> dict:
         """The object to write as config.json, without the keys that the model's version does not have."""
-        if self.format is not None:
-            return self.format.config_dict(self)
-        return self.own_dict()
+        return self.own_dict() if self.format is None else self.format.config_dict(self)
 
     def own_dict(self) -> dict:
         """The fields under nanoVLM's names, whatever the format."""
@@ -154,16 +147,15 @@ class VLMConfig:
             object.__setattr__(self, name, value := float(value))
         if kind in (int, float, bool, str) and type(value) is not kind:
             raise InputError(f"{name}={value!r} is not of type {kind.__name__}")
-        if name == "vlm_extra_tokens" and not (
-            isinstance(value, dict) and all(isinstance(token, str) for token in value.values())
-        ):
+        is_table = isinstance(value, dict) and all(isinstance(token, str) for token in value.values())
+        if name == "vlm_extra_tokens" and not is_table:
             raise InputError(f"{name}={value!r} is not a table of names and tokens")
         if kind in (int, float):
             low, high = LIMITS.get(name, LIMITS[kind])
             if not low <= value < high:
                 raise InputError(f"{name}={value} is outside [{low}, {high})")
 
-    def _check_divisibility(self) -> None:
+    def _check_sizes(self) -> None:
         """Raise InputError unless heads, patches, tiles and pixel shuffle divide the sizes they split."""
         pairs = [("vit_hidden_dim", "vit_n_heads"), ("lm_hidden_dim", "lm_n_heads"), ("lm_n_heads", "lm_n_kv_heads")]
         if self.format is None or not self.format.crops_to_patches:
@@ -184,9 +176,6 @@ class VLMConfig:
                 f"vit_patch_size={self.vit_patch_size}) is not a multiple of "
                 f"mp_pixel_shuffle_factor={self.mp_pixel_shuffle_factor}"
             )
-
-    def _set_image_token_length(self) -> None:
-        """Compute mp_image_token_length if it is not given; InputError if it does not fit the sizes."""
         n_embeddings = (self.vit_grid // self.mp_pixel_shuffle_factor) ** 2
         if self.mp_image_token_length is None:
             object.__setattr__(self, "mp_image_token_length", n_embeddings)
@@ -225,11 +214,7 @@ class VLMConfig:
 
     @property
     def format_version(self) -> int:
-        """The number of the format in reports.
-
-        nanoVLM's are 1: May 2025, 2: from 4 June, 3: from 11 June, 4: from 12 July, 5: since 9 September 2025;
-        6 is SmolVLM's.
-        """
+        """nanoVLM's 1: May 2025, 2: from 4 June, 3: 11 June, 4: 12 July, 5: since 9 September 2025; SmolVLM's is 6."""
         if self.format_name == "smolvlm":
             return 6
         has = [getattr(self, key) is not None for key in VERSION_KEYS]

@@ -3,7 +3,6 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
@@ -31,7 +30,9 @@ SAMPLING_LIMITS: dict[str, tuple[type, Callable[[Any], bool], str]] = {
     "seed": (Integral, lambda x: 0 <= x < 2**63, "a whole number of at least 0 and below 2**63"),
     "repetition_detection": (
         Sequence,
-        lambda x: all(isinstance(n, Integral) for n in x) and (x[2] == 0 or (1 <= x[0] <= x[1] and x[2] > 1)),
+        lambda x: (
+            len(x) == 3 and all(isinstance(n, Integral) for n in x) and (x[2] == 0 or (1 <= x[0] <= x[1] and x[2] > 1))
+        ),
         "three whole numbers: MIN to MAX tokens, from 1 on, and a COUNT of 0 (off), or 2 or more",
     ),
 }
@@ -58,12 +59,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name, (kind, fits, limits) in SAMPLING_LIMITS.items():
             value = getattr(self, name)
-            if name == "seed" and value is None:
-                continue
-            with suppress(IndexError):
-                if isinstance(value, kind) and fits(value):
-                    continue
-            raise InputError(f"{name}={value} must be {limits}")
+            if not (isinstance(value, kind) and fits(value)) and not (name == "seed" and value is None):
+                raise InputError(f"{name}={value} must be {limits}")
 
     @property
     def is_greedy(self) -> bool:
@@ -94,7 +91,6 @@ def choose_tokens(logits: Tensor, sampling: SamplingParams, generator: torch.Gen
     dropped = probs < sampling.min_p * probs[:, :1]
     if sampling.top_p < 1:  # at 1, rounding of the sum would drop the least likely
         dropped |= probs.cumsum(-1) - probs >= sampling.top_p
-    dropped[:, 0] = False  # the most likely token always stays
     chosen = torch.multinomial(probs.masked_fill(dropped, 0.0), 1, generator=generator)
     return ids.gather(-1, chosen).squeeze(-1)
 
@@ -114,11 +110,11 @@ class TokenSampler:
         prompt: Tensor | None = None,
         logits_processor: Callable[[Tensor], Tensor] | None = None,
     ):
-        self.sampling, self.logits_processor, self._prompt = sampling, logits_processor, prompt
+        self.sampling, self.logits_processor = sampling, logits_processor
         ends: list[Any] = list(eos_token_id) if isinstance(eos_token_id, Sequence) else [eos_token_id]
-        self.eos_token_id: Any = ends[0] if ends else None
-        self._other_ends = ends[1:]
+        self.eos_token_id, *self._other_ends = ends or [None]
         self._generator: torch.Generator | None = None  # None is torch's global one
+        self._prompt = prompt
         self._seen: Tensor | None = None  # (B, vocabulary) bool: in the prompt
         self._counts: Tensor | None = None  # (B, vocabulary): how often in the output
         self.outputs: list[list[int]] = []
@@ -144,10 +140,15 @@ class TokenSampler:
 
     def _penalize(self, logits: Tensor) -> Tensor:
         """Logits after repetition, frequency and presence penalty."""
+        sampling = self.sampling
+        rows, vocabulary = logits.shape
         if self._counts is None or self._seen is None:
             self._counts = torch.zeros_like(logits, dtype=torch.float32)
-            self._seen = _tokens_in(self._prompt, like=logits)
-        used, sampling = self._counts > 0, self.sampling
+            seen = logits.new_zeros(rows, vocabulary + 1, dtype=torch.bool)  # the last column is that of negative ids
+            if self._prompt is not None:
+                seen.scatter_(1, self._prompt.masked_fill(self._prompt < 0, vocabulary).to(seen.device), True)
+            self._seen = seen[:, :-1]
+        used = self._counts > 0
         if (penalty := sampling.repetition_penalty) != 1:
             penalized = torch.where(logits > 0, logits / penalty, logits * penalty)
             logits = torch.where(self._seen | used, penalized, logits)
@@ -181,14 +182,6 @@ def finish_reason(ids: Sequence[int], eos_token_id: int | None, detection: Repet
     """Why an answer ended: "repetition", "stop" if its end token is among the ids, else "length"."""
     answer = ids[: ids.index(eos_token_id)] if eos_token_id in ids else ids
     return "repetition" if find_cycle(answer, detection) else "stop" if len(answer) < len(ids) else "length"
-
-
-def _tokens_in(prompt: Tensor | None, like: Tensor) -> Tensor:
-    """Which tokens occur in a prompt (B, T), negative ids aside: bool of the shape of like (B, vocabulary)."""
-    present = torch.zeros(len(like), like.size(1) + 1, dtype=torch.bool, device=like.device)
-    if prompt is not None:
-        present.scatter_(1, prompt.masked_fill(prompt < 0, like.size(1)).to(like.device), True)
-    return present[:, :-1]
 
 
 def validate_counts(max_new_tokens: int, n_samples: int) -> None:
@@ -301,9 +294,28 @@ class GenerationMixin(ABC):
         self.validate_length(input_ids.size(1), max_new_tokens)
         if max_new_tokens == 0:
             return
-        rows = torch.arange(input_ids.size(0), device=input_ids.device).repeat_interleave(n_samples)
-        begin = _begin_cached if use_kv_cache else _begin_uncached
-        logits, step = begin(self, input_ids, images, attention_mask, rows, prefix)
+        rows = torch.arange(len(input_ids), device=input_ids.device).repeat_interleave(n_samples)
+        if use_kv_cache:
+            past = 0 if prefix is None else prefix.length
+            mask = None if attention_mask is None else attention_mask[:, past:]
+            logits, state = self.prefill(input_ids[:, past:], images, mask, prefix)
+            if n_samples > 1:
+                logits, state = logits[rows], state.rows(rows)
+        else:
+            embeds = self.embed(input_ids, images)[rows]
+            mask = None if attention_mask is None else attention_mask[rows]
+            logits, _ = self.prefill_embeds(embeds, mask)
+
+        def step(ids: Tensor) -> Tensor:
+            """The logits (B * n_samples, vocabulary) after one more token per row."""
+            nonlocal state, embeds, mask
+            if use_kv_cache:
+                logits, state = self.decode(ids, state)
+                return logits
+            embeds = torch.cat([embeds, self.embed_tokens(ids[:, None])], dim=1)
+            mask = None if mask is None else F.pad(mask, (0, 1), value=1)
+            return self.prefill_embeds(embeds, mask)[0]
+
         counted = input_ids != self.image_token_id
         if attention_mask is not None:
             counted &= attention_mask != 0
@@ -334,34 +346,3 @@ class GenerationMixin(ABC):
                 f"a prompt of {prompt} tokens and max_new_tokens={max_new_tokens} exceed "
                 f"lm_max_position_embeddings={limit}; shorten either"
             )
-
-
-def _begin_cached(model: GenerationMixin, input_ids, images, attention_mask, rows: Tensor, state: Any):
-    """Prefill: the logits after the prompt, and a function from ids to the next logits that keeps the cache."""
-    past = 0 if state is None else state.length
-    own_mask = None if attention_mask is None else attention_mask[:, past:]
-    logits, state = model.prefill(input_ids[:, past:], images, own_mask, state)
-    if len(rows) > len(input_ids):
-        logits, state = logits[rows], state.rows(rows)
-
-    def step(ids: Tensor) -> Tensor:
-        nonlocal state
-        logits, state = model.decode(ids, state)
-        return logits
-
-    return logits, step
-
-
-def _begin_uncached(model: GenerationMixin, input_ids, images, attention_mask, rows: Tensor, *unused):
-    """Prefill without a cache: every step computes the whole sequence again."""
-    x = model.embed(input_ids, images)[rows]
-    mask = None if attention_mask is None else attention_mask[rows]
-    logits, _ = model.prefill_embeds(x, mask)
-
-    def step(ids: Tensor) -> Tensor:
-        nonlocal x, mask
-        x = torch.cat([x, model.embed_tokens(ids[:, None])], dim=1)
-        mask = None if mask is None else F.pad(mask, (0, 1), value=1)
-        return model.prefill_embeds(x, mask)[0]
-
-    return logits, step

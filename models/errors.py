@@ -10,10 +10,7 @@ MAX_HALF = 300  # characters of a message, at its beginning and at its end
 
 
 class NanoVLMError(Exception):
-    """Base class; the message is one line that names the value, the limit and the way out.
-
-    A long value in it, such as one of a damaged file, is cut out of its middle.
-    """
+    """Base class; the message is one line that names the value, the limit and the way out; its middle may be cut."""
 
     exit_code = 1
 
@@ -28,10 +25,7 @@ def shortened(message: str) -> str:
 
 
 class InputError(NanoVLMError, ValueError):
-    """An argument, prompt or setting that the model cannot use.
-
-    A message that begins with name=value speaks of a setting; the command line writes its flag, --name value.
-    """
+    """An argument, prompt or setting that the model cannot use; of name=value, the command line writes --name value."""
 
     exit_code = 2
 
@@ -46,10 +40,8 @@ ALLOCATOR_ERRORS = ("can't allocate memory", "not enough memory", "out of memory
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception means that main memory, or an accelerator's, is full."""
-    if isinstance(error, MemoryError):
-        return True
+    """True for an exception that means that main memory, or an accelerator's, is full."""
     torch = sys.modules.get("torch")  # torch raised nothing if nobody imported it
-    if torch is not None and isinstance(error, torch.OutOfMemoryError):
+    if isinstance(error, MemoryError) or (torch is not None and isinstance(error, torch.OutOfMemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in ALLOCATOR_ERRORS)

@@ -74,7 +74,9 @@ class Attention(nn.Module):
 
     def __init__(self, cfg: VLMConfig):
         super().__init__()
-        self.n_heads, self.n_kv_heads, self.head_dim = cfg.lm_n_heads, cfg.lm_n_kv_heads, cfg.lm_head_dim
+        self.n_heads = cfg.lm_n_heads
+        self.n_kv_heads = cfg.lm_n_kv_heads
+        self.head_dim = cfg.lm_head_dim
         self.q_proj = nn.Linear(cfg.lm_hidden_dim, self.n_heads * self.head_dim, bias=False)
         self.k_proj = nn.Linear(cfg.lm_hidden_dim, self.n_kv_heads * self.head_dim, bias=False)
         self.v_proj = nn.Linear(cfg.lm_hidden_dim, self.n_kv_heads * self.head_dim, bias=False)
@@ -163,7 +165,13 @@ class LanguageModel(nn.Module):
         or [None] * lm_n_blocks is an empty one. start_pos must be the cache's length. use_cache=False returns no
         caches. Raises InputError if lengths do not match or exceed the model's positions.
         """
-        T, past = x.size(1), _cached_length(kv_cache, len(self.blocks))
+        kv_cache = kv_cache or [None] * len(self.blocks)
+        if len(kv_cache) != len(self.blocks):
+            raise InputError(f"kv_cache has {len(kv_cache)} blocks, but the model {len(self.blocks)}")
+        lengths = {0 if cache is None else cache.length for cache in kv_cache}
+        if len(lengths) > 1:
+            raise InputError(f"the blocks of kv_cache hold different numbers of tokens: {sorted(lengths)}")
+        T, past = x.size(1), lengths.pop()
         if start_pos != past:
             raise InputError(f"start_pos={start_pos}, but the cache holds {past} tokens")
         if attention_mask is not None and attention_mask.size(1) != past + T:
@@ -182,22 +190,10 @@ class LanguageModel(nn.Module):
             mask = torch.ones(1, 1, T, past + T, dtype=torch.bool, device=x.device).tril(past)
         cos, sin = rope_cos_sin(positions, self.cfg)
 
-        caches = []
-        for i, block in enumerate(self.blocks):
-            x, block_kv_cache = block(x, cos, sin, mask, kv_cache[i] if kv_cache else None)
+        new_cache = []
+        for block, block_kv_cache in zip(self.blocks, kv_cache):
+            x, block_kv_cache = block(x, cos, sin, mask, block_kv_cache)
             if use_cache:
-                caches.append(block_kv_cache)
+                new_cache.append(block_kv_cache)
         x = self.norm(x)
-        return (self.head(x) if self.cfg.lm_use_tokens else x), caches
-
-
-def _cached_length(kv_cache: list[KVCache] | list[None] | None, n_blocks: int) -> int:
-    """Number of tokens in kv_cache; InputError if it does not have a cache for every block, or for none."""
-    if not kv_cache:
-        return 0
-    if len(kv_cache) != n_blocks:
-        raise InputError(f"kv_cache has {len(kv_cache)} blocks, but the model {n_blocks}")
-    lengths = {0 if cache is None else cache.length for cache in kv_cache}
-    if len(lengths) > 1:
-        raise InputError(f"the blocks of kv_cache hold different numbers of tokens: {sorted(lengths)}")
-    return lengths.pop()
+        return (self.head(x) if self.cfg.lm_use_tokens else x), new_cache

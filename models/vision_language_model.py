@@ -9,18 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from models import checkpoint
 from models.cache import PrefillState
-from models.checkpoint import (
-    CONFIG,
-    TOKENIZER,
-    find_image_token_id,
-    load_config,
-    read_model_text,
-    read_weights,
-    save_checkpoint,
-    snapshot_path,
-    write_checkpoint_files,
-)
 from models.config import VLMConfig
 from models.decoding import GenerationMixin
 from models.errors import CheckpointError, InputError
@@ -32,11 +22,9 @@ IGNORE_INDEX = -100  # a target without a loss
 
 
 class VisionLanguageModel(nn.Module, GenerationMixin):
-    """nanoVLM: a SigLIP encoder, a pixel-shuffle projector and a Llama decoder.
+    """nanoVLM: a SigLIP encoder, a pixel-shuffle projector and a Llama decoder; `GenerationMixin` adds generation.
 
-    `GenerationMixin` adds embed, prefill, decode, stream and generate. image_token_id marks the positions of images in
-    a prompt; -1 where the vocabulary has no token for them.
-    `models.formats.backbones.from_backbones` makes a new model from pretrained backbones.
+    image_token_id marks the positions of images in a prompt; -1 where the vocabulary has no token for them.
     """
 
     def __init__(self, cfg: VLMConfig, image_token_id: int):
@@ -45,7 +33,8 @@ class VisionLanguageModel(nn.Module, GenerationMixin):
             raise InputError("lm_use_tokens=true makes the decoder read ids; with images it must read embeddings")
         if not -1 <= image_token_id < cfg.lm_vocab_size:
             raise InputError(f"image_token_id={image_token_id} is outside lm_vocab_size={cfg.lm_vocab_size}")
-        self.cfg, self.image_token_id = cfg, image_token_id
+        self.cfg = cfg
+        self.image_token_id = image_token_id
         self.tokenizer_json: str | None = None  # the text of tokenizer.json, for save_pretrained
         self.vision_encoder = VisionTransformer(cfg)
         self.MP = ModalityProjector(cfg)
@@ -70,11 +59,11 @@ class VisionLanguageModel(nn.Module, GenerationMixin):
         """
         if not getattr(dtype, "is_floating_point", False):
             raise InputError(f"dtype={dtype!r} is no floating-point dtype of torch; pass torch.float32, for example")
-        folder = snapshot_path(name_or_folder, revision)
-        cfg = load_config(folder)
-        model = load_model(folder, cfg, find_image_token_id(folder, cfg), dtype, device)
-        path = folder / TOKENIZER
-        model.tokenizer_json = read_model_text(path) if path.exists() else None
+        folder = checkpoint.snapshot_path(name_or_folder, revision)
+        cfg = checkpoint.load_config(folder)
+        model = load_model(folder, cfg, checkpoint.find_image_token_id(folder, cfg), dtype, device)
+        path = folder / checkpoint.TOKENIZER
+        model.tokenizer_json = checkpoint.read_model_text(path) if path.exists() else None
         return model
 
     def save_pretrained(
@@ -86,7 +75,7 @@ class VisionLanguageModel(nn.Module, GenerationMixin):
         that of the stored weights, by default the model's. InputError if the folder is a file or lies below one.
         """
         try:
-            save_checkpoint(folder, self, tokenizer or self.tokenizer_json, dtype)
+            checkpoint.save_checkpoint(folder, self, tokenizer or self.tokenizer_json, dtype)
         except (FileExistsError, NotADirectoryError):
             raise InputError(f"{folder} is a file or lies below one; name a folder") from None
 
@@ -101,7 +90,7 @@ class VisionLanguageModel(nn.Module, GenerationMixin):
         if revision is not None:
             api.create_branch(repo_id, branch=revision, exist_ok=True)
         with TemporaryDirectory() as folder:
-            write_checkpoint_files(Path(folder), self, self.tokenizer_json, home=repo_id)
+            checkpoint.write_checkpoint_files(Path(folder), self, self.tokenizer_json, home=repo_id)
             return api.upload_folder(
                 repo_id=repo_id, folder_path=folder, commit_message="Upload model", revision=revision
             ).commit_url
@@ -182,18 +171,18 @@ def load_model(
     device: str | torch.device = "cpu",
 ) -> VisionLanguageModel:
     """The model in a local folder, in eval mode; for callers that have read its config and tokenizer already."""
-    path = Path(folder) / CONFIG
-    if cfg.format is not None:
-        cfg.format.check_image_token_id(image_token_id, Path(folder))
+    path = Path(folder) / checkpoint.CONFIG
+    checkpoint.format_of(cfg).check_image_token_id(image_token_id, Path(folder))
     try:
         model = empty_model(cfg, image_token_id)
     except InputError as error:
         raise CheckpointError(f"{path}: {error}") from None
     except RuntimeError:  # more bytes than 64 bits can count
-        names = ("vit_hidden_dim", "vit_inter_dim", "vit_patch_size", "lm_hidden_dim", "lm_inter_dim", "lm_vocab_size")
-        sizes = ", ".join(f"{name}={getattr(cfg, name)}" for name in names)
+        names = "vit_hidden_dim vit_inter_dim vit_patch_size lm_hidden_dim lm_inter_dim lm_vocab_size"
+        sizes = ", ".join(f"{name}={getattr(cfg, name)}" for name in names.split())
         raise CheckpointError(f"{path}: a model of {sizes} is larger than any memory; correct the sizes") from None
-    model.load_state_dict(read_weights(folder, cfg, model.state_dict(), dtype=dtype, device=device), assign=True)
+    state = checkpoint.read_weights(folder, cfg, model.state_dict(), dtype=dtype, device=device)
+    model.load_state_dict(state, assign=True)
     model.decoder.tie_weights()
     return model.eval()
 

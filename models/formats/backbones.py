@@ -9,25 +9,16 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.checkpoint import (
-    CONFIG,
-    INDEX,
-    TOKENIZER,
-    WEIGHTS,
-    read_object,
-    read_state_dict,
-    snapshot_path,
-)
+from models.checkpoint import CONFIG, INDEX, TOKENIZER, WEIGHTS, read_object, read_state_dict, snapshot_path
 from models.config import VLMConfig, extra_tokens
 from models.errors import CheckpointError
+from models.formats.base import SIGLIP_CONFIG, SIGLIP_ONLY, llama_settings, settings
 from models.formats.smolvlm import EMBEDDING, HEAD, SmolVLM
-from models.formats.transformers_names import SIGLIP_CONFIG, SIGLIP_ONLY, llama_settings, settings
 from models.modality_projector import ModalityProjector
 from models.vision_language_model import VisionLanguageModel, empty_model, init_weights
 
@@ -91,7 +82,15 @@ def find_backbones(
         **changes,
     }
     try:
-        cfg = VLMConfig(**_derived_fields(fields) | fields)
+        side = fields["vit_img_size"] // fields["vit_patch_size"] // fields["mp_pixel_shuffle_factor"]
+        derived = {
+            "extra_token_amount": len(fields["vlm_extra_tokens"]),
+            "lm_vocab_size": fields["lm_base_vocab_size"] + len(fields["vlm_extra_tokens"]),
+            "max_img_size": 3 * fields["vit_img_size"],
+            "mp_image_token_length": side**2,
+            "lm_max_length": min(VLMConfig.lm_max_length, fields["lm_max_position_embeddings"]),
+        }
+        cfg = VLMConfig(**derived | fields)
         grid = vision_fields["vit_img_size"] // vision_fields["vit_patch_size"]
     except (TypeError, ValueError, ZeroDivisionError) as error:
         raise CheckpointError(f"{vision} and {language} make no model: {error}") from None
@@ -100,19 +99,6 @@ def find_backbones(
             f"lm_vocab_size={cfg.lm_vocab_size} is less than the {cfg.lm_base_vocab_size} tokens of {language}"
         )
     return Backbones(vision_folder, language_folder, cfg, grid)
-
-
-def _derived_fields(fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields of VLMConfig that follow from the given ones."""
-    n_extra_tokens = len(fields["vlm_extra_tokens"])
-    side = fields["vit_img_size"] // fields["vit_patch_size"] // fields["mp_pixel_shuffle_factor"]
-    return {
-        "extra_token_amount": n_extra_tokens,
-        "lm_vocab_size": fields["lm_base_vocab_size"] + n_extra_tokens,
-        "max_img_size": 3 * fields["vit_img_size"],
-        "mp_image_token_length": side**2,
-        "lm_max_length": min(VLMConfig.lm_max_length, fields["lm_max_position_embeddings"]),
-    }
 
 
 def read_backbones(
@@ -138,10 +124,8 @@ def read_backbones(
 def _siglip_settings(path: Path) -> dict:
     config = read_object(path)
     raw = config.get("vision_config", config)
-    if not isinstance(raw, dict):
-        raise CheckpointError(f"{path}: vision_config={raw!r} is not an object of settings")
-    kind = raw.get("model_type", config.get("model_type"))
-    if "num_patches" in raw or str(kind).startswith("siglip2"):
+    kind = raw.get("model_type", config.get("model_type")) if isinstance(raw, dict) else raw
+    if str(kind).startswith("siglip2") or (isinstance(raw, dict) and "num_patches" in raw):
         raise CheckpointError(
             f"{path}: model_type={kind!r} with num_patches={raw.get('num_patches', 256)} is NaFlex, whose images have "
             "no fixed size; take a SigLIP2 of fixed resolution, whose model_type is siglip"

@@ -1,91 +1,70 @@
-"""Format: how the files of a model's folder name settings and tensors. The class itself is nanoVLM's own format.
+"""Base of the formats beside nanoVLM's own: `Format`, and transformers' settings of SigLIP and Llama."""
 
-The core reads and writes nanoVLM's names by itself: `cfg.format` is None. Another format is a subclass in a file of its
-own, registered in `models.formats`. Its instance, `cfg.format`, has the settings that VLMConfig has no field for.
-"""
+from collections.abc import Mapping
+from typing import Any
 
-from collections.abc import Iterable, Mapping
-from pathlib import Path
-from typing import ClassVar
+from models.checkpoint import NANOVLM, Format, format_of
+from models.errors import CheckpointError
 
-import torch
-from torch import Tensor
+__all__ = ["LLAMA_CONFIG", "LLAMA_ONLY", "NANOVLM", "SIGLIP_CONFIG", "SIGLIP_ONLY", "Format", "format_of"]
 
-from models.checkpoint import TIED, own_image_token_id, own_tensors, own_texts, read_state_dict, tensor_names
-from models.config import VLMConfig
+# Our field -> their key, and its default in transformers.
+SIGLIP_CONFIG = {
+    "vit_hidden_dim": ("hidden_size", 768), "vit_inter_dim": ("intermediate_size", 3072),
+    "vit_patch_size": ("patch_size", 16), "vit_img_size": ("image_size", 224),
+    "vit_n_heads": ("num_attention_heads", 12), "vit_n_blocks": ("num_hidden_layers", 12),
+    "vit_ln_eps": ("layer_norm_eps", 1e-6),
+}  # fmt: skip
+LLAMA_CONFIG = {
+    "lm_hidden_dim": ("hidden_size", 4096), "lm_inter_dim": ("intermediate_size", 11008),
+    "lm_n_heads": ("num_attention_heads", 32), "lm_n_blocks": ("num_hidden_layers", 32),
+    "lm_rms_eps": ("rms_norm_eps", 1e-6), "lm_max_position_embeddings": ("max_position_embeddings", 2048),
+    "lm_base_vocab_size": ("vocab_size", 32000), "lm_tie_weights": ("tie_word_embeddings", False),
+}  # fmt: skip
 
-
-class Format:
-    """nanoVLM's own format, and the base of the others."""
-
-    name: ClassVar[str] = "nanovlm"
-    other_files: ClassVar[tuple[str, ...]] = ()  # read and written beside config.json, weights and tokenizer.json
-    tied: ClassVar[tuple[str, str]] = TIED  # the files' names of token embedding and head, which may be one tensor
-    unit_pixels: ClassVar[bool] = True  # pixels are in [0, 1]; in [-1, 1] if False
-    crops_to_patches: ClassVar[bool] = False  # a rest of a tile's side that is no whole patch is left out
-    for_transformers: ClassVar[bool] = False  # transformers reads the folder
-    words: ClassVar[Mapping[str, str]] = {}  # the key in config.json for some fields of VLMConfig, in errors
-
-    @classmethod
-    def read_config(cls, raw: dict, files: Mapping[str, str]) -> VLMConfig:
-        """The config of the object of config.json and the texts of the other files that are there.
-
-        Raises InputError or CheckpointError for a value that our modules do not support.
-        """
-        return VLMConfig.from_dict(raw)
-
-    def config_dict(self, cfg: VLMConfig) -> dict:
-        """The object to write as config.json."""
-        return cfg.own_dict()
-
-    def texts(self, cfg: VLMConfig, dtype: torch.dtype, tokenizer: str | None, home: str | None) -> dict[str, str]:
-        """Texts of the files to write beside weights in dtype and a tokenizer; see `write_settings`."""
-        return own_texts(cfg, tokenizer, home)
-
-    @staticmethod
-    def to_stored(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """A state dict of VisionLanguageModel under the names of the files; shares memory with it."""
-        return dict(state)
-
-    @staticmethod
-    def from_stored(stored: dict[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
-        """The tensors of these names of ours. Empties the dict, so that joined tensors are not kept twice."""
-        return stored
-
-    def for_names(self, names: Iterable[str]) -> "Format":
-        """The format of a folder whose files have tensors of these names."""
-        return self
-
-    def read_weights(self, folder: Path, cfg: VLMConfig, empty: Mapping[str, Tensor], **options) -> dict[str, Tensor]:
-        """See `models.checkpoint.read_weights`."""
-        format = self.for_names(tensor_names(folder))
-        shapes = {name: tuple(tensor.shape) for name, tensor in format.to_stored(empty).items()}
-        tied = format.tied if cfg.lm_tie_weights else None
-        return format.from_stored(read_state_dict(folder, shapes, tied=tied, **options), empty)
-
-    def tensors(self, cfg: VLMConfig, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors of model.safetensors, by the files' names; of a tied pair only one, as `to_stored` gives both."""
-        return own_tensors(cfg, state)
-
-    @staticmethod
-    def patch_positions(grid: int) -> list[int] | None:
-        """The position, along a side, of each of its `grid` patches; None if they are 0, 1, 2 ..."""
-        return None
-
-    def find_image_token_id(self, folder: Path, cfg: VLMConfig) -> int:
-        """The id of the image token in folder's tokenizer.json, -1 without one. CheckpointError if it is not there."""
-        found = own_image_token_id(folder, cfg)
-        self.check_image_token_id(found, folder)
-        return found
-
-    def check_image_token_id(self, image_token_id: int, folder: Path) -> None:
-        """CheckpointError if config.json names another id than image_token_id, that of the tokenizer in folder."""
-        return
+# Their key -> the only value with which our modules compute the same.
+SIGLIP_ONLY = {"hidden_act": "gelu_pytorch_tanh", "num_channels": 3, "quantization_config": None}
+LLAMA_ONLY = {
+    "model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "sliding_window": None,
+    "rope_interleaved": False, "partial_rotary_factor": 1, "quantization_config": None, "qk_layer_norms": False,
+    "use_resampler": False,
+}  # fmt: skip
 
 
-NANOVLM = Format()
+def llama_settings(where: str, raw: Any) -> dict:
+    """Fields of VLMConfig from the config of a Llama; `where` names the file in errors."""
+    fields = settings(where, raw, LLAMA_ONLY, LLAMA_CONFIG)
+    heads, width, head_dim = fields["lm_n_heads"], fields["lm_hidden_dim"], raw.get("head_dim")
+    if head_dim is not None and head_dim * heads != width:
+        raise CheckpointError(
+            f"{where}: head_dim={head_dim} times num_attention_heads={heads} must be hidden_size={width} here"
+        )
+    theta = raw.get("rope_theta", 10000.0)
+    for key in ("rope_scaling", "rope_parameters"):  # newer files keep rope_theta in the latter
+        rope = raw.get(key) or {}
+        plain = isinstance(rope, dict) and rope.get("rope_type", rope.get("type", "default")) == "default"
+        if not plain or rope.get("partial_rotary_factor", 1) != 1:
+            raise CheckpointError(f"{where}: {key}={rope} changes RoPE, of which only the default is supported")
+        theta = rope.get("rope_theta", theta)
+    return fields | {"lm_n_kv_heads": raw.get("num_key_value_heads") or heads, "lm_re_base": theta}
 
 
-def format_of(cfg: VLMConfig) -> Format:
-    """The format of a config; nanoVLM's own for one that names none."""
-    return NANOVLM if cfg.format is None else cfg.format
+def settings(
+    where: str,
+    raw: Any,
+    only: Mapping[str, Any],
+    fields: Mapping[str, tuple[str, Any]],
+    defaults: Mapping[str, Any] | None = None,
+) -> dict:
+    """Our fields from their config.json; CheckpointError for a value that our modules do not support."""
+    if not isinstance(raw, dict):
+        raise CheckpointError(f"{where}: {raw!r} is not an object of settings")
+    for key, value in only.items():
+        if raw.get(key, value) != value:
+            raise CheckpointError(f"{where}: {key}={raw[key]!r}, but only {value!r} is supported")
+    values = {}
+    for ours, (theirs, default) in fields.items():
+        values[ours] = raw.get(theirs, (defaults or {}).get(theirs, default))
+        if not isinstance(values[ours], int if type(default) is int else (type(default), int)):
+            raise CheckpointError(f"{where}: {theirs}={values[ours]!r} is not of type {type(default).__name__}")
+    return values

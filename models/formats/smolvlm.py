@@ -4,7 +4,6 @@ The network is nanoVLM's. What differs is around it: names of settings and tenso
 images in a prompt, and the positions of patches, which are rounded fractions of a side.
 """
 
-import copy
 import json
 import math
 import re
@@ -19,15 +18,7 @@ from torch import Tensor
 from models.checkpoint import CONFIG, TOKENIZER, TOKENIZER_CONFIG, parse_object
 from models.config import VLMConfig
 from models.errors import CheckpointError
-from models.formats.base import Format
-from models.formats.transformers_names import (
-    LLAMA_CONFIG,
-    LLAMA_ONLY,
-    SIGLIP_CONFIG,
-    SIGLIP_ONLY,
-    llama_settings,
-    settings,
-)
+from models.formats.base import LLAMA_CONFIG, SIGLIP_CONFIG, SIGLIP_ONLY, Format, llama_settings, settings
 
 PREPROCESSOR, PROCESSOR, GENERATION = "preprocessor_config.json", "processor_config.json", "generation_config.json"
 TEMPLATE, LEGACY_TEMPLATE = "chat_template.jinja", "chat_template.json"
@@ -72,9 +63,7 @@ TOKENS = {  # attribute of the tokenizer -> token; Idefics3's processor knows no
     "global_image_token": "<global-img>",
 }
 
-# Their key -> the only value that our modules support. An absent model_type is the one of the enclosing config.
-VISION_TYPES = (None, "idefics3", "idefics3_vision", "smolvlm", "smolvlm_vision")
-TEXT_ONLY = LLAMA_ONLY | {"qk_layer_norms": False, "use_resampler": False}
+VISION_TYPES = (None, "idefics3", "idefics3_vision", "smolvlm", "smolvlm_vision")  # None: as the enclosing config's
 
 # Our tensor name -> theirs. The rows of our qkv_proj become their q, k and v.
 NAMES = {
@@ -129,18 +118,33 @@ class SmolVLM(Format):
 
     @classmethod
     def read_config(cls, raw: dict, files: Mapping[str, str]) -> VLMConfig:
-        vision, text = (_section(raw, key) for key in ("vision_config", "text_config"))
+        vision = raw.get("vision_config", {})
+        text = raw.get("text_config", {})
+        fields = settings("vision_config", vision, SIGLIP_ONLY, SIGLIP_CONFIG, VISION_DEFAULTS)
         if vision.get("model_type") not in VISION_TYPES:
             raise CheckpointError(f"vision_config: model_type={vision['model_type']!r} is none of {VISION_TYPES[1:]}")
-        fields = settings("vision_config", vision, SIGLIP_ONLY, SIGLIP_CONFIG, VISION_DEFAULTS)
-        settings("text_config", text, TEXT_ONLY, {})
         fields |= llama_settings("text_config", text)
         fields["lm_vocab_size"] = fields["lm_base_vocab_size"]
         fields["lm_tie_weights"] = raw.get("tie_word_embeddings", False)
         tokens = _tokens(files, raw)
+        image = _image_settings(files, fields["vit_img_size"])
+        normalizes = image["do_normalize"]
+        format = cls(
+            config=_without_dtype(raw),
+            files=dict(files),
+            longest_edge=image["size"] if image["do_resize"] else None,
+            split=image["do_image_splitting"],
+            resample=image["resample"],
+            rescale_factor=float(image["rescale_factor"]) if image["do_rescale"] else 1.0,
+            mean=tuple(image["image_mean"]) if normalizes else (0.0, 0.0, 0.0),
+            std=tuple(image["image_std"]) if normalizes else (1.0, 1.0, 1.0),
+            fake_image_token=tokens["fake_image_token"],
+            global_image_token=tokens["global_image_token"],
+            end_token_ids=_end_token_ids(files, raw),
+        )
         cfg = VLMConfig(
             **fields,
-            format=cls._with_image_settings(raw, files, tokens, fields["vit_img_size"]),
+            format=format,
             extra_token_amount=0,
             vlm_extra_tokens={"image_token": tokens["image_token"]},
             lm_chat_template=_chat_template(files),
@@ -161,27 +165,8 @@ class SmolVLM(Format):
             )
         return cfg
 
-    @classmethod
-    def _with_image_settings(
-        cls, raw: dict, files: Mapping[str, str], tokens: Mapping[str, str], tile: int
-    ) -> "SmolVLM":
-        image = _image_settings(files, tile)
-        return cls(
-            config=_without_dtype(raw),
-            files=dict(files),
-            longest_edge=image["size"] if image["do_resize"] else None,
-            split=image["do_image_splitting"],
-            resample=image["resample"],
-            rescale_factor=float(image["rescale_factor"]) if image["do_rescale"] else 1.0,
-            mean=tuple(image["image_mean"]) if image["do_normalize"] else (0.0, 0.0, 0.0),
-            std=tuple(image["image_std"]) if image["do_normalize"] else (1.0, 1.0, 1.0),
-            fake_image_token=tokens["fake_image_token"],
-            global_image_token=tokens["global_image_token"],
-            end_token_ids=_end_token_ids(files, raw),
-        )
-
     def config_dict(self, cfg: VLMConfig) -> dict:
-        return copy.deepcopy(self.config)
+        return {**self.config}
 
     def texts(self, cfg: VLMConfig, dtype: torch.dtype, tokenizer: str | None, home: str | None) -> dict[str, str]:
         """The files that the model was read with; config.json has the dtype that transformers loads the weights in."""
@@ -195,20 +180,21 @@ class SmolVLM(Format):
             if name.endswith("position_embedding") and tensor.dim() == 3:
                 tensor = tensor[0]
             names = _stored_names(name)
-            stored |= zip(names, tensor.chunk(3) if len(names) == 3 else [tensor])
+            stored |= zip(names, tensor.chunk(len(names)))
         return stored
 
     @staticmethod
     def from_stored(stored: dict[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
         state = {}
         for name in names:
-            rows = [stored.pop(theirs) for theirs in _stored_names(name)]
-            tensor = torch.cat(rows) if len(rows) == 3 else rows[0]
+            parts = [stored.pop(theirs) for theirs in _stored_names(name)]
+            tensor = torch.cat(parts) if len(parts) > 1 else parts[0]  # a single one stays mapped
             state[name] = tensor[None] if name.endswith("position_embedding") else tensor
         return state
 
-    def tensors(self, cfg: VLMConfig, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        tensors = self.to_stored(state)
+    @classmethod
+    def tensors(cls, cfg: VLMConfig, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        tensors = cls.to_stored(state)
         if cfg.lm_tie_weights:
             del tensors[HEAD]
         return tensors
@@ -284,9 +270,9 @@ def _tokens(files: Mapping[str, str], raw: dict) -> dict[str, str]:
     named = {**config}
     for key in ("extra_special_tokens", "model_specific_special_tokens"):
         named |= config[key] if isinstance(config.get(key), dict) else {}
-    found = {name: named.get(name, token) for name, token in TOKENS.items()}
     tokens: dict[str, str] = {}
-    for name, token in found.items():
+    for name, default in TOKENS.items():
+        token = named.get(name, default)
         text = token.get("content") if isinstance(token, dict) else token
         if not isinstance(text, str) or len(text) > MAX_TOKEN:
             raise CheckpointError(f"{TOKENIZER_CONFIG}: {name}={text!r} is no text of at most {MAX_TOKEN} characters")
@@ -296,8 +282,7 @@ def _tokens(files: Mapping[str, str], raw: dict) -> dict[str, str]:
 
 def _end_token_ids(files: Mapping[str, str], raw: dict) -> tuple[int, ...]:
     """eos_token_id of generation_config.json, one id or several; without that file, of config.json."""
-    source = _parse(files, GENERATION) if GENERATION in files else raw
-    ids = source.get("eos_token_id")
+    ids = (_parse(files, GENERATION) if GENERATION in files else raw).get("eos_token_id")
     ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
     if not all(type(id) is int and 0 <= id < 2**31 for id in ids):
         raise CheckpointError(f"eos_token_id={ids} are not ids of tokens")
@@ -313,13 +298,6 @@ def _chat_template(files: Mapping[str, str]) -> str:
         if isinstance(template, str) and template:
             return template
     raise CheckpointError(f"{TEMPLATE} is missing, and no other file has a chat_template; it lays out the prompts")
-
-
-def _section(raw: dict, key: str) -> dict:
-    section = raw.get(key, {})
-    if not isinstance(section, dict):
-        raise CheckpointError(f"config.json: {key}={section!r} is not an object of settings")
-    return section
 
 
 def _parse(files: Mapping[str, str], name: str) -> dict:

@@ -9,13 +9,12 @@ from typing import Any
 
 from torch import Tensor
 
-from models.checkpoint import EMBEDDING, HEAD, MODEL_INPUT_NAMES, TOKENIZER_CONFIG
+from models.checkpoint import CONFIG, EMBEDDING, HEAD, MODEL_INPUT_NAMES, TOKENIZER_CONFIG
 from models.config import VLMConfig
 from models.errors import InputError
 from models.formats.backbones import grow
-from models.formats.base import format_of
+from models.formats.base import LLAMA_CONFIG, SIGLIP_CONFIG, format_of
 from models.formats.smolvlm import GENERATION, IMAGE_SETTINGS, PREPROCESSOR, PROCESSOR, TEMPLATE, TOKENS, SmolVLM
-from models.formats.transformers_names import LLAMA_CONFIG, SIGLIP_CONFIG
 from models.vision_language_model import VisionLanguageModel, empty_model
 
 CONVOLUTION = "vision_encoder.patch_embedding.conv"
@@ -34,24 +33,18 @@ CHAT_TEMPLATE = (
 def smolvlm_tensors(model: VisionLanguageModel) -> dict[str, Tensor]:
     """The model's tensors under SmolVLM's names; of a tied pair only the embedding."""
     state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
-    if format_of(model.cfg).unit_pixels:
-        state |= rescaled_convolution(state)
-    if model.cfg.lm_tie_weights:
-        del state[HEAD]
-    return SmolVLM.to_stored(state)
+    return SmolVLM.tensors(model.cfg, rescaled(state) if format_of(model.cfg).unit_pixels else state)
 
 
-def rescaled_convolution(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The patch convolution of a nanoVLM model for SmolVLM's pixels.
+def rescaled(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A nanoVLM model's state dict for SmolVLM's pixels.
 
     nanoVLM's encoder reads pixels x in [0, 1], SmolVLM's reads y = 2x - 1, as SigLIP does, and its processor would drop
     an image of zeros. W x + b = (W / 2) y + (b + sum W / 2).
     """
     weight = state[f"{CONVOLUTION}.weight"] / 2
-    return {
-        f"{CONVOLUTION}.weight": weight,
-        f"{CONVOLUTION}.bias": state[f"{CONVOLUTION}.bias"] + weight.sum((1, 2, 3)),
-    }
+    bias = state[f"{CONVOLUTION}.bias"] + weight.sum((1, 2, 3))
+    return {**state, f"{CONVOLUTION}.weight": weight, f"{CONVOLUTION}.bias": bias}
 
 
 def smolvlm_config(cfg: VLMConfig, image_token_id: int, eos_token_id: int) -> dict:
@@ -62,52 +55,66 @@ def smolvlm_config(cfg: VLMConfig, image_token_id: int, eos_token_id: int) -> di
     """
     if cfg.lm_attn_scaling != 1:
         raise InputError(f"lm_attn_scaling={cfg.lm_attn_scaling}: SmolVLM's attention has no such factor, only 1")
-    if not patches_keep_their_positions(cfg.vit_grid):
+    if SmolVLM.patch_positions(cfg.vit_grid) != list(range(cfg.vit_grid)):
         raise InputError(
             f"{cfg.vit_grid} patches a side (vit_img_size={cfg.vit_img_size} / vit_patch_size={cfg.vit_patch_size}): "
             "transformers' rounding would give two of them the same position; a power of two, as 16 or 32, is exact"
         )
     ends = {"eos_token_id": eos_token_id, "pad_token_id": eos_token_id, "bos_token_id": None}
+    vision, text = (
+        {theirs: getattr(cfg, ours) for ours, (theirs, _) in names.items()} for names in (SIGLIP_CONFIG, LLAMA_CONFIG)
+    )
     return {
-        "architectures": ["SmolVLMForConditionalGeneration"],
-        "model_type": "smolvlm",
+        "architectures": ["SmolVLMForConditionalGeneration"], "model_type": "smolvlm", **ends,
         "image_token_id": cfg.lm_vocab_size if image_token_id < 0 else image_token_id,
-        "scale_factor": cfg.mp_pixel_shuffle_factor,
-        "tie_word_embeddings": cfg.lm_tie_weights,
-        **ends,
+        "scale_factor": cfg.mp_pixel_shuffle_factor, "tie_word_embeddings": cfg.lm_tie_weights,
         "text_config": {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            **_settings(cfg, LLAMA_CONFIG),
-            "num_key_value_heads": cfg.lm_n_kv_heads,
-            "head_dim": cfg.lm_head_dim,
-            "hidden_act": "silu",
-            "rope_theta": cfg.lm_re_base,
-            "vocab_size": cfg.lm_vocab_size,
-            "attention_bias": False,
-            "mlp_bias": False,
-            **ends,
+            "architectures": ["LlamaForCausalLM"], "model_type": "llama", **ends,
+            **text, "num_key_value_heads": cfg.lm_n_kv_heads, "head_dim": cfg.lm_head_dim, "hidden_act": "silu",
+            "rope_theta": cfg.lm_re_base, "vocab_size": cfg.lm_vocab_size, "attention_bias": False, "mlp_bias": False,
         },
         "vision_config": {
-            "model_type": "smolvlm_vision",
-            **_settings(cfg, SIGLIP_CONFIG),
-            "num_channels": 3,
-            "hidden_act": "gelu_pytorch_tanh",
+            "model_type": "smolvlm_vision", **vision, "num_channels": 3, "hidden_act": "gelu_pytorch_tanh",
         },
-    }
+    }  # fmt: skip
 
 
-def _settings(cfg: VLMConfig, names: Mapping[str, tuple[str, Any]]) -> dict:
-    return {theirs: getattr(cfg, ours) for ours, (theirs, _) in names.items()}
+def smolvlm_settings(
+    cfg: VLMConfig, image_token_id: int, end: str, end_id: int, tokens: Mapping[str, str] | None, images: Mapping = {}
+) -> dict[str, dict]:
+    """The objects of SmolVLM's JSON files by name; without special tokens, those that need no processor.
 
-
-def patches_keep_their_positions(grid: int) -> bool:
-    """Whether Idefics3's position ids are exact for this grid in transformers 5, which buckets fractions of a side.
-
-    Other programs round the same fractions in another way: transformers up to 4.54 and vLLM compute them by
-    torch.arange, whose rounding depends on PyTorch's build. For a power of two all are exact.
+    images are the settings of the image processor that differ from `image_processor_settings`.
     """
-    return SmolVLM.patch_positions(grid) == list(range(grid))
+    tokenizer: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast", "model_input_names": MODEL_INPUT_NAMES,
+        "eos_token": end, "pad_token": end, "padding_side": "left", "clean_up_tokenization_spaces": False,
+        "model_max_length": cfg.lm_max_position_embeddings,
+    }  # fmt: skip
+    objects = {
+        CONFIG: smolvlm_config(cfg, image_token_id, end_id),
+        GENERATION: {"eos_token_id": end_id, "pad_token_id": end_id},
+        TOKENIZER_CONFIG: tokenizer,
+    }
+    if tokens is not None:
+        tokenizer["processor_class"] = "SmolVLMProcessor"
+        tokenizer["extra_special_tokens"] = {**tokens, "end_of_utterance_token": end}
+        objects[PROCESSOR] = {"processor_class": "SmolVLMProcessor", "image_seq_len": cfg.mp_image_token_length}
+        objects[PREPROCESSOR] = image_processor_settings(cfg.vit_img_size, cfg.vit_img_size) | {**images}
+    return objects
+
+
+def image_processor_settings(tile: int, longest_edge: int) -> dict:
+    """The object for preprocessor_config.json: images split into tiles, as SmolVLM's were."""
+    return {
+        "image_processor_type": "SmolVLMImageProcessor",
+        "processor_class": "SmolVLMProcessor",
+        "do_convert_rgb": True,
+        "do_pad": True,
+        **{key: default for key, (default, _, _) in IMAGE_SETTINGS.items()},
+        "size": {"longest_edge": longest_edge},
+        "max_image_size": {"longest_edge": tile},
+    }
 
 
 # --------------------------------------------------------------------------------- from nanoVLM's layout to SmolVLM's
@@ -130,10 +137,16 @@ def to_smolvlm_layout(
     New tokens begin as those that they replace, others as N(0, 0.02), drawn from torch's global generator. Shares
     memory with the given model.
     """
-    old, state = model.cfg, model.state_dict()
-    cfg = SmolVLM.read_config(*_layout_files(old, token_ids, longest_edge))
-    if rescale:
-        state |= rescaled_convolution(state)
+    old = model.cfg
+    image_token_id = token_ids[TOKENS["image_token"]]
+    images = {"size": {"longest_edge": longest_edge}}
+    files = smolvlm_settings(old, image_token_id, END_TOKEN, token_ids[END_TOKEN], TOKENS, images)
+    config = files.pop(CONFIG)
+    config["text_config"]["vocab_size"] = max(old.lm_vocab_size, max(token_ids.values()) + 1)
+    texts = {name: json.dumps(value, indent=2) + "\n" for name, value in files.items()}
+    cfg = SmolVLM.read_config(config, texts | {TEMPLATE: CHAT_TEMPLATE})
+
+    state = rescaled(model.state_dict()) if rescale else model.state_dict()
     replaced = {END_TOKEN: old.end_token, TOKENS["global_image_token"]: old.special_tokens.get("global_image_token")}
     for name in (EMBEDDING, HEAD):
         weight = grow(state[name], cfg.lm_vocab_size)
@@ -143,52 +156,7 @@ def to_smolvlm_layout(
         state[name] = weight
     if old.lm_tie_weights:
         state[HEAD] = state[EMBEDDING]
-    converted = empty_model(cfg, token_ids[TOKENS["image_token"]])
+    converted = empty_model(cfg, image_token_id)
     converted.load_state_dict(state, assign=True)
     converted.decoder.tie_weights()
     return converted.requires_grad_(True).eval()
-
-
-def _layout_files(old: VLMConfig, token_ids: Mapping[str, int], longest_edge: int) -> tuple[dict, dict[str, str]]:
-    """config.json's object and the other files' texts of a model in SmolVLM's layout, with the sizes of an old one."""
-    end = token_ids[END_TOKEN]
-    config = smolvlm_config(old, token_ids[TOKENS["image_token"]], end)
-    config["text_config"]["vocab_size"] = max(old.lm_vocab_size, max(token_ids.values()) + 1)
-    objects = settings_files(old, END_TOKEN, end, TOKENS, image_processor_settings(old.vit_img_size, longest_edge))
-    texts = {name: json.dumps(value, indent=2) + "\n" for name, value in objects.items()}
-    return config, texts | {TEMPLATE: CHAT_TEMPLATE}
-
-
-def settings_files(
-    cfg: VLMConfig, end: str, end_id: int, special_tokens: Mapping[str, str] | None, image_processor: dict
-) -> dict[str, dict]:
-    """The objects of the files beside config.json; without special_tokens, those that need no processor."""
-    tokenizer: dict[str, Any] = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_input_names": MODEL_INPUT_NAMES,
-        "eos_token": end,
-        "pad_token": end,
-        "padding_side": "left",
-        "model_max_length": cfg.lm_max_position_embeddings,
-        "clean_up_tokenization_spaces": False,
-    }
-    objects = {GENERATION: {"eos_token_id": end_id, "pad_token_id": end_id}, TOKENIZER_CONFIG: tokenizer}
-    if special_tokens is None:
-        return objects
-    tokenizer["processor_class"] = "SmolVLMProcessor"
-    tokenizer["extra_special_tokens"] = {**special_tokens, "end_of_utterance_token": end}
-    processor = {"processor_class": "SmolVLMProcessor", "image_seq_len": cfg.mp_image_token_length}
-    return objects | {PREPROCESSOR: image_processor, PROCESSOR: processor}
-
-
-def image_processor_settings(tile: int, longest_edge: int) -> dict:
-    """The object for preprocessor_config.json: images split into tiles, as SmolVLM's were."""
-    return {
-        "image_processor_type": "SmolVLMImageProcessor",
-        "processor_class": "SmolVLMProcessor",
-        "do_convert_rgb": True,
-        "do_pad": True,
-        **{key: default for key, (default, _, _) in IMAGE_SETTINGS.items()},
-        "size": {"longest_edge": longest_edge},
-        "max_image_size": {"longest_edge": tile},
-    }

@@ -17,7 +17,7 @@ from models.errors import CheckpointError
 from models.formats.base import NANOVLM, Format
 
 FLASH_MIN_SIDE = 512  # pixels
-VARIANTS = {  # of older configs: whether they are Flash
+VARIANTS = {  # of older configs: True for Flash
     "flash": True, "nano-flash": True, "visionpsy-nano-flash": True,
     "nano": False, "plain": False, "nano-plain": False, "visionpsy-nano": False,
 }  # fmt: skip
@@ -93,7 +93,7 @@ class VisionPsy(Format):
 
 
 def is_flash(raw: Mapping) -> bool:
-    """Whether a config.json has Flash's resize rule. CheckpointError for an unknown value."""
+    """True for a config.json of Flash's resize rule. CheckpointError for an unknown value."""
     if (flash := raw.get("is_flash")) is not None:
         if type(flash) is not bool:
             raise CheckpointError(f"is_flash={flash!r} is neither true nor false")

@@ -1,6 +1,4 @@
-"""Export a SmolVLM-layout model to the two GGUF files that llama.cpp's multimodal tools read.
-
-Importing this module needs the extra `gguf`, else MissingExtraError.
+"""Export a SmolVLM-layout model to the two GGUF files that llama.cpp's multimodal tools read; needs the extra `gguf`.
 
 `NAME-f16.gguf` holds the text model, its tokenizer and chat template, `mmproj-NAME-f16.gguf` the vision encoder and the
 projector with the image processor's settings. Metadata, names and order of channels follow llama.cpp's
@@ -16,9 +14,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from models.checkpoint import atomic_dir
+from models.checkpoint import TOKENIZER_CONFIG, atomic_dir
 from models.config import VLMConfig
-from models.formats.smolvlm import SmolVLM
+from models.formats.smolvlm import TOKENS, SmolVLM
 from models.vision_transformer import position_ids
 from nanovlm.captioner import Captioner
 from nanovlm.errors import CheckpointError, InputError, MissingExtraError
@@ -34,6 +32,21 @@ except ImportError:
 GGUF_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")
 BLOCK = 32  # values that share a scale in q8_0 and q4_0; rows of another length are stored in 16 bits
 LANCZOS = 1
+
+# Metadata, by the name of GGUFWriter's method add_NAME -> the field of VLMConfig.
+TEXT_SIZES = {
+    "block_count": "lm_n_blocks", "context_length": "lm_max_position_embeddings", "embedding_length": "lm_hidden_dim",
+    "feed_forward_length": "lm_inter_dim", "head_count": "lm_n_heads", "head_count_kv": "lm_n_kv_heads",
+    "key_length": "lm_head_dim", "value_length": "lm_head_dim", "rope_dimension_count": "lm_head_dim",
+    "rope_freq_base": "lm_re_base", "layer_norm_rms_eps": "lm_rms_eps", "vocab_size": "lm_vocab_size",
+}  # fmt: skip
+VISION_SIZES = {
+    "vision_projection_dim": "lm_hidden_dim", "vision_image_size": "vit_img_size",
+    "vision_patch_size": "vit_patch_size", "vision_embedding_length": "vit_hidden_dim",
+    "vision_feed_forward_length": "vit_inter_dim", "vision_block_count": "vit_n_blocks",
+    "vision_head_count": "vit_n_heads",
+    "vision_attention_layernorm_eps": "vit_ln_eps", "vision_projector_scale_factor": "mp_pixel_shuffle_factor",
+}  # fmt: skip
 
 # llama.cpp's name -> pre_tokenizer of tokenizer.json, and whether its BPE ignores merges for whole words.
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
@@ -73,13 +86,19 @@ def export_gguf(captioner: Captioner, folder: str | Path, name: str, gguf_type: 
     with atomic_dir(folder) as new:
         writer = GGUFWriter(str(new / names[0]), "llama", use_temp_file=True)
         writer.add_type(gguf.GGUFType.MODEL)
-        add_text_metadata(writer, cfg)
+        add_sizes(writer, TEXT_SIZES, cfg)
         add_tokenizer(writer, captioner.tokenizer, cfg, settings)
         write_gguf(writer, text_tensors(state, cfg), name, gguf_type)
 
         writer = GGUFWriter(str(new / names[1]), "clip", use_temp_file=True)
         writer.add_type(gguf.GGUFType.MMPROJ)
-        add_vision_metadata(writer, cfg, settings)
+        writer.add_clip_has_vision_encoder(True)
+        writer.add_clip_projector_type("idefics3")
+        add_sizes(writer, VISION_SIZES, cfg)
+        writer.add_vision_use_gelu(True)
+        writer.add_vision_image_mean(settings.mean)
+        writer.add_vision_image_std(settings.std)
+        writer.add_vision_preproc_image_size(cast(int, settings.longest_edge))
         write_gguf(writer, vision_tensors(state, cfg), name, gguf_type)
     return Path(folder) / names[0], Path(folder) / names[1]
 
@@ -96,17 +115,18 @@ def check_llama_cpp_can_run(cfg: VLMConfig, tokenizer: Tokenizer) -> SmolVLM:
             "train a model of SmolVLM's layout to export it as GGUF"
         )
     edge = settings.longest_edge or 0
-    fake, whole = "<fake_token_around_image>", "<global-img>"
-    supported: dict[str, tuple[Any, bool, str]] = {
-        "do_image_splitting": (settings.split, settings.split, "true"),
-        "size.longest_edge": (edge, tile < edge <= MAX_SIDE and edge % tile == 0, f"2, 3, ... tiles of {tile} pixels"),
-        "resample": (settings.resample, settings.resample == LANCZOS, "1, Lanczos"),
-        "rescale_factor": (settings.rescale_factor, abs(settings.rescale_factor * 255 - 1) < 1e-6, "1/255"),
-        "global_image_token": (settings.global_image_token, settings.global_image_token == whole, whole),
-        "fake_image_token": (settings.fake_image_token, settings.fake_image_token == fake, fake),
-        "scale_factor": (cfg.mp_pixel_shuffle_factor, cfg.mp_pixel_shuffle_factor > 1, "2 or more"),
-    }
-    for key, (value, is_supported, only) in supported.items():
+    scale = cfg.mp_pixel_shuffle_factor
+    fake = TOKENS["fake_image_token"]
+    whole = TOKENS["global_image_token"]
+    for key, value, is_supported, only in (
+        ("do_image_splitting", settings.split, settings.split, "true"),
+        ("size.longest_edge", edge, tile < edge <= MAX_SIDE and edge % tile == 0, f"2, 3, ... tiles of {tile} pixels"),
+        ("resample", settings.resample, settings.resample == LANCZOS, "1, Lanczos"),
+        ("rescale_factor", settings.rescale_factor, abs(settings.rescale_factor * 255 - 1) < 1e-6, "1/255"),
+        ("global_image_token", settings.global_image_token, settings.global_image_token == whole, whole),
+        ("fake_image_token", settings.fake_image_token, settings.fake_image_token == fake, fake),
+        ("scale_factor", scale, scale > 1, "2 or more"),
+    ):
         if not is_supported:
             raise InputError(f"{key}={value}: llama.cpp reads this family's images with {only} only")
     found = {text: len(tokenizer.encode(text)) == 1 for text in ("\n", "\n\n")}
@@ -117,54 +137,32 @@ def check_llama_cpp_can_run(cfg: VLMConfig, tokenizer: Tokenizer) -> SmolVLM:
     return settings
 
 
-def add_text_metadata(writer: GGUFWriter, cfg: VLMConfig) -> None:
-    """The sizes of the language model."""
-    writer.add_block_count(cfg.lm_n_blocks)
-    writer.add_context_length(cfg.lm_max_position_embeddings)
-    writer.add_embedding_length(cfg.lm_hidden_dim)
-    writer.add_feed_forward_length(cfg.lm_inter_dim)
-    writer.add_head_count(cfg.lm_n_heads)
-    writer.add_head_count_kv(cfg.lm_n_kv_heads)
-    writer.add_key_length(cfg.lm_head_dim)
-    writer.add_value_length(cfg.lm_head_dim)
-    writer.add_rope_freq_base(cfg.lm_re_base)
-    writer.add_rope_dimension_count(cfg.lm_head_dim)
-    writer.add_layer_norm_rms_eps(cfg.lm_rms_eps)
-    writer.add_vocab_size(cfg.lm_vocab_size)
-
-
-def add_vision_metadata(writer: GGUFWriter, cfg: VLMConfig, settings: SmolVLM) -> None:
-    """The sizes of the vision encoder and the projector, and the image processor's settings."""
-    writer.add_clip_has_vision_encoder(True)
-    writer.add_clip_projector_type("idefics3")
-    writer.add_vision_projection_dim(cfg.lm_hidden_dim)
-    writer.add_vision_image_size(cfg.vit_img_size)
-    writer.add_vision_patch_size(cfg.vit_patch_size)
-    writer.add_vision_embedding_length(cfg.vit_hidden_dim)
-    writer.add_vision_feed_forward_length(cfg.vit_inter_dim)
-    writer.add_vision_block_count(cfg.vit_n_blocks)
-    writer.add_vision_head_count(cfg.vit_n_heads)
-    writer.add_vision_attention_layernorm_eps(cfg.vit_ln_eps)
-    writer.add_vision_projector_scale_factor(cfg.mp_pixel_shuffle_factor)
-    writer.add_vision_use_gelu(True)
-    writer.add_vision_image_mean(settings.mean)
-    writer.add_vision_image_std(settings.std)
-    writer.add_vision_preproc_image_size(cast(int, settings.longest_edge))
+def add_sizes(writer: GGUFWriter, sizes: Mapping[str, str], cfg: VLMConfig) -> None:
+    """Add fields of the config by a table of names."""
+    for name, field in sizes.items():
+        getattr(writer, f"add_{name}")(getattr(cfg, field))
 
 
 def add_tokenizer(writer: GGUFWriter, tokenizer: Tokenizer, cfg: VLMConfig, settings: SmolVLM) -> None:
     """Tokens, merges, special tokens and the chat template."""
     raw = json.loads(tokenizer.to_json())
-    tokens, types = token_list(tokenizer, cfg.lm_vocab_size)
+    added = tokenizer.backend.get_added_tokens_decoder()
+    tokens = {id: token for token, id in tokenizer.backend.get_vocab(with_added_tokens=True).items()}
+    types = dict.fromkeys(tokens, TokenType.NORMAL)
+    types |= {id: TokenType.CONTROL if token.special else TokenType.USER_DEFINED for id, token in added.items()}
+    ids = range(cfg.lm_vocab_size)  # embeddings without a token are named [PADid]
     writer.add_tokenizer_model("gpt2")  # byte-level BPE
     writer.add_tokenizer_pre(pre_tokenizer_name(raw))
-    writer.add_token_list(tokens)
-    writer.add_token_types(types)
+    writer.add_token_list([tokens.get(id, f"[PAD{id}]") for id in ids])
+    writer.add_token_types([int(types.get(id, TokenType.UNUSED)) for id in ids])
     writer.add_token_merges([pair if isinstance(pair, str) else " ".join(pair) for pair in raw["model"]["merges"]])
-    ids = special_token_ids(tokenizer, settings)
-    for kind in ("bos", "eos", "eot", "unk", "pad"):
-        if kind in ids:
-            getattr(writer, f"add_{kind}_token_id")(ids[kind])
+    config = json.loads(settings.files.get(TOKENIZER_CONFIG, "{}"))
+    named = {kind: config.get(f"{kind}_token") for kind in ("bos", "eos", "unk", "pad")}
+    texts = {kind: token.get("content") if isinstance(token, dict) else token for kind, token in named.items()}
+    special = {kind: tokenizer.backend.token_to_id(text) for kind, text in texts.items() if isinstance(text, str)}
+    for kind, id in (special | dict(zip(("eos", "eot"), settings.end_token_ids))).items():  # the ends of an answer
+        if id is not None:
+            getattr(writer, f"add_{kind}_token_id")(id)
     writer.add_add_bos_token(bool(tokenizer.begin([])))  # where not, the chat template writes every special token
     writer.add_add_eos_token(False)
     writer.add_chat_template(STARTS_WITH_IMAGE.sub(STARTS_WITH_MARKER, cfg.lm_chat_template or ""))
@@ -173,13 +171,9 @@ def add_tokenizer(writer: GGUFWriter, tokenizer: Tokenizer, cfg: VLMConfig, sett
 def pre_tokenizer_name(raw: dict) -> str:
     """llama.cpp's name for what a tokenizer.json does before BPE; InputError if it knows no such pre-tokenizer."""
     model = raw["model"]
-    unsupported = {
-        "model": model["type"] != "BPE",
-        "normalizer": raw.get("normalizer"),
-        "dropout": model.get("dropout"),
-    }
-    unsupported |= {key: model.get(key) for key in ("byte_fallback", "continuing_subword_prefix", "end_of_word_suffix")}
-    for key, value in unsupported.items():
+    keys = ("dropout", "byte_fallback", "continuing_subword_prefix", "end_of_word_suffix")
+    unsupported = {"model": model["type"] != "BPE", "normalizer": raw.get("normalizer")}
+    for key, value in (unsupported | {key: model.get(key) for key in keys}).items():
         if value:
             raise InputError(f"tokenizer.json: {key}={value}: GGUF files are written for plain byte-level BPE only")
     found = _without_offsets(raw.get("pre_tokenizer")), bool(model.get("ignore_merges"))
@@ -197,33 +191,6 @@ def _without_offsets(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_offsets(part) for key, part in value.items() if key != "trim_offsets"}
     return [_without_offsets(part) for part in value] if isinstance(value, list) else value
-
-
-def token_list(tokenizer: Tokenizer, vocab_size: int) -> tuple[list[str], list[int]]:
-    """The text and llama.cpp's type of every id below vocab_size; embeddings without a token are named [PADid]."""
-    added = tokenizer.backend.get_added_tokens_decoder()
-    tokens = {id: token for token, id in tokenizer.backend.get_vocab(with_added_tokens=True).items()}
-    types = []
-    for id in range(vocab_size):
-        if id not in tokens:
-            types.append(TokenType.UNUSED)
-        elif id not in added:
-            types.append(TokenType.NORMAL)
-        else:
-            types.append(TokenType.CONTROL if added[id].special else TokenType.USER_DEFINED)
-    return [tokens.get(id, f"[PAD{id}]") for id in range(vocab_size)], [int(kind) for kind in types]
-
-
-def special_token_ids(tokenizer: Tokenizer, settings: SmolVLM) -> dict[str, int]:
-    """Ids of the special tokens that tokenizer_config.json names; eos and eot are the end tokens of the answer."""
-    config = json.loads(settings.files.get("tokenizer_config.json", "{}"))
-    ids = {}
-    for kind in ("bos", "eos", "unk", "pad"):
-        token = config.get(f"{kind}_token")
-        token = token.get("content") if isinstance(token, dict) else token
-        if isinstance(token, str) and (id := tokenizer.backend.token_to_id(token)) is not None:
-            ids[kind] = id
-    return ids | dict(zip(("eos", "eot"), settings.end_token_ids))
 
 
 def write_gguf(writer: GGUFWriter, tensors: Iterable[tuple[str, Tensor]], name: str, gguf_type: str) -> None:

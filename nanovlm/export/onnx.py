@@ -34,7 +34,7 @@ from models.vision_language_model import VisionLanguageModel
 from nanovlm.captioner import Captioner
 from nanovlm.errors import MissingExtraError
 
-VISION_ENCODER, EMBED_TOKENS, DECODER = "vision_encoder", "embed_tokens", "decoder_model_merged"
+VISION_ENCODER, EMBED_TOKENS, DECODER = "vision_encoder", "embed_tokens", "decoder_model_merged"  # names of files
 SUFFIXES = {"float32": "", "float16": "_fp16", "int8": "_quantized"}  # of file names, as in transformers.js
 OPSET = 18
 ONNX_FOLDER = "onnx"
@@ -100,6 +100,10 @@ class VisionEncoderGraph(nn.Module):
         self.unit_pixels = format_of(model.cfg).unit_pixels
         self.vision_encoder = _in_dtype(model.vision_encoder, dtype)
         self.MP = _in_dtype(model.MP, dtype)
+        self.outputs = ["image_features"]
+        B, n, S = 2, 3, model.cfg.vit_img_size
+        mask = torch.ones(B, n, S, S, dtype=torch.bool)
+        self.examples = {"pixel_values": torch.zeros(B, n, 3, S, S), "pixel_attention_mask": mask}
 
     def forward(self, pixel_values: Tensor, pixel_attention_mask: Tensor) -> Tensor:
         """Pixels (B, n, 3, S, S) float32 and mask (B, n, S, S) bool to features (N, mp_image_token_length, C) float32.
@@ -117,6 +121,8 @@ class EmbedTokensGraph(nn.Module):
     def __init__(self, model: VisionLanguageModel, dtype: torch.dtype):
         super().__init__()
         self.token_embedding = _in_dtype(model.decoder.token_embedding, dtype)
+        self.outputs = ["inputs_embeds"]
+        self.examples = {"input_ids": torch.zeros(2, 5, dtype=torch.long)}
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Ids (B, T) to embeddings (B, T, C) float32."""
@@ -135,10 +141,21 @@ class DecoderGraph(nn.Module):
         for block in self.decoder.blocks:
             block.attn.attend = grouped_attention
         self.frequencies = inverse_frequencies(cfg.lm_head_dim, cfg.lm_re_base)  # a constant of the graph, in float32
+        parts = [f"{i}.{part}" for i in range(cfg.lm_n_blocks) for part in ("key", "value")]
+        self.outputs = ["logits", *(f"present.{part}" for part in parts)]
+        B, T, n_past = 2, 5, 7
+        self.examples = {
+            "inputs_embeds": torch.zeros(B, T, cfg.lm_hidden_dim),
+            "attention_mask": torch.ones(B, n_past + T - 3, dtype=torch.long),
+            "position_ids": torch.arange(n_past, n_past + T).repeat(B, 1),
+        }
+        for part in parts:
+            past = torch.zeros(B, cfg.lm_n_kv_heads, n_past, cfg.lm_head_dim, dtype=dtype)
+            self.examples[f"past_key_values.{part}"] = past
 
     def forward(
-        self, inputs_embeds: Tensor, attention_mask: Tensor, position_ids: Tensor, past: list[Tensor]
-    ) -> tuple[Tensor, list[Tensor]]:
+        self, inputs_embeds: Tensor, attention_mask: Tensor, position_ids: Tensor, *past: Tensor
+    ) -> tuple[Tensor, ...]:
         """Logits (B, T, vocabulary) float32, and keys and values of past and new tokens, in the order of past.
 
         inputs_embeds (B, T, C) float32, position_ids (B, T); past alternates keys and values (B, n_kv_heads, T_past,
@@ -154,7 +171,10 @@ class DecoderGraph(nn.Module):
         for block, key, value in zip(self.decoder.blocks, past[::2], past[1::2]):
             x, kv = block(x, cos, sin, mask, KVCache(key, value))
             present += [kv.key, kv.value]
-        return self.decoder.head(self.decoder.norm(x)).float(), present
+        return self.decoder.head(self.decoder.norm(x)).float(), *present
+
+
+GRAPHS = {VISION_ENCODER: VisionEncoderGraph, EMBED_TOKENS: EmbedTokensGraph, DECODER: DecoderGraph}
 
 
 def grouped_attention(
@@ -179,40 +199,37 @@ def write_onnx(model: VisionLanguageModel, folder: Path, dtypes: Sequence[str] =
     """
     if unknown := [dtype for dtype in dtypes if dtype not in SUFFIXES]:
         raise InputError(f"no ONNX graphs in {', '.join(unknown)}; use {', '.join(SUFFIXES)}")
-    for name in (VISION_ENCODER, EMBED_TOKENS, DECODER):
+    for name, graph in GRAPHS.items():
         logger.info("writing %s in %s", name, ", ".join(dtypes))
         if "float16" in dtypes:
-            _write_graph(model, name, torch.float16, folder / f"{name}{SUFFIXES['float16']}.onnx")
+            _write_graph(graph(model, torch.float16), folder / f"{name}{SUFFIXES['float16']}.onnx")
         if "float32" in dtypes or "int8" in dtypes:
             with TemporaryDirectory(dir=folder) as scratch:
                 path = (folder if "float32" in dtypes else Path(scratch)) / f"{name}.onnx"
-                _write_graph(model, name, torch.float32, path)
+                _write_graph(graph(model, torch.float32), path)
                 if "int8" in dtypes:
                     _quantize(path, folder / f"{name}{SUFFIXES['int8']}.onnx")
 
 
 @torch.enable_grad()  # KVCache.append then concatenates, as a graph must
-def _write_graph(model: VisionLanguageModel, name: str, dtype: torch.dtype, path: Path) -> None:
-    """Trace one of the graphs for example inputs, and write it."""
+def _write_graph(module: Any, path: Path) -> None:
+    """Trace a graph for its examples, and write it.
+
+    Their variable lengths are all different, and none is 0 or 1, which torch.export would take for constants.
+    """
     from onnxscript import ir
 
-    module, inputs, output_names = _graph(model, name, dtype)
-    names = [*inputs]
+    names = [*module.examples]
     shapes: list[Any] = [dict.fromkeys(_dimensions(name), torch.export.Dim.DYNAMIC) for name in names]
-    args: list[Any] = list(inputs.values())
-    if name == DECODER:
-        args, shapes = [*args[:3], args[3:]], [*shapes[:3], shapes[3:]]
+    if "attention_mask" in names:  # the past is one argument of forward
+        shapes[3:] = [tuple(shapes[3:])]
     with _quiet():
-        program = torch.export.export(module.eval(), tuple(args), dynamic_shapes=tuple(shapes), strict=False)
+        args = tuple(module.examples.values())
+        program = torch.export.export(module.eval(), args, dynamic_shapes=tuple(shapes), strict=False)
         onnx_program = torch.onnx.export(
-            program,
-            dynamo=True,
-            opset_version=OPSET,
-            input_names=names,
-            output_names=output_names,
-            verbose=False,
+            program, dynamo=True, opset_version=OPSET, input_names=names, output_names=module.outputs, verbose=False,
             optimize=True,
-        )
+        )  # fmt: skip
     assert onnx_program is not None  # with dynamo=True
     graph_model = onnx_program.model
     for value in (*graph_model.graph.inputs, *graph_model.graph.outputs):
@@ -227,33 +244,6 @@ def _save(graph_model: Any, path: Path) -> None:
 
     n_bytes = sum(initializer.const_value.nbytes for initializer in graph_model.graph.initializers.values())
     ir.save(graph_model, path, external_data=path.with_suffix(".onnx_data").name if n_bytes > MAX_FILE_BYTES else None)
-
-
-def _graph(model: VisionLanguageModel, name: str, dtype: torch.dtype) -> tuple[nn.Module, dict[str, Tensor], list[str]]:
-    """A graph's module, example inputs by name, and the names of its outputs.
-
-    The examples' variable lengths are all different, and none is 0 or 1, which torch.export would take for constants.
-    """
-    cfg = model.cfg
-    if name == VISION_ENCODER:
-        B, n, S = 2, 3, cfg.vit_img_size
-        inputs = {
-            "pixel_values": torch.zeros(B, n, 3, S, S),
-            "pixel_attention_mask": torch.ones(B, n, S, S, dtype=torch.bool),
-        }
-        return VisionEncoderGraph(model, dtype), inputs, ["image_features"]
-    B, T, n_past = 2, 5, 7
-    if name == EMBED_TOKENS:
-        return EmbedTokensGraph(model, dtype), {"input_ids": torch.zeros(B, T, dtype=torch.long)}, ["inputs_embeds"]
-    parts = [f"{i}.{part}" for i in range(cfg.lm_n_blocks) for part in ("key", "value")]
-    past = torch.zeros(B, cfg.lm_n_kv_heads, n_past, cfg.lm_head_dim, dtype=dtype)
-    inputs = {
-        "inputs_embeds": torch.zeros(B, T, cfg.lm_hidden_dim),
-        "attention_mask": torch.ones(B, n_past + T - 3, dtype=torch.long),
-        "position_ids": torch.arange(n_past, n_past + T).repeat(B, 1),
-        **{f"past_key_values.{part}": past.clone() for part in parts},
-    }
-    return DecoderGraph(model, dtype), inputs, ["logits", *(f"present.{part}" for part in parts)]
 
 
 def _dimensions(name: str) -> dict[int, str]:
@@ -289,10 +279,7 @@ def _quantize(path: Path, quantized: Path) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what torch's exporter and onnxruntime's quantization log and warn about their own internals.
-
-    The latter logs to the root logger, which without a handler would get one that prints all logs of the program.
-    """
+    """Silence torch's exporter and onnxruntime's quantization, which would give a bare root logger a handler."""
     handler, disabled = logging.NullHandler(), logging.root.manager.disable
     logging.getLogger().addHandler(handler)
     logging.disable(logging.WARNING)

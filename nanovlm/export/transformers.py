@@ -11,11 +11,11 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
-from models.checkpoint import CONFIG, TOKENIZER, WEIGHTS, atomic_dir
+from models.checkpoint import TOKENIZER, WEIGHTS, atomic_dir
 from models.config import VLMConfig
 from models.formats.base import format_of
-from models.formats.smolvlm import SmolVLM
-from models.formats.to_smolvlm import image_processor_settings, settings_files, smolvlm_config, smolvlm_tensors
+from models.formats.smolvlm import TEMPLATE, SmolVLM
+from models.formats.to_smolvlm import smolvlm_settings, smolvlm_tensors
 from nanovlm.captioner import Captioner
 from nanovlm.processing.layouts import layout_of
 
@@ -53,26 +53,29 @@ def export_smolvlm(captioner: Captioner, folder: str | Path) -> None:
     SmolVLM's layout already is written with the files that it was read with. InputError for a model that SmolVLM
     cannot express.
     """
-    model, tokenizer = captioner.model, captioner.tokenizer
-    if isinstance(model.cfg.format, SmolVLM):
+    cfg = captioner.model.cfg
+    tokenizer = captioner.tokenizer
+    if isinstance(cfg.format, SmolVLM):
         captioner.save_pretrained(folder)
-        return remove_stale(Path(folder), model.cfg.format.files)
-    cfg, end_id, has_processor = model.cfg, tokenizer.eos_token_id, layout_of(model.cfg).has_processor
-    images = image_processor_settings(cfg.vit_img_size, cfg.vit_img_size) | ONE_TILE
-    objects = settings_files(cfg, cfg.end_token, end_id, special_tokens(cfg) if has_processor else None, images)
-    objects[CONFIG] = smolvlm_config(cfg, tokenizer.image_token_id, end_id)
+        return remove_stale(Path(folder), cfg.format.files)
+    raw = json.loads(tokenizer.to_json())
+    tokens = None
+    texts = {}
+    if layout_of(cfg).has_processor:
+        raw["post_processor"] = None  # our template writes all tokens; their processor would add its own
+        texts[TEMPLATE] = chat_template(cfg)
+        # Our layout has no token around an image.
+        tokens = {name: cfg.special_tokens[name] for name in ("image_token", "global_image_token")}
+        tokens["fake_image_token"] = ""
+    objects = smolvlm_settings(cfg, tokenizer.image_token_id, cfg.end_token, tokenizer.eos_token_id, tokens, ONE_TILE)
+    texts |= {name: json.dumps(settings, indent=2) + "\n" for name, settings in objects.items()}
+    texts[TOKENIZER] = json.dumps(raw, ensure_ascii=False)
     with atomic_dir(folder) as new:
-        tensors = {name: tensor.contiguous() for name, tensor in smolvlm_tensors(model).items()}
+        tensors = {name: tensor.contiguous() for name, tensor in smolvlm_tensors(captioner.model).items()}
         save_file(tensors, new / WEIGHTS, {"format": "pt"})
-        tokenizer_file = json.loads(tokenizer.to_json())
-        if has_processor:
-            tokenizer_file["post_processor"] = None  # our template writes all tokens; their processor would add its own
-            (new / "chat_template.jinja").write_text(chat_template(cfg), encoding="utf-8")
-        (new / TOKENIZER).write_text(json.dumps(tokenizer_file, ensure_ascii=False), encoding="utf-8")
-        for name, settings in objects.items():
-            (new / name).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-        written = {path.name for path in new.iterdir()}
-    remove_stale(Path(folder), written)
+        for name, text in texts.items():
+            (new / name).write_text(text, encoding="utf-8")
+    remove_stale(Path(folder), texts)
 
 
 def remove_stale(folder: Path, written: Container[str]) -> None:
@@ -87,44 +90,28 @@ def chat_template(cfg: VLMConfig) -> str:
     return JOIN_PARTS.replace("IMAGE", repr(cfg.special_tokens["image_token"])) + (cfg.lm_chat_template or "")
 
 
-def special_tokens(cfg: VLMConfig) -> dict[str, str]:
-    """The tokens of our layout by SmolVLM's names; it has none around an image."""
-    return {name: cfg.special_tokens[name] for name in ("image_token", "global_image_token")} | {"fake_image_token": ""}
-
-
 def export_notes(cfg: VLMConfig) -> list[str]:
-    """What a user of the exported folder must know, one sentence each."""
+    """Notes for a user of the exported folder, one sentence each: of the layout of prompts, and of patches."""
     if format_of(cfg).for_transformers:
         return []
-    notes = [_layout_note(cfg)]
-    if cfg.vit_grid & (cfg.vit_grid - 1):  # no power of two
-        notes.append(
-            f"{cfg.vit_grid} patches a side keep their positions in transformers 5 in float32; vLLM and transformers 4 "
-            "round in another way and may give two patches the same position; powers of two, as 16 or 32, are exact"
-        )
-    return notes
-
-
-def _layout_note(cfg: VLMConfig) -> str:
-    """What of the prompt's layout transformers' processor does not do."""
-    scaled = "its images, scaled to [-1, 1] (times 2 minus 1)"
-    if not cfg.special_tokens:
-        return (
-            "no processor is exported: build ids as `Question: ... Answer:` and pass inputs_embeds, the image's "
-            f"{cfg.mp_image_token_length} embeddings first and then those of the ids; pixels are scaled to [-1, 1]"
-        )
+    ours = "the ids of nanovlm.processing.processor.Processor and its images, scaled to [-1, 1] (times 2 minus 1)"
     if not layout_of(cfg).has_processor:
-        return (
-            f"no processor is exported, as transformers has none for format {cfg.format_version}: pass the ids of "
-            f"nanovlm.processing.processor.Processor and {scaled}"
+        note = f"no processor is exported, as transformers has none for format {cfg.format_version}: pass {ours}"
+        if not cfg.special_tokens:
+            note += f"; as inputs_embeds, the image's {cfg.mp_image_token_length} first, without the ids of -1"
+    else:
+        note = (
+            "transformers' processor resizes each image, which must be upright and RGB on white, to one image of "
+            f"{cfg.vit_img_size} x {cfg.vit_img_size} after {cfg.special_tokens['global_image_token']}"
         )
-    note = (
-        "transformers' processor resizes each image, which must be upright and RGB on white, to one image of "
-        f"{cfg.vit_img_size} x {cfg.vit_img_size} after {cfg.special_tokens['global_image_token']}"
-    )
-    if cfg.max_img_size is None or cfg.max_img_size <= cfg.vit_img_size:
-        return f"{note}; programs that write SmolVLM's own tokens around an image, as llama.cpp does, find none here"
-    return (
-        f"{note}, without this model's tiles of up to {cfg.max_img_size}: for these pass the ids of "
-        f"nanovlm.processing.processor.Processor and {scaled}"
-    )
+        if cfg.max_img_size is None or cfg.max_img_size <= cfg.vit_img_size:
+            note += "; programs that write SmolVLM's own tokens around an image, as llama.cpp does, find none here"
+        else:
+            note += f", without this model's tiles of up to {cfg.max_img_size}: for these pass {ours}"
+    if not cfg.vit_grid & (cfg.vit_grid - 1):  # a power of two
+        return [note]
+    return [
+        note,
+        f"{cfg.vit_grid} patches a side keep their positions in transformers 5 in float32; vLLM and transformers 4 "
+        "round in another way and may give two patches the same position; powers of two, as 16 or 32, are exact",
+    ]

@@ -45,16 +45,22 @@ def test_filters_and_frequencies_match_transformers(temperature, top_k, top_p, m
     assert ((drawn - probs).abs() <= 5 * (probs * (1 - probs) / DRAWS).sqrt()).all()
 
 
-def test_top_p_keeps_the_fewest_tokens_of_that_probability():
-    logits = torch.tensor([0.25, 0.5, 0.125, 0.125]).log2() * torch.tensor(2.0).log()
-    for top_p, kept in ((0.5, 1), (0.50001, 2), (0.75, 2), (0.76, 3), (1.0, 4)):
-        assert (frequencies(SamplingParams(temperature=1, top_p=top_p), logits) > 0).sum() == kept
-
-
-def test_top_k_keeps_exactly_k_tokens_of_equal_probability():
-    """transformers would keep all that equal the last one kept, any number of them."""
-    kept = frequencies(SamplingParams(temperature=1, top_k=3), torch.tensor([0.0, 1, 1, 1, 1])) > 0
-    assert kept.sum() == 3 and not kept[0]
+@pytest.mark.parametrize(
+    ("probs", "filters", "n_kept"),
+    [
+        *(
+            ([0.25, 0.5, 0.125, 0.125], {"top_p": p}, n)
+            for p, n in ((0.5, 1), (0.50001, 2), (0.75, 2), (0.76, 3), (1, 4))
+        ),
+        ([0.1, 0.2, 0.2, 0.2, 0.2], {"top_k": 3}, 3),  # transformers would keep all that equal the last one kept
+        ([0.1, 0.2, 0.2, 0.2, 0.2], {"top_k": 9}, 5),
+        ([0.5, 0.25, 0.25], {"min_p": 0.51}, 1),
+    ],
+)
+def test_filters_keep_as_many_tokens_as_defined(probs, filters, n_kept):
+    probs = torch.tensor(probs)
+    kept = frequencies(SamplingParams(temperature=1, **filters), probs.log()) > 0
+    assert kept.sum() == n_kept and (kept.all() or probs[kept].min() >= probs[~kept].max())
 
 
 def test_without_filters_no_token_is_impossible(monkeypatch):
@@ -66,22 +72,30 @@ def test_without_filters_no_token_is_impossible(monkeypatch):
     assert (seen[0] > 0).all()
 
 
-def test_repetition_penalty_follows_its_definition():
-    """Keskar et al.: logits of used tokens are divided by the penalty, or multiplied by it below 0."""
-    logits = torch.randn(3, 12, generator=torch.Generator().manual_seed(0))
+@pytest.mark.parametrize(
+    ("repetition", "frequency", "presence"),
+    [(0.7, 0, 0), (1.3, 0, 0), (10, 0, 0), (1, 0.3, 0), (1, 0, 0.7), (1, 0.2, -0.5), (1, -0.4, 0.1), (1.2, 0.3, 0.4)],
+)
+def test_penalties_follow_their_definitions(repetition, frequency, presence):
+    """Keskar et al.: logits of used tokens are divided by the penalty, or multiplied by it below 0.
+
+    OpenAI: mu[j] -> mu[j] - c[j] * frequency - float(c[j] > 0) * presence, c counting the generated tokens.
+    """
+    rows = torch.randn(3, 12, generator=torch.Generator().manual_seed(0))
     prompt = torch.tensor([[1, 1, 5], [0, 11, -1], [7, 7, 7]])
-    for penalty in (0.7, 1.3, 10.0):
-        sampler = TokenSampler(SamplingParams(repetition_penalty=penalty), prompt=prompt)
-        used = [{1, 5}, {0, 11}, {7}]
-        for _ in range(4):
-            expected = logits.clone()
-            for row, ids in zip(expected, used):
-                for i in ids:
-                    row[i] = row[i] / penalty if row[i] > 0 else row[i] * penalty
-            chosen = sampler(logits)
-            assert torch.equal(chosen, expected.argmax(-1))
-            for ids, i in zip(used, chosen.tolist()):
-                ids.add(i)
+    sampling = SamplingParams(repetition_penalty=repetition, frequency_penalty=frequency, presence_penalty=presence)
+    sampler = TokenSampler(sampling, prompt=prompt)
+    generated = torch.stack(list(generate_tokens(rows, lambda ids: rows, sampler, 25)), dim=1).tolist()
+    for logits, asked, ids in zip(rows.tolist(), prompt.tolist(), generated):
+        for step, token_id in enumerate(ids):
+            before = ids[:step]
+            mu = [
+                x * (1 if j not in before + asked else 1 / repetition if x > 0 else repetition)
+                - before.count(j) * frequency
+                - (j in before) * presence
+                for j, x in enumerate(logits)
+            ]
+            assert mu[token_id] == pytest.approx(max(mu), abs=1e-5)
 
 
 def test_several_end_tokens_and_a_logits_processor():
@@ -106,21 +120,6 @@ def test_several_end_tokens_and_a_logits_processor():
 def test_the_most_likely_token_always_stays(sampling, dtype):
     logits = torch.stack([torch.randperm(40, generator=torch.Generator().manual_seed(i)) for i in range(50)]).to(dtype)
     assert torch.equal(choose_tokens(logits, sampling), logits.argmax(-1))
-
-
-@pytest.mark.parametrize(("frequency", "presence"), [(0.3, 0.0), (0.0, 0.7), (0.2, -0.5), (-0.4, 0.1)])
-def test_frequency_and_presence_penalty_follow_their_definition(frequency, presence):
-    """OpenAI: mu[j] -> mu[j] - c[j] * frequency - float(c[j] > 0) * presence, c counting the generated tokens."""
-    rows = torch.randn(2, 9, generator=torch.Generator().manual_seed(0))
-    sampler = TokenSampler(SamplingParams(frequency_penalty=frequency, presence_penalty=presence))
-    stream = generate_tokens(rows, lambda ids: rows, sampler, 30)
-    generated = torch.stack(list(stream), dim=1).tolist()
-    for logits, ids in zip(rows.tolist(), generated):
-        for step, token_id in enumerate(ids):
-            before = ids[:step]
-            mu = [x - before.count(j) * frequency - (j in before) * presence for j, x in enumerate(logits)]
-            assert mu[token_id] == pytest.approx(max(mu), abs=1e-5)
-    assert max(len(set(ids)) for ids in generated) > 1 or frequency < 0
 
 
 @pytest.mark.parametrize(

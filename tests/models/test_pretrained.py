@@ -20,6 +20,7 @@ from models.vision_language_model import VisionLanguageModel
 from nanovlm import EMBEDDED
 from nanovlm.processing.tokenizer import Tokenizer
 from support import ROOT
+from support.checkpoints import assert_same_state
 
 
 def test_models_exports_its_classes_on_first_use():
@@ -37,13 +38,6 @@ def test_a_dtype_that_weights_cannot_have_is_refused(dtype):
         VisionLanguageModel.from_pretrained("nobody/nothing", dtype=dtype)
 
 
-def test_a_model_is_not_saved_into_a_file(tmp_path, tiny_model):
-    (tmp_path / "file").touch()
-    for folder in ("file", "file/model", "file/a/model"):
-        with pytest.raises(InputError, match=f"{folder} is a file or lies below one; name a folder"):
-            tiny_model().save_pretrained(tmp_path / folder)
-
-
 def test_loading_needs_neither_nanovlm_nor_tokenizers():
     code = (
         "import sys; from models import VisionLanguageModel; "
@@ -54,21 +48,18 @@ def test_loading_needs_neither_nanovlm_nor_tokenizers():
     assert run.stdout == "set()\n"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_saved_model_is_loaded_bit_for_bit(tmp_path, dtype):
-    model = VisionLanguageModel.from_pretrained(EMBEDDED, dtype=dtype)
-    assert model.dtype == dtype and not model.training and model.cfg == load_config(EMBEDDED)
-    model.save_pretrained(tmp_path / "mine")
-    again = VisionLanguageModel.from_pretrained(str(tmp_path / "mine"), dtype=dtype)
+FILES = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+
+
+def test_a_saved_model_is_loaded_bit_for_bit_with_its_tokenizer_if_it_has_one(tmp_path, tiny_model):
+    model = VisionLanguageModel.from_pretrained(EMBEDDED, dtype=torch.bfloat16)
+    assert model.dtype == torch.bfloat16 and not model.training and model.cfg == load_config(EMBEDDED)
+    model.save_pretrained(tmp_path)
+    again = VisionLanguageModel.from_pretrained(str(tmp_path), dtype=torch.bfloat16)
     assert again.cfg == model.cfg and again.image_token_id == model.image_token_id
-    state, wanted = again.state_dict(), model.state_dict()
-    assert state.keys() == wanted.keys() and all(torch.equal(state[name], wanted[name]) for name in wanted)
-    names = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
-    assert {path.name for path in (tmp_path / "mine").iterdir()} == names
-    assert (tmp_path / "mine" / "tokenizer.json").read_bytes() == (EMBEDDED / "tokenizer.json").read_bytes()
-
-
-def test_a_model_without_a_tokenizer_is_saved_without_one(tmp_path, tiny_model):
+    assert_same_state(again, model)
+    assert {path.name for path in tmp_path.iterdir()} == FILES
+    assert (tmp_path / "tokenizer.json").read_bytes() == (EMBEDDED / "tokenizer.json").read_bytes()
     tiny_model().save_pretrained(tmp_path / "a", dtype=torch.float16)
     assert {path.name for path in (tmp_path / "a").iterdir()} == {"config.json", "model.safetensors"}
     assert load_file(tmp_path / "a" / "model.safetensors")["MP.proj.weight"].dtype == torch.float16
@@ -92,7 +83,7 @@ def test_a_model_is_pushed_with_its_files_when_asked(monkeypatch):
     api.create_branch.assert_called_once_with("me/model", branch="tuned", exist_ok=True)
     pushed = api.upload_folder.call_args.kwargs
     assert (pushed["repo_id"], pushed["revision"]) == ("me/model", "tuned")
-    assert files.keys() == {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    assert files.keys() == FILES
     assert json.loads(files["config.json"]) == model.cfg.to_dict() | {"lm_tokenizer": "me/model"}, "for stock nanoVLM"
 
 

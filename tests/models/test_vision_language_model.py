@@ -1,16 +1,16 @@
 """Generation: caching, batching, chunking and sampling give the same tokens."""
 
-import gc
 from itertools import pairwise
 from random import Random
 
 import pytest
 import torch
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch import nn
 
-from models.cache import KVCache
 from models.decoding import SamplingParams
-from models.language_model import LanguageModel
+from models.errors import InputError
+from models.vision_language_model import VisionLanguageModel
+from support import watch
 from support.generation import IMAGE, PER_IMAGE, only_row, prompt
 
 
@@ -42,8 +42,8 @@ def random_case(seed):
 def test_generation_with_a_cache_matches_generation_without(tiny_model, seed):
     chance, shape, inputs = random_case(seed)
     sampling, n_samples, eos = chance.choice(SAMPLINGS), chance.randint(1, 3), chance.choice([None, *range(4, 10)])
-    model = tiny_model(**shape)
     options = {"max_new_tokens": 10, "sampling": sampling, "n_samples": n_samples, "eos_token_id": eos}
+    model = tiny_model(**shape)
     cached = model.generate(**inputs, **options)
     assert torch.equal(cached, model.generate(**inputs, **options, use_kv_cache=False))
     assert len(cached) == len(inputs["input_ids"]) * n_samples
@@ -51,14 +51,16 @@ def test_generation_with_a_cache_matches_generation_without(tiny_model, seed):
 
 @pytest.mark.parametrize("seed", range(CASES))
 def test_a_padded_row_matches_the_unpadded_row(tiny_model, seed):
+    """A penalty does not count padding, whose id is one that a row would choose."""
     chance, shape, inputs = random_case(seed)
-    sampling = SamplingParams(repetition_penalty=chance.choice([1.0, 1.5]))
-    model, options = tiny_model(**shape), {"max_new_tokens": 8, "sampling": sampling}
-    together, logits = model.generate(**inputs, **options), model.prefill(**inputs)[0]
-    for row in range(len(together)):
+    model, penalty = tiny_model(**shape), chance.choice([1.0, 1.5, 1e6])
+    options = {"max_new_tokens": 8, "sampling": SamplingParams(repetition_penalty=penalty)}
+    for row, (mask, logits) in enumerate(zip(inputs["attention_mask"], model.prefill(**inputs)[0])):
         alone = only_row(inputs, row)
-        assert torch.equal(together[row], model.generate(**alone, **options)[0])
-        close(logits[row], model.prefill(**alone)[0][0])
+        expected = model.generate(**alone, **options)[0]
+        close(logits, model.prefill(**alone)[0][0])
+        inputs["input_ids"][row, mask == 0] = expected[0]
+        assert torch.equal(model.generate(**inputs, **options)[row], expected)
 
 
 @pytest.mark.parametrize("seed", range(CASES))
@@ -69,19 +71,21 @@ def test_a_chunked_prefill_matches_a_single_prefill(tiny_model, seed):
     is_image = ids == IMAGE
     nth = (is_image.cumsum(-1) - 1) % PER_IMAGE  # within an image, which no cut may part
     inner = [cut for cut in sorted(cuts) if cut < ids.size(1) and not (is_image & (nth > 0))[:, cut].any()]
-    bounds = [0, *inner, ids.size(1)]
     starts = (is_image & (nth == 0)).nonzero()[:, 1]  # of each image, in reading order
 
+    images = torch.zeros(0, 3, 16, 16) if inputs["images"] is None else inputs["images"]
     whole, expected = model.prefill(**inputs)
     prefix = None
-    for start, stop in pairwise(bounds):
+    for start, stop in pairwise([0, *inner, ids.size(1)]):
+        if start and start == inner[0]:
+            options = {"max_new_tokens": 4, "sampling": SamplingParams(repetition_penalty=1.5)}
+            continued = model.generate(ids, images[starts >= start], mask, prefix=prefix, **options)
+            assert torch.equal(continued, model.generate(**inputs, **options))
         here = (start <= starts) & (starts < stop)
-        images = inputs["images"][here] if here.any() else None
-        logits, prefix = model.prefill(ids[:, start:stop], images, mask[:, start:stop], prefix)
+        logits, prefix = model.prefill(ids[:, start:stop], images[here], mask[:, start:stop], prefix)
     for _ in range(4):
         close(logits, whole)
         ids = whole.argmax(-1)
-        assert torch.equal(ids, logits.argmax(-1))
         (whole, expected), (logits, prefix) = model.decode(ids, expected), model.decode(ids, prefix)
     assert prefix.length == expected.length
 
@@ -90,16 +94,16 @@ def test_a_chunked_prefill_matches_a_single_prefill(tiny_model, seed):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_a_model_of_any_precision_runs_every_path(tiny_model, dtype, tied):
     model, inputs = tiny_model(lm_tie_weights=tied).to(dtype), prompt("tittt", "ttit")
-    logits, loss = model(**inputs, targets=inputs["input_ids"])
-    assert logits.dtype == dtype and loss.isfinite()
+    targets = inputs["input_ids"].masked_fill(inputs["input_ids"] < 9, -100)
+    logits, loss = model(**inputs, targets=targets)
+    torch.testing.assert_close(model(**inputs, targets=targets, targets_only=True)[1], loss)
     loss.backward()
     assert all(weight.grad.isfinite().all() and weight.grad.any() for weight in model.parameters())
 
     with torch.inference_mode():
         last, prefix = model.prefill(**inputs)
         after, prefix = model.decode(last.argmax(-1), prefix)
-        model.prefill(inputs["input_ids"][:, :1], prefix=prefix)
-    assert last.dtype == after.dtype == prefix.kv_cache[0].key.dtype == dtype
+    assert logits.dtype == last.dtype == after.dtype == prefix.kv_cache[0].key.dtype == dtype
     sampling = SamplingParams(temperature=0.7, top_k=9, top_p=0.9, min_p=0.01, repetition_penalty=1.2, seed=1)
     for cached in (True, False):
         ids = model.generate(**inputs, max_new_tokens=3, sampling=sampling, n_samples=2, use_kv_cache=cached)
@@ -129,32 +133,18 @@ def test_samples_are_reproducible_by_seed(tiny_model):
     assert torch.equal(unseeded, generated())
 
 
-@pytest.fixture
-def reads():
-    """The shape, (rows, tokens), of everything that a decoder is given to read from now on."""
-    shapes = []
-
-    def read(module, inputs):
-        if isinstance(module, LanguageModel):
-            shapes.append(tuple(inputs[0].shape[:2]))
-
-    with register_module_forward_pre_hook(read):
-        yield shapes
-
-
 @pytest.mark.parametrize("n", [0, 1, 2, 7])
-def test_no_unused_step_is_computed(tiny_model, reads, n):
+def test_no_unused_step_is_computed(tiny_model, n):
     model, inputs = tiny_model(), prompt("titt", "tt")
-    assert model.generate(**inputs, max_new_tokens=n, n_samples=2).shape == (4, n)
-    assert reads == [(2, 7)] * (n > 0) + [(4, 1)] * (n - 1)
-
-    reads.clear()
-    model.generate(**inputs, max_new_tokens=n, use_kv_cache=False)
-    assert reads == [(2, 7 + i) for i in range(n)]
+    with watch(model.decoder) as reads:
+        assert model.generate(**inputs, max_new_tokens=n, n_samples=2).shape == (4, n)
+        model.generate(**inputs, max_new_tokens=n, use_kv_cache=False)
+    expected = [(2, 7)] * (n > 0) + [(4, 1)] * (n - 1) + [(2, 7 + i) for i in range(n)]
+    assert [shape[:2] for shape in reads] == expected
 
 
 @pytest.mark.parametrize("cached", [True, False])
-def test_generation_stops_when_every_row_has_ended(tiny_model, reads, cached):
+def test_generation_stops_when_every_row_has_ended(tiny_model, cached):
     model, inputs = tiny_model(), prompt("titt", "tt", "ttt")
     options = {"max_new_tokens": 30, "sampling": SamplingParams(temperature=2.0, seed=3), "use_kv_cache": cached}
     free = model.generate(**inputs, **options)
@@ -162,21 +152,12 @@ def test_generation_stops_when_every_row_has_ended(tiny_model, reads, cached):
     ends = (free == eos).int().argmax(-1)
     assert 0 < ends.max() < 29 and ends.unique().numel() > 1
 
-    reads.clear()
-    generated = model.generate(**inputs, **options, eos_token_id=eos)
+    with watch(model.decoder) as reads:
+        generated = model.generate(**inputs, **options, eos_token_id=eos)
     assert generated.size(1) == len(reads) == ends.max() + 1
     for row, end in enumerate(ends):
         assert torch.equal(generated[row, : end + 1], free[row, : end + 1])
         assert (generated[row, end:] == eos).all()
-
-
-def test_the_repetition_penalty_ignores_padding(tiny_model):
-    """The id under the padding is one that a penalty would exclude."""
-    model, inputs = tiny_model(), prompt("ttttt", "tt")
-    options = {"max_new_tokens": 5, "sampling": SamplingParams(repetition_penalty=1e6)}
-    alone = model.generate(**only_row(inputs, 1), **options)[0]
-    inputs["input_ids"][1, :3] = alone[0]
-    assert torch.equal(model.generate(**inputs, **options)[1], alone)
 
 
 def test_a_generated_image_token_is_an_ordinary_token(tiny_model):
@@ -188,11 +169,22 @@ def test_a_generated_image_token_is_an_ordinary_token(tiny_model):
         close(logits, model.decoder.head(hidden[:, -1]))
 
 
-@pytest.mark.parametrize(("n_images", "given"), [(1, 4), (3, 12), (0, 0)])
-def test_image_tokens_and_images_must_match(tiny_model, n_images, given):
-    inputs = prompt("tiit") | {"images": torch.rand(n_images, 3, 16, 16) if n_images else None}
-    with pytest.raises(ValueError, match=f"8 image tokens, .* {given} embeddings"):
-        tiny_model().generate(**inputs, max_new_tokens=5)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"images": torch.rand(1, 3, 16, 16)}, "8 image tokens, .* 4 embeddings"),
+        ({"images": torch.rand(3, 3, 16, 16)}, "8 image tokens, .* 12 embeddings"),
+        ({"images": None}, "8 image tokens, .* 0 embeddings"),
+        ({"images": torch.zeros(2, 3, 16, 16, dtype=torch.uint8)}, "images are of torch.uint8, not floats"),
+        ({"attention_mask": torch.ones(1, 3)}, r"attention_mask has the shape \(1, 3\), not \(1, 10\)"),
+        ({"max_new_tokens": -1}, "max_new_tokens=-1 is negative"),
+        ({"n_samples": 0}, "n_samples=0 is less than 1"),
+        ({"max_new_tokens": 56}, "10 tokens and max_new_tokens=56 exceed lm_max_position_embeddings=64"),
+    ],
+)
+def test_inputs_that_do_not_fit_are_refused(tiny_model, changes, message):
+    with pytest.raises(InputError, match=message):
+        tiny_model().generate(**prompt("tiit") | {"max_new_tokens": 5} | changes)
 
 
 def test_images_replace_image_tokens_in_reading_order(tiny_model):
@@ -211,21 +203,25 @@ def test_generation_reaches_the_last_position_and_not_beyond(tiny_model, cached)
     with torch.inference_mode():
         x = torch.cat([model.embed(inputs["input_ids"], inputs["images"]), model.embed_tokens(ids[:, :-1])], 1)
         assert torch.equal(model.decoder.head(model.decoder(x)[0])[:, 5:].argmax(-1), ids)
-    with pytest.raises(ValueError, match="6 tokens and max_new_tokens=12 .* lm_max_position_embeddings=16"):
+    with pytest.raises(InputError, match="6 tokens and max_new_tokens=12 .* lm_max_position_embeddings=16"):
         model.generate(**inputs, max_new_tokens=12, use_kv_cache=cached)
-    with pytest.raises(ValueError, match="max_new_tokens=-1"):
-        model.generate(**inputs, max_new_tokens=-1)
 
 
 def test_forward_keeps_no_cache(tiny_model):
-    """Counted where the last block is done and the logits are not yet made."""
-
-    def alive(*_):
-        counts.append(sum(type(thing) is KVCache for thing in gc.get_objects()))
-
-    model, inputs, counts = tiny_model(), prompt("tit"), []
-    model.decoder.head.register_forward_pre_hook(alive)
-    alive()
+    model, inputs, caches = tiny_model(), prompt("tit"), []
+    model.decoder.register_forward_hook(lambda module, inputs, outputs: caches.append(len(outputs[1])))
     model(**inputs, targets=inputs["input_ids"])
     model.prefill(**inputs)
-    assert counts[1] == counts[0] and counts[2] == counts[0] + len(model.decoder.blocks)
+    assert caches == [0, len(model.decoder.blocks)]
+
+
+def test_new_weights_keep_the_scale_of_what_they_read(tiny_config):
+    torch.manual_seed(0)
+    model = VisionLanguageModel(tiny_config(), IMAGE)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            std = 0.02 if name == "decoder.head" else module.in_features**-0.5
+            assert module.weight.std().item() == pytest.approx(std, rel=0.15), name
+            assert module.bias is None or not module.bias.any()
+    gray = model.vision_encoder.patch_embedding.conv(torch.full((1, 3, 16, 16), 0.5))
+    assert gray.abs().max() < 1e-5, "pixels in [0, 1] act as if they were in [-1, 1]"

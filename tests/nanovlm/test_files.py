@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from models.formats.transformers_names import llama_settings
+from models.formats.base import llama_settings
 from nanovlm import SAMPLE, Captioner
 from support.cli import run_program
 

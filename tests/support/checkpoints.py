@@ -114,3 +114,11 @@ def small(cfg: VLMConfig, base: int) -> VLMConfig:
     if cfg.format_version == 1:
         return replace(cfg, **SMALL, lm_vocab_size=base)
     return replace(cfg, **SMALL, lm_base_vocab_size=base, lm_vocab_size=base + cfg.extra_token_amount)
+
+
+def assert_same_state(a: nn.Module, b: nn.Module) -> None:
+    """Two models have the same tensors, bit by bit."""
+    a, b = a.state_dict(), b.state_dict()
+    assert a.keys() == b.keys()
+    different = [name for name in a if a[name].dtype != b[name].dtype or not torch.equal(a[name], b[name])]
+    assert not different, different

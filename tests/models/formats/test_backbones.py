@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from models.checkpoint import load_config, save_checkpoint
+from models.checkpoint import load_config
 from models.config import extra_tokens
 from models.errors import CheckpointError, InputError
 from models.formats.backbones import find_backbones, from_backbones
-from models.formats.transformers_names import LLAMA_CONFIG, SIGLIP_CONFIG
+from models.formats.base import LLAMA_CONFIG, SIGLIP_CONFIG
 from nanovlm import EMBEDDED, SAMPLE, Captioner
 from nanovlm.processing.tokenizer import Tokenizer
 from support import ROOT, Package, randomize
@@ -117,32 +117,47 @@ def test_missing_keys_take_transformers_defaults(tmp_path, pair):
     assert (cfg.lm_n_kv_heads, cfg.lm_re_base) == (says.num_key_value_heads, says.rope_parameters["rope_theta"])
 
 
-def test_siglip2_of_fixed_resolution_is_read_as_siglip(tmp_path, pair):
+def siglip2(folder):
     """google/siglip2-base-patch16-512 and its kin: both towers in one file, the settings nested."""
-    config = transformers.SiglipConfig(vision_config=SEES, text_config=TEXT)
-    theirs = randomize(transformers.SiglipModel(config)).eval()
-    theirs.save_pretrained(tmp_path)
-    assert_sees(from_backbones(tmp_path, pair[1], **FOLD), theirs.vision_model)
+    theirs = randomize(transformers.SiglipModel(transformers.SiglipConfig(vision_config=SEES, text_config=TEXT))).eval()
+    theirs.save_pretrained(folder)
+    return theirs.vision_model
 
 
-@pytest.mark.parametrize("prefix", ["", "vision_model.", "model.vision_model.", "vision_tower.vision_model."])
-def test_every_prefix_is_known(copies, prefix):
-    theirs = transformers.SiglipVisionModel.from_pretrained(copies[0]).eval()
-    rest = {"logit_scale": torch.ones(1), "text_model.head.weight": torch.ones(2, 2)}
-    rename(copies[0], prefix, drop="vision_model.", **rest)
-    assert_sees(from_backbones(*copies, **FOLD), theirs)
+def written(prefix="vision_model.", **changes):
+    """Write a SigLIP whose tensors have a prefix, beside others that are not used."""
+
+    def write(folder):
+        (theirs := siglip(**changes)).save_pretrained(folder)
+        rest = {"logit_scale": torch.ones(1), "text_model.head.weight": torch.ones(2, 2)}
+        rename(folder, prefix, drop="vision_model.", **rest)
+        return theirs
+
+    return write
 
 
-def test_llama_without_head_and_prefix_is_read(tmp_path, pair):
+@pytest.mark.parametrize(
+    ("write", "side"),
+    [
+        (siglip2, 16),
+        *((written(prefix), 16) for prefix in ("", "model.vision_model.", "vision_tower.vision_model.")),
+        *((written(), side) for side in (8, 24, 32)),  # positions are interpolated
+        (written(image_size=18), 16),  # so400m-patch14-384 has 27 x 27 positions: 378 pixels, of which none is lost
+    ],
+)
+def test_every_file_and_size_of_a_siglip_is_read(tmp_path, pair, write, side):
+    theirs = write(tmp_path)
+    model = from_backbones(tmp_path, pair[1], vit_img_size=side, **FOLD)
+    assert model.cfg.max_img_size == 3 * side and model.cfg.mp_image_token_length == (side // 8) ** 2
+    assert_sees(model, theirs)
+
+
+def test_llama_without_head_and_prefix_and_of_an_older_spelling_is_read(tmp_path, pair):
     theirs = llama(tie_word_embeddings=True)
     theirs.model.save_pretrained(tmp_path)
     assert "embed_tokens.weight" in load_file(tmp_path / "model.safetensors")
+    edit(tmp_path, rope_parameters=None, rope_theta=100.0)
     assert_says(from_backbones(pair[0], tmp_path, **FOLD), theirs)
-
-
-def test_the_older_spelling_of_rope_theta_is_read(copies):
-    edit(copies[1], rope_parameters=None, rope_theta=100.0)
-    assert find_backbones(*copies, **FOLD).cfg.lm_re_base == 100
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -160,110 +175,86 @@ def test_new_rows_and_projector_follow_the_callers_seed(tmp_path, pair, tied):
     assert abs(embedding[40:].std() - 0.02) < 1e-3 and abs(embedding[40:].mean()) < 1e-3
 
 
-@pytest.mark.parametrize("side", [8, 24, 32])
-def test_another_image_size_interpolates_the_positions_as_transformers_does(pair, side):
-    theirs = transformers.SiglipVisionModel.from_pretrained(pair[0]).eval()
-    model = from_backbones(*pair, vit_img_size=side, **FOLD)
-    assert model.cfg.max_img_size == 3 * side and model.cfg.mp_image_token_length == (side // 8) ** 2
-    assert_sees(model, theirs)
+UNSUPPORTED = (  # settings of SigLIP and of Llama
+    {"hidden_act": "quick_gelu", "num_channels": 1, "model_type": "clip_vision_model", "image_size": [16, 16]},
+    {
+        "attention_bias": True, "mlp_bias": True, "hidden_act": "gelu", "model_type": "mistral", "sliding_window": 4096,
+        "rope_interleaved": True, "partial_rotary_factor": 0.5, "quantization_config": {"bits": 4}, "head_dim": 8,
+        "rope_scaling": {"type": "linear", "factor": 2.0}, "num_hidden_layers": "three",
+        "rope_parameters": {"rope_type": "llama3", "rope_theta": 100.0, "factor": 8.0},
+    },
+)  # fmt: skip
 
 
-def test_an_image_size_that_is_not_a_multiple_of_the_patch_keeps_its_grid(tmp_path, pair):
-    """so400m-patch14-384 has 27 x 27 positions: 378 pixels, of which none is lost."""
-    theirs = siglip(image_size=18)
-    theirs.save_pretrained(tmp_path)
-    with pytest.raises(CheckpointError, match="vit_img_size=18 is not a multiple of vit_patch_size=4"):
-        find_backbones(tmp_path, pair[1], **FOLD)
-    assert_sees(from_backbones(tmp_path, pair[1], vit_img_size=16, **FOLD), theirs)
+def changed(part, **settings):
+    return lambda *folders: edit(folders[part], **settings)
 
 
-UNSUPPORTED_SIGLIP = {
-    "hidden_act": "quick_gelu", "num_channels": 1, "model_type": "clip_vision_model", "image_size": [16, 16],
-}  # fmt: skip
-UNSUPPORTED_LLAMA = {
-    "attention_bias": True, "mlp_bias": True, "hidden_act": "gelu", "model_type": "mistral", "sliding_window": 4096,
-    "rope_interleaved": True, "partial_rotary_factor": 0.5, "quantization_config": {"bits": 4}, "head_dim": 8,
-    "rope_scaling": {"type": "linear", "factor": 2.0}, "num_hidden_layers": "three",
-    "rope_parameters": {"rope_type": "llama3", "rope_theta": 100.0, "factor": 8.0},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("part", "key", "value"),
-    [(part, *item) for part, table in enumerate((UNSUPPORTED_SIGLIP, UNSUPPORTED_LLAMA)) for item in table.items()],
-)
-def test_an_unsupported_setting_is_refused(copies, part, key, value):
-    edit(copies[part], **{key: value})
-    with pytest.raises(CheckpointError) as error:
-        find_backbones(*copies, **FOLD)
-    message = str(error.value)
-    assert f"{copies[part]}/config.json: {key}={value!r}" in message and "\n" not in message
-
-
-def test_naflex_is_refused(tmp_path, pair):
-    settings = {key: value for key, value in SEES.items() if key != "image_size"} | {"num_patches": 16}
-    config = transformers.Siglip2Config(vision_config=settings, text_config=TEXT)
-    transformers.Siglip2Model(config).save_pretrained(tmp_path)
-    with pytest.raises(CheckpointError, match="model_type='siglip2_vision_model' with num_patches=16 is NaFlex"):
-        find_backbones(tmp_path, pair[1], **FOLD)
-
-
-DAMAGED = {  # what is done to the folders, the arguments, and the message
-    "missing": (
+REFUSED = [  # what is done to the folders, the arguments, and words of the message
+    *(
+        (changed(part, **{key: value}), {}, f"{('siglip', 'llama')[part]}/config.json: {key}={value!r}")
+        for part, table in enumerate(UNSUPPORTED) for key, value in table.items()
+    ),
+    (changed(0, num_patches=16), {}, "with num_patches=16 is NaFlex"),
+    (changed(0, model_type="siglip2"), {}, "model_type='siglip2' with num_patches=256 is NaFlex"),
+    (changed(0, vision_config=5), {}, "model_type=5 is not SigLIP's"),
+    (changed(0, image_size=18), {}, "vit_img_size=18 is not a multiple of vit_patch_size=4"),
+    (
+        changed(0, image_size=20), {"vit_img_size": 16},
+        "position_embedding.weight is (16, 16), but config.json asks for (25, 16)",
+    ),
+    (
         lambda sees, says: rename(says, "", skip="model.norm.weight"), {},
         "llama/model.safetensors lacks 1 tensors that config.json asks for, first model.text_model.norm.weight",
     ),
-    "small": (lambda sees, says: None, {"lm_vocab_size": 39}, "lm_vocab_size=39 is less than the 40 tokens"),
-    "key": (lambda sees, says: None, {"color": 1}, "make no model: .*color"),
-    "no tokens": (lambda sees, says: None, {"vlm_extra_tokens": None}, "make no model: .*NoneType"),
-    "positions": (
-        lambda sees, says: edit(sees, image_size=20), {"vit_img_size": 16},
-        r"siglip/.*: .*position_embedding.weight is \(16, 16\), but config.json asks for \(25, 16\)",
-    ),
-}  # fmt: skip
+    (changed(0), {"lm_vocab_size": 39}, "lm_vocab_size=39 is less than the 40 tokens"),
+    (changed(0), {"color": 1}, "make no model: "),
+    (changed(0), {"vlm_extra_tokens": None}, "make no model: "),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("what", DAMAGED)
-def test_damaged_or_mismatched_files_raise_in_one_line(copies, what):
-    damage, changes, message = DAMAGED[what]
+@pytest.mark.parametrize(("damage", "changes", "words"), REFUSED, ids=[row[2] for row in REFUSED])
+def test_what_makes_no_model_is_one_line(copies, damage, changes, words):
     damage(*copies)
-    with pytest.raises(CheckpointError, match=message) as error:
-        from_backbones(*copies, **FOLD, **changes)
-    assert "\n" not in str(error.value)
+    with pytest.raises(CheckpointError) as error:
+        from_backbones(*copies, **FOLD | changes)
+    assert words in str(error.value) and "\n" not in str(error.value), error.value
 
 
-def test_backbones_with_a_tokenizer_make_a_model_folder(tmp_path, pair):
-    """One call makes model and tokenizer, one writes them; generate.py's door opens it without the backbones."""
-    vocabulary = 601
-    llama(vocab_size=vocabulary, max_position_embeddings=1024).save_pretrained(tmp_path / "llama")
-    shutil.copy(EMBEDDED / "tokenizer.json", tmp_path / "llama")  # knows two of the extra tokens already
-    captioner = Captioner.from_backbones(pair[0], tmp_path / "llama", **FOLD)
-    tokenizer = captioner.tokenizer
-    assert captioner.model.image_token_id == tokenizer.image_token_id == 599
+def test_the_documented_call_makes_a_model_folder_with_a_tokenizer(tmp_path, monkeypatch):
+    """The page's Hub ids are folders here: snapshot_path takes a folder first. The backbones are not needed after."""
+    page = ROOT / "docs/python.md"
+    blocks = re.findall(r"```py\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    (block,) = (block for block in blocks if "from_backbones" in block)
+    vision, language = re.findall(r'"([\w-]+/[\w.-]*\d[\w.-]*)"', block)
+    monkeypatch.chdir(tmp_path)
+    siglip().save_pretrained(vision)
+    llama(vocab_size=601, max_position_embeddings=1024).save_pretrained(language)
+    shutil.copy(EMBEDDED / "tokenizer.json", language)  # knows two of the extra tokens already
+    exec(block, {})
+    cfg = load_config(tmp_path / "out" / "new")
+    assert (cfg.vit_model_type, cfg.lm_tokenizer, cfg.mp_pixel_shuffle_factor) == (vision, language, 4)
+    made = Captioner.from_backbones(vision, language, **FOLD)
+    tokenizer = made.tokenizer
+    assert made.model.image_token_id == tokenizer.image_token_id == 599
     assert [tokenizer.special_id(f"<row_1_col_{i}>") for i in (1, 2)] == [601, 602]
-    assert len(tokenizer) == 601 + 64 <= captioner.model.cfg.lm_vocab_size
-
-    save_checkpoint(tmp_path / "model", captioner.model, tokenizer.to_json())
-    shutil.rmtree(tmp_path / "llama")
-    again = Captioner.from_pretrained(tmp_path / "model", "cpu", "float32")
-    generated = [model_and_processor.caption(SAMPLE, max_new_tokens=8) for model_and_processor in (captioner, again)]
-    assert generated[0] == generated[1]
-    assert again.model.cfg == captioner.model.cfg
+    assert len(tokenizer) == 601 + 64 <= made.model.cfg.lm_vocab_size
+    made.save_pretrained("mine")
+    shutil.rmtree(language)
+    again = Captioner.from_pretrained("mine", "cpu", "float32")
+    assert again.model.cfg == made.model.cfg
+    assert again.caption(SAMPLE, max_new_tokens=8) == made.caption(SAMPLE, max_new_tokens=8)
 
 
 def test_each_backbone_is_read_at_its_revision(hub, pair, copies):
     shutil.copy(EMBEDDED / "tokenizer.json", edit(copies[1], num_hidden_layers=2))
     hub |= {("some/siglip", "abc"): pair[0], ("some/llama", None): pair[1], ("some/llama", "v1"): copies[1]}
-    main, v1 = (
-        find_backbones("some/siglip", "some/llama", "abc", revision, lm_vocab_size=700, **FOLD).cfg
-        for revision in (None, "v1")
-    )
-    assert (main.lm_n_blocks, v1.lm_n_blocks) == (3, 2)
-    assert (v1.vit_model_type, v1.lm_model_type, v1.lm_tokenizer) == ("some/siglip", *["some/llama"] * 2)
-    languages = [call[:2] for call in hub.calls if call[0] == "some/llama"]
-    assert languages == [("some/llama", None), ("some/llama", "v1")]
-    assert Tokenizer.from_backbone("some/llama", v1, "v1").image_token_id == 599
-    assert hub.calls[-1] == ("some/llama", "v1", ["tokenizer.json"])
+    for revision, n_blocks in ((None, 3), ("v1", 2)):
+        cfg = find_backbones("some/siglip", "some/llama", "abc", revision, lm_vocab_size=700, **FOLD).cfg
+        names = (cfg.vit_model_type, cfg.lm_model_type, cfg.lm_tokenizer)
+        assert (cfg.lm_n_blocks, *names) == (n_blocks, "some/siglip", *["some/llama"] * 2)
+    assert Tokenizer.from_backbone("some/llama", cfg, "v1").image_token_id == 599
+    assert [call[:2] for call in hub.calls[1::2]] == [("some/llama", None), ("some/llama", "v1")]
     hub.calls.clear()
     with pytest.raises(InputError, match="format=zzz is none of nanovlm, smolvlm"):
         Captioner.from_backbones("some/siglip", "some/llama", format="zzz")
@@ -275,18 +266,3 @@ def test_without_a_tokenizer_the_image_token_follows_the_base_vocabulary(pair):
     model = from_backbones(*pair, dtype=torch.bfloat16, vlm_extra_tokens=tokens, max_img_size=16, **FOLD)
     assert (model.image_token_id, model.cfg.lm_vocab_size) == (40, 42)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
-
-
-def test_the_documented_call_starts_a_model_from_backbones(tmp_path, monkeypatch):
-    """The page's Hub ids are folders here: snapshot_path takes a folder first."""
-    page = ROOT / "docs/python.md"
-    blocks = re.findall(r"```py\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
-    (block,) = (block for block in blocks if "from_backbones" in block)
-    vision, language = re.findall(r'"([\w-]+/[\w.-]*\d[\w.-]*)"', block)
-    monkeypatch.chdir(tmp_path)
-    siglip().save_pretrained(vision)
-    llama(vocab_size=601).save_pretrained(language)
-    shutil.copy(EMBEDDED / "tokenizer.json", language)
-    exec(block, {})
-    cfg = load_config(tmp_path / "out" / "new")
-    assert (cfg.vit_model_type, cfg.lm_tokenizer, cfg.mp_pixel_shuffle_factor) == (vision, language, 4)

@@ -1,4 +1,4 @@
-"""VisionPsy's resize rules, by worked examples, and its config."""
+"""VisionPsy's resize rules, by worked examples, its config, and its folders beside nanoVLM's of the same model."""
 
 import json
 import shutil
@@ -10,11 +10,12 @@ from safetensors.torch import load_file, save_file
 
 from models.checkpoint import load_config, save_checkpoint
 from models.errors import CheckpointError
-from models.formats.visionpsy import VisionPsy, is_flash
+from models.formats.visionpsy import VisionPsy
 from nanovlm import SAMPLE, Captioner
 from nanovlm.cli.main import main
 from nanovlm.processing.layouts.nanovlm import resized_size
 from nanovlm.processing.layouts.visionpsy import flash_size
+from support.checkpoints import assert_same_state
 
 SIZES = {  # image -> Standard, Flash
     (256, 256): ((2048, 2048), (512, 512)), (640, 480): ((2048, 1536), (1024, 512)),
@@ -28,15 +29,6 @@ SIZES = {  # image -> Standard, Flash
 @pytest.mark.parametrize("size", SIZES)
 def test_sizes(size):
     assert (resized_size(*size, 512, 2048, True), flash_size(*size, 512, 2048, 512)) == SIZES[size]
-
-
-def test_what_makes_a_model_flash():
-    assert is_flash({"is_flash": True, "variant": "nano"}) and is_flash({"variant": "nano-flash"})
-    assert is_flash({"resize_to_max_side_len": False}) and not is_flash({}) and not is_flash({"variant": "plain"})
-    with pytest.raises(CheckpointError, match="variant='x'"):
-        is_flash({"variant": "x"})
-    with pytest.raises(CheckpointError, match="is_flash='no' is neither"):
-        is_flash({"is_flash": "no"})
 
 
 PSY = {  # keys that the packager adds; of Flash the smallest side, 512 pixels, would be too large for these tiles
@@ -65,15 +57,10 @@ def folder(request, tiled, tmp_path):
     return tmp_path / "psy"
 
 
-def test_a_folder_is_read_as_the_same_model_in_our_format(folder, tiled, tmp_path):
-    psy = Captioner.from_pretrained(folder, "cpu", "float32")
-    plain = Captioner.from_pretrained(tmp_path / "plain", "cpu", "float32")
+def test_a_folder_is_read_as_ours_saved_as_ours_exported_as_ours_and_quantized(folder, tmp_path):
+    psy, plain = (Captioner.from_pretrained(path, "cpu", "float32") for path in (folder, tmp_path / "plain"))
     assert psy.tokenizer.image_token_id == plain.tokenizer.image_token_id
-    assert all(torch.equal(a, b) for a, b in zip(psy.model.state_dict().values(), plain.model.state_dict().values()))
-
-
-def test_a_saved_model_preprocesses_and_answers_alike(folder, tmp_path):
-    psy = Captioner.from_pretrained(folder, "cpu", "float32")
+    assert_same_state(psy.model, plain.model)
     psy.save_pretrained(tmp_path / "again")
     again = Captioner.from_pretrained(tmp_path / "again", "cpu", "float32")
     for size in ((10, 10), (20, 15), (40, 70), (90, 12)):
@@ -81,30 +68,44 @@ def test_a_saved_model_preprocesses_and_answers_alike(folder, tmp_path):
         (ids, tiles), (other_ids, other_tiles) = psy.prepare(image), again.prepare(image)
         assert ids == other_ids and torch.equal(torch.cat(tiles), torch.cat(other_tiles)), size
         assert psy.caption(image, max_new_tokens=4) == again.caption(image, max_new_tokens=4)
-
-
-def test_it_quantizes_and_learns(folder, tmp_path):
-    assert isinstance(Captioner.from_pretrained(folder, "cpu", quantize="int8").caption(SAMPLE, max_new_tokens=2), str)
-    data = tmp_path / "data"
-    data.mkdir()
-    Image.new("RGB", (20, 20)).save(data / "a.png")
-    (data / "a.txt").write_text("Black.")
-    flags = ["--max-steps", "1", "--batch-size", "1", "--num-workers", "0", "--device", "cpu"]
-    assert main(["train", "--data", str(data), "--model", str(folder), "--out", str(tmp_path / "out"), *flags]) == 0
-    flags = [*flags, "--lora-rank", "2"]
-    assert main(["train", "--data", str(data), "--model", str(folder), "--out", str(tmp_path / "lora"), *flags]) == 0
-    assert Captioner.from_pretrained(tmp_path / "out", "cpu").model.cfg.format_name in ("visionpsy", "nanovlm")
-
-
-def test_repacks_for_mlx_are_refused(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "visionpsynano", "text_config": {}}))
-    with pytest.raises(CheckpointError, match="MLX repack"):
-        load_config(tmp_path)
-
-
-def test_it_is_exported_like_nanovlms(folder, tmp_path):
     assert main(["export", str(folder), "--out", str(tmp_path / "exported")]) == 0
-    exported = Captioner.from_pretrained(tmp_path / "exported", "cpu", "float32")
-    ours = Captioner.from_pretrained(folder, "cpu", "float32").model.state_dict()
-    name = "decoder.blocks.0.mlp.gate_proj.weight"
-    assert torch.equal(exported.model.state_dict()[name], ours[name])
+    exported = Captioner.from_pretrained(tmp_path / "exported", "cpu", "float32").model.decoder
+    assert torch.equal(exported.blocks[0].mlp.gate_proj.weight, psy.model.decoder.blocks[0].mlp.gate_proj.weight)
+    assert isinstance(Captioner.from_pretrained(folder, "cpu", quantize="int8").caption(SAMPLE, max_new_tokens=2), str)
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(CheckpointError, match=r"has no tokenizer\.json, which this format needs"):
+        VisionPsy().find_image_token_id(folder, psy.model.cfg)
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [
+        ({"is_flash": True, "variant": "nano"}, (False, 512)),
+        ({"is_flash": None, "variant": "nano-flash"}, (False, 512)),
+        ({"is_flash": None, "variant": "plain", "resize_to_max_side_len": None}, (True, None)),
+        ({"is_flash": None, "resize_to_max_side_len": False}, (False, 512)),
+        ({"is_flash": True, "resize_min_side_len": 1024}, (False, 1024)),
+        ({"resize_to_max_side_len": None}, (True, None)),
+        ({}, (False, 16)),
+        ({"inference_max_img_size": 1024}, (False, 16)),
+        ({"is_flash": None, "variant": "x"}, "variant='x' is none of"),
+        ({"is_flash": "no"}, "is_flash='no' is neither"),
+        ({"resize_min_side_len": 0}, "resize_min_side_len=0 is no number of pixels"),
+        ({"resize_min_side_len": 4096}, "resize_min_side_len=4096 is more than the longest side of 2048"),
+        ({"text_config": {}, "lm_hidden_dim": None}, "MLX repack"),
+    ],
+)
+def test_what_decides_the_resize_rule(tmp_path, tiny_config, changes, rule):
+    raw = tiny_config(max_img_size=2048).to_dict() | PSY | changes
+    raw = {key: value for key, value in raw.items() if not (key == "lm_hidden_dim" and value is None)}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    if isinstance(rule, str):
+        with pytest.raises(CheckpointError, match=rule):
+            load_config(tmp_path)
+        return
+    cfg = load_config(tmp_path)
+    assert (cfg.resize_to_max_side_len, cfg.format.min_side) == rule
+    assert cfg.max_img_size == (changes.get("inference_max_img_size") or 2048)
+    (tmp_path / "config.json").write_text(json.dumps(cfg.to_dict()))
+    again = load_config(tmp_path)
+    assert (again.resize_to_max_side_len, getattr(again.format, "min_side", None)) == rule

@@ -1,10 +1,10 @@
-"""GGUF files of a SmolVLM-layout model: read back by the gguf package, and run by llama.cpp where it is installed."""
+"""GGUF files of a SmolVLM-layout model, read by the gguf package, and by llama.cpp's tokenizer where it is installed.
 
-import base64
+tests/eval/peers/test_engines.py holds llama.cpp's logits and embeddings of images to ours.
+"""
+
 import ctypes
 import importlib.util
-import io
-import json
 import sys
 from dataclasses import replace
 from random import Random
@@ -14,12 +14,11 @@ import torch
 from PIL import Image
 
 from models.formats.visionpsy import VisionPsy
+from models.vision_language_model import VisionLanguageModel
 from nanovlm import Captioner
 from nanovlm.cli.main import main
-from nanovlm.data.examples import Example, collate, encode
 from nanovlm.errors import CheckpointError, InputError
 from nanovlm.processing.convert import convert_layout
-from nanovlm.synthetic import caption, draw, random_scene
 from support.smolvlm import write_folder
 
 pytestmark = pytest.mark.full
@@ -30,12 +29,13 @@ from nanovlm.export.gguf import (  # noqa: E402 - it needs the package
     check_llama_cpp_can_run,
     export_gguf,
     pre_tokenizer_name,
+    stored_type,
     text_tensors,
+    to_llama_rope,
     vision_tensors,
 )
 
 needs_llama_cpp = pytest.mark.skipif(not importlib.util.find_spec("llama_cpp"), reason="needs llama_cpp")
-SIZES = [(128, 96), (200, 150), (64, 48), (640, 480), (90, 160), (48, 85), (270, 480)]  # all of 12 tiles
 PROMPT = "Describe it."
 TYPE_ERRORS = {"f32": 0, "f16": 1e-3, "bf16": 1e-2, "q8_0": 1e-2, "q4_0": 0.13}  # of a weight, as a part of the largest
 
@@ -73,50 +73,63 @@ def exported(captioner, tmp_path_factory):
     return [read(path) for path in export_gguf(captioner, tmp_path_factory.mktemp("out"), "tiny-vlm")]
 
 
-def test_the_text_model_says_its_sizes(captioner, exported):
+def test_the_files_say_sizes_and_how_images_are_prepared(exported):
+    (text, _), (vision, _) = exported
+    for fields, prefix, expected in (
+        (text, "llama.", {
+            "block_count": 3, "context_length": 4096, "embedding_length": 64, "feed_forward_length": 128,
+            "attention.head_count": 4, "attention.head_count_kv": 2, "attention.key_length": 16,
+            "attention.value_length": 16, "rope.freq_base": 100000.0, "rope.dimension_count": 16,
+            "attention.layer_norm_rms_epsilon": pytest.approx(1e-5), "vocab_size": 400,
+        }),
+        (vision, "clip.", {
+            "has_vision_encoder": True, "projector_type": "idefics3", "use_gelu": True, "vision.projection_dim": 64,
+            "vision.image_size": 32, "vision.patch_size": 8, "vision.embedding_length": 32,
+            "vision.feed_forward_length": 64, "vision.block_count": 2, "vision.attention.head_count": 2,
+            "vision.attention.layer_norm_epsilon": pytest.approx(1e-6), "vision.projector.scale_factor": 2,
+            "vision.image_mean": [0.5] * 3, "vision.image_std": [0.5] * 3, "vision.preproc_image_size": 128,
+        }),
+    ):  # fmt: skip
+        assert {name.removeprefix(prefix): v for name, v in fields.items() if name.startswith(prefix)} == expected
+    kinds = [(fields["general.architecture"], fields["general.type"]) for fields in (text, vision)]
+    assert kinds == [("llama", "model"), ("clip", "mmproj")]
+    assert text["general.file_type"] == gguf.LlamaFileType.MOSTLY_F16
+
+
+def test_tokens_have_llama_cpps_types(captioner, exported):
+    """`test_llama_cpp_writes_the_same_prompts` shows that merges, ids and template are right."""
     (fields, _), _ = exported
-    cfg = captioner.model.cfg
-    sizes = {name.removeprefix("llama."): value for name, value in fields.items() if name.startswith("llama.")}
-    assert sizes == {
-        "block_count": cfg.lm_n_blocks, "context_length": 4096, "embedding_length": 64, "feed_forward_length": 128,
-        "attention.head_count": 4, "attention.head_count_kv": 2, "attention.key_length": 16,
-        "attention.value_length": 16, "rope.freq_base": 100000.0, "rope.dimension_count": 16,
-        "attention.layer_norm_rms_epsilon": pytest.approx(1e-5), "vocab_size": 400,
-    }  # fmt: skip
-    assert fields["general.architecture"] == "llama" and fields["general.type"] == "model"
-    assert fields["general.file_type"] == gguf.LlamaFileType.MOSTLY_F16
-
-
-def test_the_mmproj_file_says_how_images_are_prepared(exported):
-    _, (fields, _) = exported
-    vision = {name.removeprefix("clip."): value for name, value in fields.items() if name.startswith("clip.")}
-    assert vision == {
-        "has_vision_encoder": True, "projector_type": "idefics3", "use_gelu": True, "vision.projection_dim": 64,
-        "vision.image_size": 32, "vision.patch_size": 8, "vision.embedding_length": 32,
-        "vision.feed_forward_length": 64, "vision.block_count": 2, "vision.attention.head_count": 2,
-        "vision.attention.layer_norm_epsilon": pytest.approx(1e-6), "vision.projector.scale_factor": 2,
-        "vision.image_mean": [0.5] * 3, "vision.image_std": [0.5] * 3, "vision.preproc_image_size": 128,
-    }  # fmt: skip
-    assert fields["general.architecture"] == "clip" and fields["general.type"] == "mmproj"
-
-
-def test_the_tokenizer_is_complete(captioner, exported):
-    (fields, _), _ = exported
-    backend = captioner.tokenizer.backend
-    tokens = {name.removeprefix("tokenizer."): value for name, value in fields.items() if name.startswith("tokenizer.")}
-    n = backend.get_vocab_size()
-    assert tokens["ggml.tokens"][:n] == [backend.id_to_token(id) for id in range(n)]
-    assert tokens["ggml.tokens"][n:] == [f"[PAD{id}]" for id in range(n, 400)]
-    kinds = dict(zip(tokens["ggml.tokens"], tokens["ggml.token_type"], strict=True))
+    found = {name.removeprefix("tokenizer."): value for name, value in fields.items()}
+    kinds = dict(zip(found["ggml.tokens"], found["ggml.token_type"], strict=True))
     assert kinds["<image>"] == kinds["<end_of_utterance>"] == kinds["<row_1_col_1>"] == gguf.TokenType.CONTROL
     assert kinds["a"] == gguf.TokenType.NORMAL and kinds["[PAD399]"] == gguf.TokenType.UNUSED
-    merges = json.loads(backend.to_str())["model"]["merges"]
-    assert [tuple(merge.split(" ")) for merge in tokens["ggml.merges"]] == [tuple(pair) for pair in merges]
-    assert tokens["ggml.model"] == "gpt2" and tokens["ggml.pre"] == "smollm"
-    assert tokens["ggml.add_bos_token"] is False
-    ids = {kind: tokens[f"ggml.{kind}_token_id"] for kind in ("bos", "eos", "padding")}
-    assert ids == {"bos": 1, "eos": backend.token_to_id("<end_of_utterance>"), "padding": 2}
-    assert "<end_of_utterance>" in tokens["chat_template"]
+    assert (found["ggml.model"], found["ggml.pre"], found["ggml.add_bos_token"]) == ("gpt2", "smollm", False)
+    ids = [found[f"ggml.{kind}_token_id"] for kind in ("bos", "eos", "padding")]
+    assert ids == [1, captioner.tokenizer.eos_token_id, 2]
+
+
+@pytest.mark.parametrize("folded", [False, True])
+def test_positions_are_stored_in_the_order_of_patches(tmp_path, folded):
+    """llama.cpp adds row i to patch i; our encoder may pick another row, for a grid of 19 (folded) one twice."""
+    write_folder(tmp_path, **({"image_size": 76, "scale_factor": 1, "longest_edge": 152} if folded else {}))
+    model = VisionLanguageModel.from_pretrained(tmp_path)
+    embedding, S = model.vision_encoder.patch_embedding, model.cfg.vit_img_size
+    stored = dict(vision_tensors(model.state_dict(), model.cfg))["v.position_embd.weight"]
+    torch.testing.assert_close(stored, embedding(torch.zeros(1, 3, S, S))[0] - embedding.conv.bias)
+    assert torch.equal(stored, embedding.position_embedding[0]) is not folded
+
+
+def test_channels_that_llama_cpp_rotates_together_are_neighbors():
+    """Here channels i and i + D/2 of a head are rotated together."""
+    rows = torch.arange(3 * 8).view(-1, 1)  # of 3 heads of 8 channels
+    assert torch.equal(to_llama_rope(rows, 3).view(3, 4, 2), rows.view(3, 2, 4).mT)
+
+
+@pytest.mark.parametrize("gguf_type", ["q8_0", "q4_0"])
+def test_rows_that_are_no_whole_blocks_are_stored_in_16_bits(gguf_type):
+    assert stored_type("blk.0.ffn_up.weight", torch.ones(4, 33), gguf_type) == "F16"
+    assert stored_type("blk.0.ffn_up.weight", torch.ones(4, 64), gguf_type) == gguf_type.upper()
+    assert stored_type("token_embd.weight", torch.ones(4, 64), gguf_type) == "Q8_0"
 
 
 @pytest.mark.parametrize("gguf_type", GGUF_TYPES)
@@ -132,61 +145,40 @@ def test_tensors_are_the_models(captioner, tmp_path, gguf_type):
             torch.testing.assert_close(found[name], tensor, rtol=0, atol=error * tensor.abs().max().item())
 
 
-def test_the_command_names_files_after_the_model(folder, tmp_path):
-    assert main(["export", str(folder), "--gguf", "--gguf-type", "q8_0", "--out", str(tmp_path / "out")]) == 0
-    names = sorted(path.name for path in (tmp_path / "out").iterdir())
-    assert names == ["mmproj-tiny-vlm-q8_0.gguf", "nanovlm_export.json", "tiny-vlm-q8_0.gguf"]
-
-
-def test_a_nanovlm_model_is_refused_with_a_way_out(embedded, tmp_path):
-    with pytest.raises(InputError, match="llama.cpp does not write; train a model of SmolVLM's layout"):
-        export_gguf(embedded, tmp_path, "embedded")
-    assert not list(tmp_path.iterdir())
-    with pytest.raises(InputError, match="this model has visionpsy's layout of tiles and image tokens"):
-        check_llama_cpp_can_run(replace(embedded.model.cfg, format=VisionPsy()), embedded.tokenizer)
-
-
-def test_a_converted_layout_has_what_llama_cpp_looks_for(embedded, tmp_path):
-    """The embedded model has one tile, and two tokens for an empty line."""
-    assert embedded.model.cfg.max_img_size == embedded.model.cfg.vit_img_size
-    converted = Captioner(*convert_layout(embedded.model, embedded.tokenizer))
-    text, mmproj = export_gguf(converted, tmp_path, "embedded")
-    fields, _ = read(text)
-    kinds = dict(zip(fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"], strict=True))
-    assert kinds["\n\n"] == gguf.TokenType.USER_DEFINED and fields["tokenizer.ggml.pre"] == "gpt-2"
-    assert read(mmproj)[0]["clip.vision.preproc_image_size"] == 2 * embedded.model.cfg.vit_img_size
-    image = draw(random_scene(Random(0)), 120, 90)
-    ids = converted.tokenizer.encode("\n\n")
-    assert len(ids) == 1 and converted.prepare(image, PROMPT)[0].count(ids[0]) == 1
+def settings(**changes):
+    return lambda cfg: replace(cfg, format=replace(cfg.format, **changes))
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
+    ("change", "words"),
     [
-        ({"split": False}, "do_image_splitting=False"), ({"longest_edge": 100}, "size.longest_edge=100"),
-        ({"longest_edge": 32}, "size.longest_edge=32: .* 2, 3, ... tiles of 32 pixels only"),
-        ({"longest_edge": None}, "size.longest_edge=0"), ({"resample": 3}, "resample=3"),
-        ({"rescale_factor": 1.0}, "rescale_factor=1.0"), ({"fake_image_token": ""}, "fake_image_token="),
-        ({"global_image_token": "<global>"}, "global_image_token=<global>"),
+        (settings(split=False), "do_image_splitting=False"), (settings(longest_edge=100), "size.longest_edge=100"),
+        (settings(longest_edge=32), "size.longest_edge=32: .* 2, 3, ... tiles of 32 pixels only"),
+        (settings(longest_edge=None), "size.longest_edge=0"), (settings(resample=3), "resample=3"),
+        (settings(rescale_factor=1.0), "rescale_factor=1.0"), (settings(fake_image_token=""), "fake_image_token="),
+        (settings(global_image_token="<global>"), "global_image_token=<global>"),
+        (
+            lambda cfg: replace(cfg, mp_pixel_shuffle_factor=1, mp_image_token_length=16),
+            "scale_factor=1: .* 2 or more only",
+        ),
+        (lambda cfg: replace(cfg, format=None), "has nanovlm's layout .* train a model of SmolVLM's layout"),
+        (lambda cfg: replace(cfg, format=VisionPsy()), "this model has visionpsy's layout of tiles and image tokens"),
     ],
 )  # fmt: skip
-def test_settings_that_llama_cpp_lacks_are_refused_by_name(captioner, settings, words):
-    cfg = captioner.model.cfg
-    check_llama_cpp_can_run(cfg, captioner.tokenizer)
+def test_a_layout_that_llama_cpp_would_prompt_in_another_way_is_refused(captioner, change, words):
+    check_llama_cpp_can_run(captioner.model.cfg, captioner.tokenizer)
     with pytest.raises(InputError, match=words):
-        check_llama_cpp_can_run(replace(cfg, format=replace(cfg.format, **settings)), captioner.tokenizer)
+        check_llama_cpp_can_run(change(captioner.model.cfg), captioner.tokenizer)
 
 
-def test_what_llama_cpp_would_abort_or_spell_in_another_way_is_refused(captioner, embedded, tmp_path):
+def test_tokens_that_llama_cpp_looks_for_must_be_one(captioner, embedded, tmp_path):
     """The embedded model has two tokens for an empty line; SmolVLM-2.2B spells the whole image in several."""
-    cfg = captioner.model.cfg
     with pytest.raises(InputError, match=r"no token '\\n\\n', which llama.cpp writes around tiles"):
-        check_llama_cpp_can_run(cfg, embedded.tokenizer)
-    with pytest.raises(InputError, match="scale_factor=1: .* 2 or more only"):
-        check_llama_cpp_can_run(replace(cfg, mp_pixel_shuffle_factor=1, mp_image_token_length=16), captioner.tokenizer)
+        check_llama_cpp_can_run(captioner.model.cfg, embedded.tokenizer)
     write_folder(tmp_path / "model", "Idefics3", added=["<fake_token_around_image>", "<image>", "<end_of_utterance>"])
     with pytest.raises(InputError, match="no token '<global-img>', which llama.cpp writes around tiles"):
         export_gguf(Captioner.from_pretrained(tmp_path / "model", "cpu", "float32"), tmp_path / "out", "model")
+    assert not (tmp_path / "out").exists()
 
 
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
@@ -202,26 +194,26 @@ def tokenizer_json(pre_tokenizer, **model):
     return {"pre_tokenizer": pre_tokenizer, "normalizer": None, "model": {"type": "BPE", "merges": [], **model}}
 
 
-def test_the_pre_tokenizer_has_llama_cpps_name():
-    assert pre_tokenizer_name(tokenizer_json(BYTE_LEVEL)) == "gpt-2"
-    assert pre_tokenizer_name(tokenizer_json(BYTE_LEVEL, ignore_merges=False, byte_fallback=False)) == "gpt-2"
-    assert pre_tokenizer_name(tokenizer_json(LLAMA_BPE, ignore_merges=True)) == "llama-bpe"
-
-
 @pytest.mark.parametrize(
-    ("raw", "words"),
+    ("raw", "name"),
     [
+        (tokenizer_json(BYTE_LEVEL), "gpt-2"),
+        (tokenizer_json(BYTE_LEVEL, ignore_merges=False, byte_fallback=False), "gpt-2"),
+        (tokenizer_json(LLAMA_BPE, ignore_merges=True), "llama-bpe"),
         (tokenizer_json(BYTE_LEVEL | {"add_prefix_space": True}), '"add_prefix_space": true.* is none of'),
         (tokenizer_json(BYTE_LEVEL, ignore_merges=True), "ignore_merges=true is none of"),
-        (tokenizer_json({"type": "Metaspace"}), "Metaspace"),
-        (tokenizer_json(None), "pre_tokenizer=null"),
-        (tokenizer_json(BYTE_LEVEL, type="Unigram"), "model=True"),
-        (tokenizer_json(BYTE_LEVEL) | {"normalizer": {"type": "NFC"}}, "normalizer={'type': 'NFC'}"),
-        (tokenizer_json(BYTE_LEVEL, byte_fallback=True), "byte_fallback=True"),
+        (tokenizer_json({"type": "Metaspace"}), "Metaspace.* is none of"),
+        (tokenizer_json(None), "pre_tokenizer=null.* is none of"),
+        (tokenizer_json(BYTE_LEVEL, type="Unigram"), "model=True: GGUF files"),
+        (tokenizer_json(BYTE_LEVEL) | {"normalizer": {"type": "NFC"}}, "normalizer={'type': 'NFC'}: GGUF files"),
+        (tokenizer_json(BYTE_LEVEL, byte_fallback=True), "byte_fallback=True: GGUF files"),
     ],
 )
-def test_other_tokenizers_are_refused_by_name(raw, words):
-    with pytest.raises(InputError, match=words):
+def test_a_pre_tokenizer_has_llama_cpps_name_or_is_refused(raw, name):
+    if " " not in name:
+        assert pre_tokenizer_name(raw) == name
+        return
+    with pytest.raises(InputError, match=name):
         pre_tokenizer_name(raw)
 
 
@@ -270,63 +262,3 @@ def test_llama_cpp_writes_the_same_prompts(captioner, embedded, tmp_path, model)
         expected, _ = captioner.prepare(images, prompts[i % len(prompts)])
         with engine.tokenized(images, prompts[i % len(prompts)]) as chunks:
             assert token_ids(engine, chunks, captioner.tokenizer.image_token_id) == expected
-
-
-def memorize(captioner, images, answers, steps=200):
-    """Train until the model knows the answers by heart."""
-    model, examples = captioner.model.train().requires_grad_(), zip(images, answers, strict=True)
-    rows = [encode(Example([image], [(PROMPT, answer)]), captioner.processor) for image, answer in examples]
-    batch, optimizer = collate(rows), torch.optim.AdamW(model.parameters(), 3e-3)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        model(**batch)[1].backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-    model.eval()
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """A model that tells 20 images apart, with the images and the beginnings of their captions."""
-    write_folder(folder := tmp_path_factory.mktemp("trained") / "tiny-vlm", text=TEXT, vision=VISION)
-    captioner = Captioner.from_pretrained(folder, "cpu", "float32")
-    scenes = [random_scene(Random(i)) for i in range(20)]
-    images = [draw(scene, *SIZES[i % len(SIZES)]) for i, scene in enumerate(scenes)]
-    answers = [f"{i}. " + " ".join(caption(scene).split()[:5]) for i, scene in enumerate(scenes)]
-    memorize(captioner, images, answers)
-    captioner.save_pretrained(folder)
-    captioner = Captioner.from_pretrained(folder, "cpu", "float32")
-    assert [captioner.caption(image, PROMPT) for image in images] == answers
-    return captioner, images, answers
-
-
-@pytest.mark.slow
-@needs_llama_cpp
-@pytest.mark.parametrize("gguf_type", [name for name in GGUF_TYPES if name != "q4_0"])
-def test_llama_cpp_captions_20_images_with_the_same_text(trained, tmp_path, gguf_type):
-    from eval.peers.llama_cpp_engine import LlamaCppEngine
-
-    captioner, images, answers = trained
-    engine = LlamaCppEngine(captioner, gguf_type, tmp_path)
-    ids = [engine.caption(image, PROMPT) for image in images]
-    assert [captioner.tokenizer.decode(answer).strip() for answer in ids] == answers
-
-
-@pytest.mark.slow
-@needs_llama_cpp
-def test_the_chat_handler_of_llama_cpp_python_needs_no_settings(trained, tmp_path):
-    """Its prompt comes from the chat template in the file, its pixels from a PNG."""
-    import llama_cpp
-    from llama_cpp.llama_chat_format import MTMDChatHandler
-
-    captioner, images, answers = trained
-    text, mmproj = export_gguf(captioner, tmp_path, "tiny-vlm")
-    handler = MTMDChatHandler(clip_model_path=str(mmproj), verbose=False)
-    model = llama_cpp.Llama(str(text), chat_handler=handler, n_ctx=1024, verbose=False)
-    for image, answer in list(zip(images, answers, strict=True))[:3]:
-        image.save(file := io.BytesIO(), "PNG")
-        url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
-        content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": PROMPT}]
-        chat = model.create_chat_completion([{"role": "user", "content": content}], temperature=0, repeat_penalty=1.0)
-        assert chat["choices"][0]["message"]["content"].strip() == answer
-    model.close()

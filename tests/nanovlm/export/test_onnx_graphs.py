@@ -8,7 +8,6 @@ import torch
 
 from models.attention import attention
 from models.errors import InputError
-from nanovlm.export import onnx as convert
 from nanovlm.export.onnx import write_onnx
 from support import Package
 from support.onnx import NAMES, OnnxModel, image_inputs, onnxruntime_graphs, openvino_graphs
@@ -116,8 +115,11 @@ def test_keys_are_not_repeated_for_the_heads_that_share_them(folder, model):
     assert all(block.attn.attend is attention for block in model.decoder.blocks)
 
 
-def test_a_padded_batch_with_images_gives_the_same_ids_and_logits(ours, model, batch):
-    assert_same_generation(ours, model, batch)
+@pytest.mark.parametrize("engine", ["onnxruntime", "openvino"])
+def test_a_padded_batch_with_images_gives_the_same_ids_and_logits(folder, model, batch, engine):
+    pytest.importorskip(engine)
+    graphs = onnxruntime_graphs(folder) if engine == "onnxruntime" else openvino_graphs(folder)
+    assert_same_generation(OnnxModel(graphs, model.cfg, model.image_token_id), model, batch)
 
 
 def relative_error(smaller: OnnxModel, model, batch) -> float:
@@ -132,13 +134,9 @@ def relative_error(smaller: OnnxModel, model, batch) -> float:
 def test_int8_is_smaller_and_close(folder, model, batch):
     smaller = OnnxModel(onnxruntime_graphs(folder, "_quantized"), model.cfg, model.image_token_id)
     assert relative_error(smaller, model, batch) < 0.1
-    for name in ("vision_encoder", "decoder_model_merged"):
-        plain, quantized = (sum(weight_bytes(folder / f"{name}{suffix}.onnx")) for suffix in ("", "_quantized"))
-        assert quantized < plain / 2
-
-
-def weight_bytes(path) -> list[int]:
-    return [len(onnx.numpy_helper.to_array(tensor).tobytes()) for tensor in onnx.load(path).graph.initializer]
+    weights = onnx.load(folder / "decoder_model_merged_quantized.onnx").graph.initializer
+    matrices = [weight for weight in weights if len(weight.dims) == 2]
+    assert matrices and {weight.data_type for weight in matrices} == {onnx.TensorProto.INT8}
 
 
 @pytest.mark.slow
@@ -151,18 +149,6 @@ def test_float16_is_half_as_large_and_close(tmp_path, model, batch):
     assert relative_error(smaller, model, batch) < 0.005
 
 
-def test_a_prompt_may_come_in_parts(ours, model, batch):
-    """Several new tokens on a past of several, as a chat's second turn."""
-    ids, mask, images = batch
-    embeds = ours.embed(ids.numpy(), image_inputs(images.numpy(), [3, 1]))
-    positions = np.maximum(mask.numpy().cumsum(1) - 1, 0)
-    cache, n = ours.empty_cache(2), 14
-    _, cache = ours.forward(embeds[:, :n], mask.numpy()[:, :n], positions[:, :n], cache)
-    logits, _ = ours.forward(embeds[:, n:], mask.numpy(), positions[:, n:], cache)
-    expected, _ = model(ids, images, mask)
-    np.testing.assert_allclose(logits, expected[:, n:].detach().numpy(), atol=1e-4, rtol=1e-4)
-
-
 def test_the_model_cards_loop_gives_the_same_ids(ours, model, batch):
     """It counts positions from 1 and passes a mask of the new token alone; without padding both make no difference."""
     ids, _, images = batch
@@ -172,17 +158,6 @@ def test_the_model_cards_loop_gives_the_same_ids(ours, model, batch):
     shifted.forward = lambda embeds, mask, positions, cache: ours.forward(embeds, mask, positions + 1, cache)
     got, _ = shifted.generate(ids.numpy(), mask.numpy(), image_inputs(images.numpy(), [3]), N_TOKENS, short_mask=True)
     np.testing.assert_array_equal(got, expected)
-
-
-def test_a_black_image_is_not_taken_for_padding(ours, model):
-    black = torch.zeros(1, 3, 16, 16)
-    features = ours.graphs["vision_encoder"](image_inputs(black.numpy(), [1]))[0]
-    np.testing.assert_allclose(features, model.MP(model.vision_encoder(black)).detach().numpy(), atol=1e-5, rtol=1e-5)
-
-
-def test_openvino_gives_the_same_ids_and_logits(folder, model, batch):
-    pytest.importorskip("openvino")
-    assert_same_generation(OnnxModel(openvino_graphs(folder), model.cfg, model.image_token_id), model, batch)
 
 
 @pytest.mark.slow
@@ -198,16 +173,6 @@ def test_a_model_in_bfloat16_leaves_with_its_own_values_and_nothing_else_changes
     assert (root.handlers, root.level) == (handlers, level) and capfd.readouterr() == ("", "")
     exported = OnnxModel(onnxruntime_graphs(tmp_path), half.cfg, half.image_token_id)
     assert_same_generation(exported, half.float().eval(), batch)
-
-
-@pytest.mark.slow
-def test_weights_too_large_for_one_file_go_beside_it(tmp_path, model, batch, monkeypatch):
-    monkeypatch.setattr(convert, "MAX_FILE_BYTES", 512)
-    write_onnx(model, tmp_path, ["float32", "int8"])
-    files = {f"{name}{suffix}.onnx{data}" for name in NAMES for suffix in ("", "_quantized") for data in ("", "_data")}
-    assert {path.name for path in tmp_path.iterdir()} == files
-    assert_same_generation(OnnxModel(onnxruntime_graphs(tmp_path), model.cfg, model.image_token_id), model, batch)
-    onnxruntime_graphs(tmp_path, "_quantized")
 
 
 def test_other_types_are_refused(tmp_path, model):
