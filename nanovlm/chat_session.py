@@ -26,7 +26,12 @@ class ChatSession:
         self.images = [TiledImage(one) for one in tiles]
         self.batch = captioner.batch(1, prefix_cache=PrefixCache(sys.maxsize, max_entries=1))  # of the last turn
         self.history: list[tuple[str, str]] = []
-        self.stats = Stats()  # of the last question; its prompt_tokens are those that the cache did not hold
+        self.stats = Stats()  # of the last question
+
+    @property
+    def tokens_read(self) -> int:
+        """Prompt tokens of the last question that the cache did not hold."""
+        return self.stats.prompt_tokens
 
     def ask(
         self, question: str, *, options: GenerationOptions | None = None, **changes: Any

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 Record = TypeVar("Record")
 
+QUANTIZATIONS = ("int8", "int4")
 MAX_NEW_TOKENS = 128  # of a caption
 CHAT_MAX_NEW_TOKENS = 256
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
@@ -106,7 +107,7 @@ class ModelOptions:
         None,
         "int8: weights, and on CPUs with kernels for it activations, in 8 bits; int4: the language model's weights in "
         "4 bits",
-        choices=("int8", "int4"), default_text="as --dtype",
+        choices=QUANTIZATIONS, default_text="as --dtype",
     )  # fmt: skip
     max_tiles: int | None = setting(
         None, "split an image into at most N tiles, or show N frames of a video: faster, less detail", minimum=1,

@@ -195,8 +195,8 @@ GREYS = [  # mode, layout of struct, values, what is seen, formats (None: the im
     ("I", "=i", [0, 7, 255], [0, 7, 255], (None, "TIFF")), ("I", "=i", [0, 2048, 4095], [0, 128, 255], (None, "TIFF")),
     ("I", "=i", [-5, 300, 2000], [0, 19, 125], (None, "TIFF")),
     ("F", "=f", [0.0, 0.5, 1.0], [0, 128, 255], ("TIFF",)), ("F", "=f", [0.0, 128.0, 255.0], [0, 128, 255], ("TIFF",)),
-    ("F", "=f", [-2.0, 0.0, 2.0], [0, 128, 255], ("TIFF",)), ("F", "=f", [math.nan, 0.2, math.inf], [0, 51, 255], (None,)),
-    ("F", "=f", [math.nan, math.nan, -math.inf], [0, 0, 0], ("TIFF",)),
+    ("F", "=f", [-2.0, 0.0, 2.0], [0, 128, 255], ("TIFF",)), ("F", "=f", [math.nan] * 3, [0, 0, 0], ("TIFF",)),
+    ("F", "=f", [math.nan, 0.2, math.inf], [0, 51, 255], (None,)),
 ]  # fmt: skip
 
 
