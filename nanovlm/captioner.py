@@ -195,7 +195,9 @@ class Captioner:
 
         return self.tokenizer.stream(ids())
 
-    def samples(self, image: ImageInputs, prompt: str | None = None, n: int = 1, **options: Any) -> list[Any]:
+    def samples(
+        self, image: ImageInputs, prompt: str | None = None, n: int = 1, *, stats: Stats | None = None, **options: Any
+    ) -> list[Any]:
         """Give n answers to one prompt, with one prefill; all are equal unless a temperature is given.
 
         With a seed, answer i is the one that `caption` gives with seed + i.
@@ -207,7 +209,7 @@ class Captioner:
         if record.seed is not None:
             for i, request in enumerate(requests):
                 request.sampling = replace(request.sampling, seed=(int(record.seed) + i) % 2**63)
-        return self._answers(requests, record)
+        return self._answers(requests, record, stats)
 
     def ask(
         self, image: ImageInputs, prompts: Sequence[str], *, stats: Stats | None = None, **options: Any

@@ -98,7 +98,7 @@ class Processor:
             return self._encode_completion(len(grids), question, history)
         turns: list[list[Any]] = [[text] for pair in history for text in pair] + [[question]]
         before = [part for text in frame_texts[:-1] for part in (text, None)] or [None] * len(grids)
-        turns[0] = [*before, "".join(frame_texts[-1:]) + (history[0][0] if history else question)]
+        turns[0] = [*before, "".join(frame_texts[-1:]) + turns[0][0]]
         return self.encode_turns(grids, list(zip(cycle(("user", "assistant")), turns)))
 
     def encode_turns(self, grids: Sequence[Grid], turns: Sequence[tuple[str, Sequence[str | None]]]) -> list[int]:
