@@ -1,6 +1,5 @@
 """Captioner: a model and its processor, from images and a prompt to text."""
 
-import json
 import os
 import time
 import warnings
@@ -16,7 +15,7 @@ from PIL import Image
 from torch import Tensor
 
 import models.formats  # noqa: F401 (lets the core read other formats)
-from models.checkpoint import atomic_dir, load_config, snapshot_path, write_checkpoint_files
+from models.checkpoint import load_config, snapshot_path
 from models.config import VLMConfig
 from models.decoding import trim_repetition
 from models.inference.caches import TiledImage
@@ -25,7 +24,7 @@ from models.inference.inference_model import InferenceModel
 from models.inference.request import Request, TokenOutput
 from models.vision_language_model import VisionLanguageModel, load_model
 from nanovlm.device import choose_device, choose_dtype
-from nanovlm.embedded import EMBEDDED, PROMPT, SETTINGS, default_prompt
+from nanovlm.embedded import EMBEDDED, PROMPT, default_prompt, write_prompt
 from nanovlm.errors import InputError
 from nanovlm.generation_config import read_generation_defaults
 from nanovlm.options import GenerationOptions, ModelOptions, generation_options, with_changes
@@ -166,14 +165,10 @@ class Captioner:
         return cls(model, Processor(backbones.cfg, tokenizer))
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Write config, weights, tokenizer and prompt, atomically, as `from_pretrained` loads them."""
-        try:
-            with atomic_dir(folder) as new:
-                write_checkpoint_files(new, self.model, self.tokenizer.to_json())
-                text = json.dumps({"prompt": self.prompt}, ensure_ascii=False)
-                (new / SETTINGS).write_text(f"{text}\n", encoding="utf-8")
-        except (FileExistsError, NotADirectoryError):
-            raise InputError(f"{folder} is a file or lies below one; name a folder") from None
+        """Write config, weights and tokenizer, atomically, and the default prompt, as `from_pretrained` loads them."""
+        self.model.save_pretrained(folder, tokenizer=self.tokenizer.to_json())
+        if self.prompt != default_prompt(folder):
+            write_prompt(folder, self.prompt)
 
     # ------------------------------------------------------------------------------------------------------- answers
 
