@@ -24,8 +24,8 @@ from nanovlm import SAMPLE, Captioner, ChatSession
 from nanovlm.captioner import Stats
 from nanovlm.device import choose_device, choose_dtype
 from nanovlm.errors import ImageError, InputError, MissingExtraError
+from nanovlm.processing.processor import Processor
 from support import ROOT, noise_image, watch
-from support.captioners import ending_with
 
 SAMPLED = {"temperature": 1.5, "seed": 3}
 QUESTIONS = ["Describe this picture.", "What?", "How many are there? " * 4, "?", "Hi!", "Which?", "<|im_end|>"]
@@ -41,6 +41,13 @@ def images():
     sizes = ((100, 60), (96, 96), (300, 200))
     first, second, third = (noise_image(*size, seed=seed) for seed, size in enumerate(sizes, start=1))
     return [first, second, Image.new("RGB", (20, 70), "red"), third]
+
+
+def ending_with(model, processor, eos):
+    """A captioner whose answers end with another token: random weights seldom choose the real one."""
+    tokenizer = copy.copy(processor.tokenizer)
+    tokenizer.eos_token_ids = (eos,)
+    return Captioner(model, Processor(processor.cfg, tokenizer))
 
 
 @pytest.mark.filterwarnings("ignore:a question without an image")
@@ -195,9 +202,9 @@ def test_stats_are_those_of_the_answers(captioner, images, monkeypatch):
     monkeypatch.setenv("NANOVLM_CPU_LEVEL", "none")  # the plain modules can be watched
     model, prompts = captioner.model, [captioner.prepare(images[0], question) for question in QUESTIONS]
     rows = [model.generate(torch.tensor([ids]), *tiles, max_new_tokens=40)[0].tolist() for ids, tiles in prompts]
-    eos = rows[0][20]  # random weights seldom choose the real one
+    eos = rows[0][20]
     answers = [row[: row.index(eos) + 1] if eos in row else row for row in rows]
-    captioner = ending_with(Captioner(InferenceModel(model), captioner.processor), eos)
+    captioner = ending_with(model, captioner.processor, eos)
     with watch(model.vision_encoder) as seen, watch(model.decoder) as read:
         captioner.ask(images[0], QUESTIONS, max_new_tokens=40, stats=(stats := Stats()), repetition_detection=(0, 0, 0))
     lengths = [len(ids) for ids, _ in prompts]
@@ -213,7 +220,7 @@ def test_stats_are_those_of_the_answers(captioner, images, monkeypatch):
 
 def test_immediate_end_token_is_an_empty_answer(captioner, images):
     (first,) = next(captioner.run([captioner.request(images[0], max_new_tokens=1)])).output
-    captioner = ending_with(captioner, first)
+    captioner = ending_with(captioner.inference, captioner.processor, first)
     assert captioner.caption(images[0]) == "" == captioner.samples(images[0])[0]
 
 

@@ -119,7 +119,7 @@ def test_a_portrait_video_of_a_phone_is_upright_and_frames_have_their_own_times(
     assert top[0] > 150 > top[2] and bottom[2] > 150 > bottom[0]
 
 
-def test_animations_folders_and_lists_are_videos(monkeypatch):
+def test_animations_folders_and_lists_are_videos():
     first, *others = images()
     first.save("a.gif", save_all=True, append_images=others, duration=[100, 200, 900, 800, 1000, 1000], loop=0)
     video = Video.read("a.gif")
@@ -144,9 +144,6 @@ def test_animations_folders_and_lists_are_videos(monkeypatch):
         Path("cut.gif").write_bytes(content[:length])
         with suppress(ImageError):  # or some of the frames
             Video.read("cut.gif")
-    monkeypatch.setattr("nanovlm.processing.video.MAX_ANIMATION_FRAMES", 5)
-    with pytest.raises(ImageError, match=r"a.gif: 6 frames, more than 5; cut it"):
-        Video.read("a.gif")
 
 
 @pytest.mark.full
