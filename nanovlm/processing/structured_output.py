@@ -1,7 +1,6 @@
 """Answers that follow a JSON schema: llguidance tells which tokens may come next. Needs the extra `structured`."""
 
 import json
-import re
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -62,11 +61,7 @@ class StructuredOutput:
         try:
             return json.loads(text)
         except ValueError:
-            keys = open_keys(text)
-            place = f", in {'.'.join(keys)}" if keys else ""
-            raise InputError(
-                f"max_new_tokens ended the answer before its JSON did{place}: {text!r}; raise it"
-            ) from None
+            raise InputError(f"max_new_tokens ended the answer before its JSON did: {text!r}; raise it") from None
 
     @cached_property
     def _vocabulary(self) -> Any:
@@ -109,19 +104,6 @@ class GrammarProcessor:
         _check(self.matcher.get_error(), self.param)
         allowed = torch.frombuffer(bytearray(bias), dtype=torch.uint8) != 0
         return logits.masked_fill(~allowed.to(logits.device), float("-inf"))
-
-
-def open_keys(text: str) -> list[str]:
-    """The keys that lead to the end of JSON text that was cut."""
-    keys: list[str] = []  # of each open object or array; "" before the first key
-    for token in re.finditer(r'"((?:[^"\\]|\\.)*)"(\s*:)?|[{}\[\]]', text):
-        if token[2]:
-            keys[-1:] = [token[1]]
-        elif token[0] in "{[":
-            keys.append("")
-        elif token[0] in "}]" and keys:
-            keys.pop()
-    return [key for key in keys if key]
 
 
 def close_objects(schema: Any) -> Any:
