@@ -4,10 +4,10 @@ import os
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import chain, islice
+from itertools import chain, count, islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +28,7 @@ from nanovlm.embedded import EMBEDDED, PROMPT, default_prompt, write_prompt
 from nanovlm.errors import InputError
 from nanovlm.generation_config import read_generation_defaults
 from nanovlm.options import GenerationOptions, ModelOptions, generation_options, with_changes
-from nanovlm.processing.image_loading import as_list, is_array, load_or_fetch
+from nanovlm.processing.image_loading import is_array, load_or_fetch
 from nanovlm.processing.processor import Processor, pair_prompts
 from nanovlm.processing.tokenizer import Tokenizer
 
@@ -45,21 +45,20 @@ NO_IMAGE = "a question without an image: the model may describe one that it does
 
 @dataclass
 class Stats:
-    """Token counts and times, in seconds, of one call."""
+    """Token counts of one call, and its times in seconds since this object was made."""
 
     prompt_tokens: int = 0  # that were computed, image tokens included: what several prompts share counts once
     new_tokens: int = 0  # of all answers, end tokens included
-    answers: int = 0
-    first_token_s: float = 0.0  # from preprocessing to the first token
+    first_token_s: float = 0.0
     total_s: float = 0.0
     finish_reasons: list[str] = field(default_factory=list)  # of each answer: stop, length or repetition
-    cache_bytes: int = 0  # of keys and values of prompts and answers, at the end
+    started: float = field(default_factory=time.perf_counter)
 
     @property
     def tokens_per_s(self) -> float:
         """Decoding speed after each answer's first token; 0 if there was only one token."""
         decode_s = self.total_s - self.first_token_s
-        return (self.new_tokens - self.answers) / decode_s if decode_s > 0 else 0.0
+        return (self.new_tokens - len(self.finish_reasons)) / decode_s if decode_s > 0 else 0.0
 
 
 class Captioner:
@@ -67,11 +66,11 @@ class Captioner:
 
     >>> captioner = Captioner.from_pretrained()
     >>> captioner.caption("photo.jpg")
-    >>> captioner.caption("photo.jpg", "How many objects are there?")
+    >>> captioner.caption("photo.jpg", "How many objects are there?", max_new_tokens=20)
 
-    `inference` generates; `model` is the plain `VisionLanguageModel`. allow_urls lets http(s) URLs name images, which
-    are then fetched from public addresses. defaults are fields of `GenerationOptions` that this model generates with
-    unless a call gives them, as its generation_config.json says.
+    Methods that answer take fields of `GenerationOptions` as keywords, or options, a whole record, or both. An answer
+    is a str, or with a schema the value that the schema allows, such as a dict. Without a prompt they ask the one that
+    the model was trained with. `inference` generates; `model` is the plain `VisionLanguageModel`.
     """
 
     def __init__(
@@ -79,18 +78,20 @@ class Captioner:
         model: VisionLanguageModel | InferenceModel,
         processor: Processor,
         *,
-        allow_urls: bool = False,
+        allow_urls: bool = False,  # http(s) URLs may name images, which are then fetched from public addresses
         prompt: str = PROMPT,
-        defaults: Mapping[str, Any] | None = None,
+        defaults: Mapping[str, Any] | None = None,  # of GenerationOptions, as generation_config.json says
     ):
         self.inference = model if isinstance(model, InferenceModel) else InferenceModel(model)
-        self.processor, self.tokenizer = processor, processor.tokenizer
-        self.allow_urls, self.prompt = allow_urls, prompt
+        self.processor = processor
+        self.tokenizer = processor.tokenizer
+        self.allow_urls = allow_urls
+        self.prompt = prompt
         self.defaults = defaults or {}
 
     @cached_property
     def structured_output(self) -> "StructuredOutput":
-        """What makes answers follow a JSON schema."""
+        """Grammars of JSON schemas for this model's vocabulary."""
         from nanovlm.processing.structured_output import StructuredOutput  # here, as few answers follow one
 
         return StructuredOutput(self.tokenizer)
@@ -99,6 +100,8 @@ class Captioner:
     def model(self) -> VisionLanguageModel:
         """The plain model, to train or save. InputError if `quantize=` released it."""
         return self.inference.model
+
+    # -------------------------------------------------------------------------------------------- loading and saving
 
     @classmethod
     def from_pretrained(
@@ -115,14 +118,14 @@ class Captioner:
 
     @classmethod
     def load(cls, options: ModelOptions) -> "Captioner":
-        """The same with a record of options."""
+        """Load what a record of options names; see `from_pretrained`."""
         if options.threads is not None:
             torch.set_num_threads(options.threads)
         device = choose_device(options.device)
         folder = snapshot_path(*options.base)
-        cfg, dtype = load_config(folder), choose_dtype(options.dtype, device, folder)
+        cfg = load_config(folder)
         tokenizer = Tokenizer.from_pretrained(folder, cfg)
-        model = load_model(folder, cfg, tokenizer.image_token_id, dtype, device)
+        model = load_model(folder, cfg, tokenizer.image_token_id, choose_dtype(options.dtype, device, folder), device)
         if options.adapter is not None:
             from models.lora import merge
             from models.lora.files import read_adapters
@@ -133,9 +136,13 @@ class Captioner:
         del model  # so that release_source frees it
         if options.quantize:
             inference.release_source()
-        processor = Processor(cfg, tokenizer, options.max_tiles)
-        prompt, defaults = default_prompt(options.adapter or folder), read_generation_defaults(folder)
-        return cls(inference, processor, allow_urls=options.allow_urls, prompt=prompt, defaults=defaults)
+        return cls(
+            inference,
+            Processor(cfg, tokenizer, options.max_tiles),
+            allow_urls=options.allow_urls,
+            prompt=default_prompt(options.adapter or folder),
+            defaults=read_generation_defaults(folder),
+        )
 
     @classmethod
     def from_backbones(
@@ -143,17 +150,16 @@ class Captioner:
     ) -> "Captioner":
         """Join a pretrained SigLIP and a pretrained Llama; the projector between them is randomly initialized.
 
-        Each is a folder or a Hub id; the tokenizer is the language model's. format is the layout of images and chats.
-        Options are those of `models.formats.backbones.find_backbones`.
+        Each is a folder or a Hub id; the tokenizer is the language model's. format is the layout of images and chats,
+        nanovlm or smolvlm. Options are those of `models.formats.backbones.find_backbones`.
         """
         from models.formats.backbones import find_backbones, read_backbones
         from nanovlm.processing.convert import check_format, convert_layout
 
-        torch_dtype = choose_dtype(dtype, choose_device("cpu"))
         check_format(VLMConfig(), format)  # before anything is downloaded
         backbones = find_backbones(vision, language, **options)
         tokenizer = Tokenizer.from_backbone(backbones.language, backbones.cfg)
-        model = read_backbones(backbones, tokenizer.image_token_id, torch_dtype)
+        model = read_backbones(backbones, tokenizer.image_token_id, choose_dtype(dtype, torch.device("cpu")))
         if format == "smolvlm":
             return cls(*convert_layout(model, tokenizer, rescale=False))
         return cls(model, Processor(backbones.cfg, tokenizer))
@@ -164,80 +170,53 @@ class Captioner:
         if self.prompt != default_prompt(folder):
             write_prompt(folder, self.prompt)
 
-    def check_prompt(self, prompt: str, max_new_tokens: int) -> None:
-        """Raise InputError if the prompt and max_new_tokens exceed the model's context even without an image."""
-        self.inference.validate_length(len(self.processor.encode_prompt([], prompt)), max_new_tokens)
+    # ------------------------------------------------------------------------------------------------------- answers
 
-    def caption(
-        self, image: ImageInputs, prompt: str | None = None, *, options: GenerationOptions | None = None, **changes: Any
-    ) -> Any:
-        """The answer to a prompt about one image, several, or none (None); by default the prompt it was trained with.
-
-        It is a str, or with a schema the value that the schema allows, such as a dict. changes are fields of
-        `GenerationOptions`, such as max_new_tokens or temperature, and options a whole record of them. All this is so
-        for the other methods; only `stream` gives a schema's answer as text.
-        """
-        return self.samples(image, prompt, options=options, **changes)[0]
+    def caption(self, image: ImageInputs, prompt: str | None = None, **options: Any) -> Any:
+        """Answer a prompt about one image, several, a `Video`, or none (None)."""
+        return self.samples(image, prompt, **options)[0]
 
     def stream(
-        self,
-        image: ImageInputs,
-        prompt: str | None = None,
-        *,
-        stats: Stats | None = None,
-        options: GenerationOptions | None = None,
-        **changes: Any,
+        self, image: ImageInputs, prompt: str | None = None, *, stats: Stats | None = None, **options: Any
     ) -> Iterator[str]:
-        """Yield the answer in pieces of whole characters, as they are generated. stats, if given, is filled in."""
-        options = generation_options(options, changes, self.defaults)
-        outputs = self.generate(lambda: [self.request(image, prompt, options)], stats or Stats())
-        ids = (output.token_id for output in outputs if output.token_id != self.tokenizer.eos_token_id)
-        return self.tokenizer.stream(_prepend(self._start_ids(options), ids))
+        """Yield the answer in pieces of whole characters, as they are generated; a schema's answer, too, is text."""
+        record = self._options(options)
+
+        def ids() -> Iterator[int]:
+            outputs = self.generate([self.request(image, prompt, record)], stats)
+            answer = (output.token_id for output in outputs if output.token_id != self.tokenizer.eos_token_id)
+            first = list(islice(answer, 1))  # before start_with is shown, as an error comes before any text
+            yield from chain(self._start_ids(record), first, answer)
+
+        return self.tokenizer.stream(ids())
 
     def samples(
-        self,
-        image: ImageInputs,
-        prompt: str | None = None,
-        n: int = 1,
-        *,
-        stats: Stats | None = None,
-        options: GenerationOptions | None = None,
-        **changes: Any,
+        self, image: ImageInputs, prompt: str | None = None, n: int = 1, *, stats: Stats | None = None, **options: Any
     ) -> list[Any]:
-        """n answers to one prompt, with one prefill; all equal unless sampling has a temperature.
+        """Give n answers to one prompt, with one prefill; all are equal unless a temperature is given.
 
         With a seed, answer i is the one that `caption` gives with seed + i.
         """
-        options = generation_options(options, changes, self.defaults)
+        record = self._options(options)
         if n < 1:
             raise InputError(f"n={n} is less than 1")
-
-        def prepare() -> list[Request]:
-            requests = self.requests(image, [prompt] * n, options)
-            if options.seed is not None:
-                for i, request in enumerate(requests):
-                    request.sampling = replace(request.sampling, seed=(int(options.seed) + i) % 2**63)
-            return requests
-
-        return self._answers(prepare, options, stats)
+        requests = self.requests(image, [prompt] * n, record)
+        if record.seed is not None:
+            for i, request in enumerate(requests):
+                request.sampling = replace(request.sampling, seed=(int(record.seed) + i) % 2**63)
+        return self._answers(requests, record, stats)
 
     def ask(
-        self,
-        image: ImageInputs,
-        prompts: Sequence[str],
-        *,
-        stats: Stats | None = None,
-        options: GenerationOptions | None = None,
-        **changes: Any,
+        self, image: ImageInputs, prompts: Sequence[str], *, stats: Stats | None = None, **options: Any
     ) -> list[Any]:
-        """One answer per prompt about the same image, which is encoded and prefilled once."""
-        options = generation_options(options, changes, self.defaults)
+        """Answer several prompts about the same image, which is encoded and prefilled once."""
+        record = self._options(options)
         if isinstance(prompts, str):
             raise InputError(f"ask takes a list of prompts, not {prompts!r}; for one prompt use caption")
-        return self._answers(lambda: self.requests(image, prompts, options), options, stats)
+        return self._answers(self.requests(image, prompts, record), record, stats)
 
     def classify(self, image: ImageInputs, choices: Sequence[str], prompt: str | None = None) -> list["Choice"]:
-        """The choices as answers, the most probable first; each has text, probability and log_probability."""
+        """Rank choices as answers, the most probable first; each has text, probability and log_probability."""
         from nanovlm.choices import rank_choices
 
         return rank_choices(self, image, choices, self.prompt if prompt is None else prompt)
@@ -245,7 +224,7 @@ class Captioner:
     def caption_video(
         self, video: Any, prompt: str | None = None, max_frames: int | None = None, **options: Any
     ) -> Any:
-        """The answer to a prompt about a `Video`, or about what `Video.read` takes, such as a file's name."""
+        """Answer a prompt about a `Video`, or about what `Video.read` takes, such as a file's name."""
         from nanovlm.processing.video import MAX_FRAMES, Video
 
         if not isinstance(video, Video):
@@ -258,44 +237,49 @@ class Captioner:
         prompt: str | Iterable[str] | None = None,
         *,
         batch_size: int = 16,
-        options: GenerationOptions | None = None,
-        **changes: Any,
+        **options: Any,
     ) -> Iterator[Any]:
-        """One answer per image, in order, when it is done: with one prompt for all images, or one for each.
+        """Yield one answer per image, in order, when it is done: with one prompt for all images, or one for each.
 
         images and prompt may be generators: they are read while others are answered, some batch_size ahead. An answer
         is the one that `caption` gives for the image with the same options, a seed included, whatever the batch_size.
         An image that fails raises its error after the answers before it.
         """
-        options = generation_options(options, changes, self.defaults)
+        record = self._options(options)
         if is_one_image(images):
             raise InputError("captions takes several images, such as a list; for one image use caption")
         if batch_size < 1:
             raise InputError(f"batch_size={batch_size} must be 1 or more")
         pairs = pair_prompts(images, self.prompt if prompt is None else prompt)
-        for request in self.run(self._read(pairs, options), batch_size):
-            yield self.answer(request, options)
 
-    def _read(self, pairs: Iterator[tuple[ImageInputs, str]], options: GenerationOptions) -> Iterator[Request]:
-        """A request for each image and prompt; its error stands for one that cannot be made."""
-        number = 0
-        while True:
-            number += 1
-            try:
-                image, prompt = next(pairs)
-                yield self.request(image, prompt, options)
-            except StopIteration:
-                return
-            except Exception as error:
-                error.add_note(f"at item {number} of captions")
-                yield Request((), error=error)
+        def requests() -> Iterator[Request]:
+            for number in count(1):
+                try:
+                    image, text = next(pairs)
+                    yield self.request(image, text, record)
+                except StopIteration:
+                    return
+                except Exception as error:
+                    error.add_note(f"at item {number} of captions")
+                    yield Request((), error=error)
 
-    # ------------------------------------------------------------------------------------------------- requests
+        for request in self.run(requests(), batch_size):
+            yield self.answer(request, record)
+
+    def _options(self, given: dict[str, Any]) -> GenerationOptions:
+        return generation_options(given.pop("options", None), given, self.defaults)
+
+    def _answers(self, requests: list[Request], options: GenerationOptions, stats: Stats | None = None) -> list[Any]:
+        for _ in self.generate(requests, stats):
+            pass
+        return [self.answer(request, options) for request in requests]
+
+    # ------------------------------------------------------------------------------------------------------ requests
 
     def request(
         self, image: ImageInputs, prompt: str | None = None, options: GenerationOptions | None = None, **changes: Any
     ) -> Request:
-        """The request for an answer: images preprocessed, prompt tokenized. Threads may make some while others run."""
+        """Preprocess images and tokenize a prompt. Threads may do so while others generate."""
         return self.requests(image, [prompt], options, **changes)[0]
 
     def requests(
@@ -305,20 +289,22 @@ class Captioner:
         options: GenerationOptions | None = None,
         **changes: Any,
     ) -> list[Request]:
-        """A request for each prompt about the same image. InputError for one too long."""
+        """Make a request for each prompt about the same image. InputError for one too long."""
         options = generation_options(options, changes, self.defaults)
-        tiles, grids, texts = self.processor.preprocess_all(self._load(image))
-        images, start = [TiledImage(one) for one in tiles], self._start_ids(options)
+        shown = self.load_images(image)
+        if not shown:
+            warnings.warn(NO_IMAGE, stacklevel=2)
+        tiles, grids, texts = self.processor.preprocess_all(shown)
+        images = [TiledImage(one) for one in tiles]
         requests = []
         for prompt in prompts:
             text = self.prompt if prompt is None else prompt
-            ids = self.processor.encode_prompt(grids, text, frame_texts=texts) + start
+            ids = self.processor.encode_prompt(grids, text, frame_texts=texts) + self._start_ids(options)
             self.inference.validate_length(len(ids), options.max_new_tokens)
             requests.append(Request(ids, images, options.sampling, options.max_new_tokens))
         if options.schema is not None:
-            for request, grammar in zip(
-                requests, self.structured_output.make_processors(options.schema, len(requests))
-            ):
+            grammars = self.structured_output.make_processors(options.schema, len(requests))
+            for request, grammar in zip(requests, grammars):
                 request.grammar = grammar
         return requests
 
@@ -333,7 +319,9 @@ class Captioner:
         Requests are taken when slots are free, so at most 2 * batch_size have been taken and not yielded. One that has
         an error already is passed through.
         """
-        batch, pending, requests = self.batch(batch_size), deque[Request](), iter(requests)
+        batch = self.batch(batch_size)
+        pending = deque[Request]()
+        requests = iter(requests)
         while True:
             while pending and pending[0].finished:
                 yield pending.popleft()
@@ -348,23 +336,18 @@ class Captioner:
             batch.step()
 
     def generate(
-        self, prepare: Callable[[], list[Request]], stats: Stats, batch: ContinuousBatch | None = None
+        self, requests: Sequence[Request], stats: Stats | None = None, batch: ContinuousBatch | None = None
     ) -> Generator[TokenOutput]:
-        """Yield the tokens of the requests that prepare makes; fill in stats. Raises the first error of a request."""
-        started = time.perf_counter()
-        requests = prepare()
+        """Yield the tokens of all requests and fill in stats. Raises the first error of a request."""
+        stats = stats or Stats()
         batch = batch or self.batch(max(1, len(requests)))
-        stats.answers, stats.new_tokens, stats.first_token_s = len(requests), 0, 0.0  # of an earlier call
         for request in requests:
             batch.add(request)
         try:
             while batch.running or batch.waiting:
                 outputs = batch.step()
-                stats.total_s = time.perf_counter() - started
+                stats.total_s = time.perf_counter() - stats.started
                 stats.first_token_s = stats.first_token_s or stats.total_s
-                stats.new_tokens += len(outputs)
-                stats.prompt_tokens = sum(len(request.ids) - request.n_cached for request in requests)
-                stats.cache_bytes = sum(request.length for request in requests) * batch.bytes_per_token
                 for output in outputs:
                     if output.error is not None:
                         raise output.error
@@ -372,19 +355,9 @@ class Captioner:
         finally:
             for request in requests:
                 batch.cancel(request)
-        stats.finish_reasons = [str(request.finished) for request in requests]
-
-    def _answers(
-        self, prepare: Callable[[], list[Request]], options: GenerationOptions, stats: Stats | None
-    ) -> list[Any]:
-        requests: list[Request] = []
-
-        def listed() -> list[Request]:
-            requests.extend(prepare())
-            return requests
-
-        list(self.generate(listed, stats or Stats()))
-        return [self.answer(request, options) for request in requests]
+            stats.prompt_tokens = sum(len(request.ids) - request.n_cached for request in requests)
+            stats.new_tokens = sum(len(request.output) for request in requests)
+            stats.finish_reasons = [str(request.finished) for request in requests]
 
     def answer(self, request: Request, options: GenerationOptions | None = None) -> Any:
         """The text of a request that has ended, or the value that it is by a schema. Raises the request's error."""
@@ -395,9 +368,9 @@ class Captioner:
 
     def text(self, request: Request, options: GenerationOptions | None = None) -> str:
         """The text of a request's output: from start_with up to the end token or the first repetition."""
-        eos, ids = self.tokenizer.eos_token_id, request.output
-        answer = ids[: ids.index(eos)] if eos in ids else ids
-        trimmed = trim_repetition(answer, request.sampling.repetition_detection)
+        eos = self.tokenizer.eos_token_id
+        ids = request.output[: request.output.index(eos)] if eos in request.output else request.output
+        trimmed = trim_repetition(ids, request.sampling.repetition_detection)
         return self.tokenizer.decode([*self._start_ids(options or GenerationOptions()), *trimmed])
 
     def _start_ids(self, options: GenerationOptions) -> list[int]:
@@ -405,30 +378,23 @@ class Captioner:
         text = options.start_with.rstrip()
         return self.tokenizer.encode_answer(text)[:-1] if text else []
 
+    def check_prompt(self, prompt: str, max_new_tokens: int) -> None:
+        """Raise InputError if the prompt and max_new_tokens exceed the model's context even without an image."""
+        self.inference.validate_length(len(self.processor.encode_prompt([], prompt)), max_new_tokens)
+
     def prepare(self, image: ImageInputs, prompt: str | None = None) -> tuple[list[int], list[Tensor]]:
-        """Token ids of one prompt, and the tiles of each image."""
-        return self.processor.encode(self._load(image), self.prompt if prompt is None else prompt)
+        """Token ids of one prompt, and the tiles (n, 3, S, S) of each image."""
+        return self.processor.encode(self.load_images(image), self.prompt if prompt is None else prompt)
 
-    def load_image(self, source: ImageInput) -> Image.Image:
-        """An upright RGB image of a source. Raises ImageError, for a URL unless this captioner allows them."""
-        return load_or_fetch(source, self.allow_urls)
-
-    def _load(self, images: ImageInputs) -> list[Image.Image]:
-        if not (sources := as_list(images)):
-            warnings.warn(NO_IMAGE, stacklevel=2)
-        return [source if hasattr(source, "frames") else self.load_image(source) for source in sources]  # a Video's
+    def load_images(self, images: Any) -> list[Any]:
+        """Upright RGB images of one source or several, or the `Video`. Raises ImageError."""
+        sources = [] if images is None else [images] if is_one_image(images) else list(images)
+        return [one if hasattr(one, "frames") else load_or_fetch(one, self.allow_urls) for one in sources]
 
 
 def is_one_image(images: Any) -> bool:
-    """Whether it is an image or a `Video`, not several: an array of four dimensions, for example, is a batch."""
-    is_one_array = is_array(images) and len(images.shape) < 4
-    is_file_or_video = hasattr(images, "read") or hasattr(images, "frames")
-    return (
-        is_one_array or is_file_or_video or isinstance(images, (str, bytes, bytearray, dict, os.PathLike, Image.Image))
-    )
-
-
-def _prepend(start: Sequence[int], ids: Iterator[int]) -> Iterator[int]:
-    """Yield start and then ids, but not before the first id exists: an error comes before any text."""
-    first = list(islice(ids, 1))
-    yield from chain(start, first, ids)
+    """True of an image or a `Video`, not of several: an array of four dimensions, for example, is a batch."""
+    if is_array(images):
+        return len(images.shape) < 4
+    is_file = hasattr(images, "read") or isinstance(images, (str, bytes, bytearray, memoryview, dict))
+    return is_file or not isinstance(images, Iterable)

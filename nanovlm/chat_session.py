@@ -7,12 +7,9 @@ from typing import Any
 
 from models.inference.caches import PrefixCache, TiledImage
 from models.inference.request import Request
-from nanovlm.captioner import NO_IMAGE, Captioner, ImageInputs, Stats, is_one_image
+from nanovlm.captioner import NO_IMAGE, Captioner, ImageInputs, Stats
 from nanovlm.errors import InputError
 from nanovlm.options import CHAT_MAX_NEW_TOKENS, GenerationOptions, generation_options
-from nanovlm.processing.video import Video
-
-CHAT_DEFAULTS = {"max_new_tokens": CHAT_MAX_NEW_TOKENS}
 
 
 class ChatSession:
@@ -25,51 +22,53 @@ class ChatSession:
 
     def __init__(self, captioner: Captioner, images: ImageInputs = None):
         self.captioner = captioner
-        sources: Any = () if images is None else [images] if is_one_image(images) else images
-        shown = [image if isinstance(image, Video) else captioner.load_image(image) for image in sources]
-        tiles, self.grids, self.frame_texts = captioner.processor.preprocess_all(shown)
+        tiles, self.grids, self.frame_texts = captioner.processor.preprocess_all(captioner.load_images(images))
         self.images = [TiledImage(one) for one in tiles]
         self.batch = captioner.batch(1, prefix_cache=PrefixCache(sys.maxsize, max_entries=1))  # of the last turn
         self.history: list[tuple[str, str]] = []
-        self.tokens_read = 0  # prompt tokens of the last question that the cache did not hold
         self.stats = Stats()  # of the last question
+
+    @property
+    def tokens_read(self) -> int:
+        """Prompt tokens of the last question that the cache did not hold."""
+        return self.stats.prompt_tokens
 
     def ask(
         self, question: str, *, options: GenerationOptions | None = None, **changes: Any
     ) -> Generator[str, None, None]:
-        """Yield the answer in pieces of whole characters.
+        """Yield the answer in pieces of whole characters. changes are fields of `GenerationOptions`.
 
-        changes are fields of `GenerationOptions`, such as max_new_tokens or temperature. If the caller stops reading,
-        history holds the pieces read so far. Raises InputError if the chat with this question exceeds the model's
-        context.
+        If the caller stops reading, history holds the pieces read so far. Raises InputError if the chat with this
+        question exceeds the model's context.
         """
-        options = generation_options(options, changes, CHAT_DEFAULTS | dict(self.captioner.defaults))
+        captioner = self.captioner
+        defaults = {"max_new_tokens": CHAT_MAX_NEW_TOKENS, **captioner.defaults}
+        options = generation_options(options, changes, defaults)
         if options.start_with:
             raise InputError("start_with is for captions; ask a chat without it")
         if not self.grids:
             warnings.warn(NO_IMAGE, stacklevel=2)
-        ids = self.captioner.processor.encode_prompt(self.grids, question, self.history, self.frame_texts)
-        limit = self.captioner.inference.cfg.lm_max_position_embeddings
+        ids = captioner.processor.encode_prompt(self.grids, question, self.history, self.frame_texts)
+        limit = captioner.inference.cfg.lm_max_position_embeddings
         if len(ids) > limit:
             raise InputError(
                 f"{len(ids)} tokens with this question exceed lm_max_position_embeddings={limit}; shorten it, or reset "
                 "the chat"
             )
-        n = min(options.max_new_tokens, limit - len(ids) + 1)
-        request, answer = Request(ids, self.images, options.sampling, n), ""
+        request = Request(ids, self.images, options.sampling, min(options.max_new_tokens, limit - len(ids) + 1))
         if options.schema is not None:
-            (request.grammar,) = self.captioner.structured_output.make_processors(options.schema, 1)
-        outputs = self.captioner.generate(lambda: [request], stats := Stats(), self.batch)
-        eos = self.captioner.tokenizer.eos_token_id
+            (request.grammar,) = captioner.structured_output.make_processors(options.schema, 1)
+        outputs = captioner.generate([request], stats := Stats(), self.batch)
+        answer, eos = "", captioner.tokenizer.eos_token_id
         try:
-            for piece in self.captioner.tokenizer.stream(o.token_id for o in outputs if o.token_id != eos):
+            for piece in captioner.tokenizer.stream(o.token_id for o in outputs if o.token_id != eos):
                 answer += piece
                 yield piece
         finally:
+            outputs.close()
             if request.output:  # the question has been read
                 self.history.append((question, answer))
-                self.tokens_read, self.stats = stats.prompt_tokens, stats
-                outputs.close()
+                self.stats = stats
 
     def reset(self) -> None:
         """Forget all questions and answers; the images stay."""

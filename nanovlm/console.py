@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, TextIO
 if TYPE_CHECKING:
     from tqdm import tqdm
 
-
 LONG_S = 10.0  # seconds after which an answer is worth a remedy
 FEW_TILES = 4
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tabs and line ends; ESC begins a command
@@ -21,7 +20,30 @@ CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tabs and line 
 
 def print_error(message: str) -> None:
     """Print a message as one line on standard error, above any progress bar."""
-    _write_line(" ".join(message.split("\n")))
+    _print(" ".join(message.split("\n")))
+
+
+def _print(text: str) -> None:
+    if sys.stderr is None:  # as under pythonw, or with 2>&-
+        return
+    text = for_terminal(text, sys.stderr)
+    tqdm_module = sys.modules.get("tqdm")
+    with suppress(OSError):  # on a full disk, or after `2>&1 | head`, the work goes on without its messages
+        if tqdm_module is not None and getattr(tqdm_module.tqdm, "_instances", None):
+            tqdm_module.tqdm.write(text, file=sys.stderr)  # clears the bar, prints, and draws it again
+            sys.stderr.flush()
+        else:
+            print(text, file=sys.stderr, flush=True)
+
+
+class _StderrHandler(logging.Handler):
+    """Write records to the sys.stderr of the moment, which tests and programs may replace."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            _print(self.format(record))
+        except Exception:
+            self.handleError(record)
 
 
 def configure_logging() -> None:
@@ -45,12 +67,12 @@ def warnings_as_notes() -> Iterator[None]:
 
 
 def is_terminal(file: TextIO | None) -> bool:
-    """Whether a file is a terminal; None is a standard file that is closed."""
+    """True of a terminal; None is a standard file that is closed."""
     return file is not None and file.isatty()
 
 
 def has_terminal() -> bool:
-    """Whether standard error is a terminal that can draw."""
+    """True if standard error is a terminal that can draw."""
     return is_terminal(sys.stderr) and os.environ.get("TERM") != "dumb"
 
 
@@ -65,7 +87,7 @@ def progress_bar(total: int, unit: str, desc: str | None = None, is_hidden: bool
 class TileProgress:
     """A bar, on a terminal, of an image's tiles while they are encoded, if that takes more than a second.
 
-    Pass it as `on_tile` of an InferenceModel. It says what fewer tiles would take if all take long.
+    Pass it as `on_tile` of an InferenceModel. It names the time that fewer tiles would take if all take long.
     """
 
     def __call__(self, done: int, total: int) -> None:
@@ -98,34 +120,10 @@ def for_terminal(text: str, file: TextIO | None) -> str:
 
 def bold(text: str, file: TextIO) -> str:
     """Text in bold on a terminal; unchanged anywhere else, or where NO_COLOR is set (no-color.org)."""
-    if not file.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
-        return text
-    return f"\033[1m{text}\033[0m"
+    is_plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    return f"\033[1m{text}\033[0m" if file.isatty() and not is_plain else text
 
 
 def count(n: int, noun: str) -> str:
     """A number and its noun, such as 1 image or 2,000 images."""
     return f"{n:,} {noun}{'s' * (n != 1)}"
-
-
-class _StderrHandler(logging.Handler):
-    """Write records to the sys.stderr of the moment, which tests and programs may replace."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        try:
-            _write_line(self.format(record))
-        except Exception:
-            self.handleError(record)
-
-
-def _write_line(line: str) -> None:
-    if sys.stderr is None:  # as under pythonw, or with 2>&-
-        return
-    line = for_terminal(line, sys.stderr)
-    tqdm_module = sys.modules.get("tqdm")
-    with suppress(OSError):  # on a full disk, or after `2>&1 | head`, the work goes on without its messages
-        if tqdm_module is not None and getattr(tqdm_module.tqdm, "_instances", None):
-            tqdm_module.tqdm.write(line, file=sys.stderr)  # clears the bar, prints, and draws it again
-            sys.stderr.flush()
-        else:
-            print(line, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Choosing a device and a dtype; counting cores and measuring peak memory.
+"""Choosing a device and a dtype; measuring peak memory and whether other processes use the cores.
 
 On a busy machine one thread can be many times faster than two: OpenMP's threads wait for each other at every
 operation, and one that is not running stalls the others.
@@ -8,7 +8,7 @@ import ctypes
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -24,21 +24,19 @@ MEASURED_CALLS = 6
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 
 
-def choose_device(name: str, available: Sequence[str] | None = None) -> torch.device:
+def choose_device(name: str) -> torch.device:
     """The device of that name; auto is CUDA, else Apple's MPS, else the CPU. InputError if it is not available.
 
     Under torchrun each process gets the GPU of its LOCAL_RANK.
     """
-    if available is None:
-        is_available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-        available = [device for device in is_available if is_available[device]]
+    found = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    available = [device for device, is_here in found.items() if is_here]
     if name == "auto":
         name = available[0]
     if name not in available:
         raise InputError(f"device={name} is not available here, only {', '.join(available)}")
-    if name == "cuda" and "LOCAL_RANK" in os.environ:
-        return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    return torch.device(name)
+    rank = os.environ.get("LOCAL_RANK") if name == "cuda" else None
+    return torch.device(name) if rank is None else torch.device(name, int(rank))
 
 
 def choose_dtype(name: str, device: torch.device, folder: Path | None = None) -> torch.dtype:
@@ -47,11 +45,11 @@ def choose_dtype(name: str, device: torch.device, folder: Path | None = None) ->
     On a CPU whose kernels multiply bfloat16 weights in float32, auto keeps the weights in folder as they are stored:
     that is as exact as float32, takes half the memory and decodes faster.
     """
+    if name == "auto" and device.type == "cpu" and (level := chosen_level()) is not None:
+        stored = torch.float32 if folder is None else checkpoint_dtype(folder)
+        is_float32 = level in WITHOUT_BF16_DOT and stored != torch.bfloat16
+        return torch.float32 if is_float32 else torch.bfloat16
     if name == "auto":
-        if device.type == "cpu" and (level := chosen_level()) is not None:
-            stored = torch.float32 if folder is None else checkpoint_dtype(folder)
-            is_float32 = level in WITHOUT_BF16_DOT and stored != torch.bfloat16
-            return torch.float32 if is_float32 else torch.bfloat16
         return torch.bfloat16 if fast_bfloat16(device) else torch.float32
     if name not in DTYPES:
         raise InputError(f"dtype={name} is none of auto, {', '.join(DTYPES)}")
@@ -59,19 +57,19 @@ def choose_dtype(name: str, device: torch.device, folder: Path | None = None) ->
 
 
 def choose_training_dtype(name: str, device: torch.device) -> torch.dtype:
-    """As choose_dtype, but auto is what PyTorch's own operations are fastest in.
+    """The dtype of that name; auto is what PyTorch's own operations are fastest in.
 
     On a GPU without bfloat16 that is float16: training scales the loss for it.
     """
     if name != "auto":
         return choose_dtype(name, device)
-    if device.type == "cuda" and not fast_bfloat16(device):
-        return torch.float16
-    return torch.bfloat16 if fast_bfloat16(device) else torch.float32
+    if fast_bfloat16(device):
+        return torch.bfloat16
+    return torch.float16 if device.type == "cuda" else torch.float32
 
 
 def fast_bfloat16(device: torch.device, cpu_info: Callable[[str], str] = cpu_info) -> bool:
-    """Whether PyTorch multiplies matrices faster in bfloat16 than in float32.
+    """True if PyTorch multiplies matrices faster in bfloat16 than in float32.
 
     On Intel CPUs that takes AMX: with AVX-512 alone a bfloat16 matmul takes twice as long.
     """
@@ -79,13 +77,6 @@ def fast_bfloat16(device: torch.device, cpu_info: Callable[[str], str] = cpu_inf
         return torch.cuda.is_bf16_supported(including_emulation=False)
     flags = cpu_info("flags").split() if device.type == "cpu" else []
     return "avx512_bf16" in flags and ("amx_bf16" in flags or cpu_info("vendor_id") != "GenuineIntel")
-
-
-def available_cores() -> int:
-    """CPU cores that this process may use: a container or taskset may allow fewer than the machine has."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def peak_memory(device: torch.device) -> int:
@@ -96,12 +87,11 @@ def peak_memory(device: torch.device) -> int:
     for line in status.read_text().splitlines() if status.exists() else []:
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
-    try:
-        import resource
-    except ImportError:
+    if sys.platform != "darwin":
         return 0
-    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux kibibytes
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
 
 
 def keep_freed_memory() -> None:
@@ -116,28 +106,20 @@ def keep_freed_memory() -> None:
 
 
 class BusyMonitor:
-    """Notices that the threads of a computation wait for cores that other processes use.
+    """Notices that the threads of a computation wait for cores that other processes use."""
 
-    `clock` returns seconds, and `cpu_clock` the CPU seconds of all threads of this process.
-    """
-
-    def __init__(
-        self,
-        threads: int,
-        clock: Callable[[], float] = time.perf_counter,
-        cpu_clock: Callable[[], float] = time.process_time,
-    ):
-        self.threads, self.clock, self.cpu_clock = threads, clock, cpu_clock
+    def __init__(self, threads: int):
+        self.threads = threads
         self.calls, self.wall_s, self.cpu_s = 0, 0.0, 0.0
 
     @contextmanager
     def measure(self) -> Iterator[None]:
         """Measure a stretch of computation for all threads; the first one, which warms up, is ignored."""
-        wall, cpu = self.clock(), self.cpu_clock()
+        wall, cpu = time.perf_counter(), time.process_time()
         yield
         if self.calls:
-            self.wall_s += self.clock() - wall
-            self.cpu_s += self.cpu_clock() - cpu
+            self.wall_s += time.perf_counter() - wall
+            self.cpu_s += time.process_time() - cpu
         self.calls += 1
 
     def note(self) -> str | None:

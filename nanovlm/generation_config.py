@@ -9,8 +9,7 @@ from models.checkpoint import read_object
 from nanovlm.errors import CheckpointError, InputError
 from nanovlm.options import GenerationOptions
 
-GENERATION_CONFIG = "generation_config.json"
-FOLLOWED = ("repetition_penalty", "max_new_tokens")
+FOLLOWED = {"repetition_penalty", "max_new_tokens"}
 SAMPLED = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0}  # transformers' defaults, with do_sample only
 # Read elsewhere, or without a say in the answer: token ids, what is returned, speed, and settings of beams alone.
 OTHERS = {
@@ -28,26 +27,26 @@ logger = logging.getLogger(__name__)
 def read_generation_defaults(folder: Path) -> dict[str, Any]:
     """Fields of `GenerationOptions` from the generation_config.json of a model's folder, if there is one.
 
-    What it asks for and is not computed here is said in one line. CheckpointError for a value out of range.
+    Settings that would change answers but are not computed here are named in one line. CheckpointError for a value out
+    of range.
     """
-    path = folder / GENERATION_CONFIG
+    path = folder / "generation_config.json"
     if not path.exists():
         return {}
     raw = {key: value for key, value in read_object(path).items() if value is not None}
-    defaults = {key: raw[key] for key in FOLLOWED if key in raw}
+    defaults = {key: raw[key] for key in raw if key in FOLLOWED}
     if raw.get("do_sample"):
         defaults |= {key: raw.get(key, default) for key, default in SAMPLED.items()}
     try:
         GenerationOptions(**defaults)
     except InputError as error:
         raise CheckpointError(f"{path}: {error}") from None
-    rest = {key: value for key, value in raw.items() if not (key in OTHERS or key in FOLLOWED or key in SAMPLED)}
-    ignored = [f"{key}={json.dumps(value)[:60]}" for key, value in rest.items() if not _is_off(key, value)]
+    ignored = []
+    for key in raw.keys() - OTHERS - FOLLOWED - SAMPLED.keys():
+        is_one = raw[key] == 1 and raw[key] is not True  # off, for a number of beams or a penalty
+        if raw[key] and not (is_one and not key.startswith(("min_", "max_"))):
+            ignored.append(f"{key}={json.dumps(raw[key])[:60]}")
     if ignored:
-        logger.warning("note: %s: %s: not supported, answers are generated without", path, ", ".join(ignored))
+        settings = ", ".join(sorted(ignored))
+        logger.warning("note: %s: %s: not supported, answers are generated without", path, settings)
     return defaults
-
-
-def _is_off(key: str, value: Any) -> bool:
-    """Whether a value changes nothing: false, 0, an empty list, or 1 for a number of beams or a penalty."""
-    return not value or (value == 1 and value is not True and not key.startswith(("min_", "max_")))

@@ -24,26 +24,22 @@ if TYPE_CHECKING:
 
 Record = TypeVar("Record")
 
-DEVICES = ("auto", "cpu", "cuda", "mps")
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = ("int8", "int4")
 MAX_NEW_TOKENS = 128  # of a caption
 CHAT_MAX_NEW_TOKENS = 256
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
-ADAPTER_CONFIGS = ("adapter_config.json", "adapter/adapter_config.json")
 
-
-BOUNDS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
+BOUNDS = {  # of a number, by their names in `setting`
     "minimum": (operator.ge, "at least"), "above": (operator.gt, "above"),
     "maximum": (operator.le, "at most"), "below": (operator.lt, "below"),
 }  # fmt: skip
 
 
 def setting(default: Any, help: str, limits: str = "", fits: Callable[[Any], bool] | None = None, **flag: Any) -> Any:
-    """A field of an options record: default, help, "" for none, and the check fits(value), whose limits an error names.
+    """A field of an options record: default, help, and the check fits(value), whose limits an error names.
 
-    flag holds the bounds of a number, of BOUNDS, and what else its command-line flag needs; a value other than the
-    default must be one of its choices.
+    flag holds bounds of a number, see BOUNDS, choices, and what else the command-line flag needs. Without help there is
+    no flag. The default itself is always allowed.
     """
     return field(default=default, metadata={"help": help, "limits": limits, "fits": fits, **flag})
 
@@ -51,26 +47,40 @@ def setting(default: Any, help: str, limits: str = "", fits: Callable[[Any], boo
 def check_settings(record: Any) -> None:
     """Raise InputError for the first field of a record whose value is of another type, or not within its limits."""
     for f in fields(record):
-        value, fits, choices = getattr(record, f.name), f.metadata.get("fits"), f.metadata.get("choices")
+        value, choices, fits = getattr(record, f.name), f.metadata.get("choices"), f.metadata.get("fits")
         types = get_args(f.type) or (f.type,)
-        if value is None and (f.default is None or type(None) in types):
+        bounds = [(*BOUNDS[name], f.metadata[name]) for name in BOUNDS if name in f.metadata]
+        kind, kind_name = (Real, "number") if float in types else (Integral, "whole number")
+        if value is f.default or (value is None and type(None) in types):
             continue
         if bool in types and value not in (True, False):
             raise InputError(f"{f.name}={value!r} must be True or False")
-        if choices and value is not f.default and value not in choices:
+        if choices and value not in choices:
             raise InputError(f"{f.name}={value} is none of {', '.join(choices)}")
-        if fits is not None:
-            with suppress(TypeError):  # the value is of a type that fits cannot take
-                if fits(value):
-                    continue
+        with suppress(TypeError):  # the value is of a type that fits cannot take
+            if not fits or fits(value):
+                fits = None
+        if fits:
             raise InputError(f"{f.name}={value} must be {f.metadata['limits']}")
-        bounds = [(*BOUNDS[name], f.metadata[name]) for name in BOUNDS if name in f.metadata]
-        kind = Real if float in types else Integral
         if bounds and not isinstance(value, kind):
-            raise InputError(f"{f.name}={value} must be a {'' if kind is Real else 'whole '}number")
+            raise InputError(f"{f.name}={value} must be a {kind_name}")
         if not all(is_within(value, bound) for is_within, _, bound in bounds):
             limits = " and ".join(f"{words} {bound}" for _, words, bound in bounds)
             raise InputError(f"{f.name}={value} must be {limits}")
+
+
+def is_model_name(name: Any) -> bool:
+    """True of a folder with config.json, and of a name that is no folder's and that a Hub repository may have."""
+    if not isinstance(name, (str, os.PathLike)):
+        return False
+    is_folder = Path(name).is_dir()
+    return Path(name, "config.json").is_file() if is_folder else HUB_ID.fullmatch(str(name)) is not None
+
+
+def is_adapter(folder: Any) -> bool:
+    """True of a folder with adapters, our own or PEFT's."""
+    names = ("adapter_config.json", "adapter/adapter_config.json")
+    return isinstance(folder, (str, os.PathLike)) and any(Path(folder, name).is_file() for name in names)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,43 +88,31 @@ class ModelOptions:
     """Which model runs, where and how. InputError for a value that is not supported."""
 
     model: str | Path = setting(  # noqa: RUF009
-        EMBEDDED,
-        "a folder or a Hub id, owner/name",
-        "a folder with config.json, or a Hub id like owner/name (LoRA adapters: --adapter)",
-        lambda model: is_model_name(model),
-        metavar="FOLDER_OR_HUB_ID",
-        default_text="the embedded model",
-    )
+        EMBEDDED, "a folder or a Hub id, owner/name",
+        "a folder with config.json, or a Hub id like owner/name (LoRA adapters: --adapter)", is_model_name,
+        metavar="FOLDER_OR_HUB_ID", default_text="the embedded model",
+    )  # fmt: skip
     adapter: str | Path | None = setting(  # noqa: RUF009
-        None,
-        "LoRA adapters for the model, from nanovlm train --lora-rank or PEFT; without --model, their own base",
-        "a folder with adapter_config.json",
-        lambda folder: any(map(os.path.isfile, map(Path(folder).joinpath, ADAPTER_CONFIGS))),
-        metavar="FOLDER",
-    )
+        None, "LoRA adapters for the model, from nanovlm train --lora-rank or PEFT; without --model, their own base",
+        "a folder with adapter_config.json", is_adapter, metavar="FOLDER",
+    )  # fmt: skip
     revision: str | None = setting(None, "branch, tag or commit of a Hub model")
-    device: str = setting("auto", "where the model runs", choices=DEVICES)
-    dtype: str = setting("auto", "of weights", choices=DTYPES)
+    device: str = setting("auto", "where the model runs", choices=("auto", "cpu", "cuda", "mps"))
+    dtype: str = setting("auto", "of weights", choices=("auto", "float32", "bfloat16", "float16"))
     threads: int | None = setting(
-        None,
-        "CPU threads; on a busy machine 1 may be many times faster",
-        minimum=1,
-        maximum=1024,
+        None, "CPU threads; on a busy machine 1 may be many times faster", minimum=1, maximum=1024,
         default_text="PyTorch's choice, which follows OMP_NUM_THREADS",
-    )
+    )  # fmt: skip
     quantize: str | None = setting(
         None,
         "int8: weights, and on CPUs with kernels for it activations, in 8 bits; int4: the language model's weights in "
         "4 bits",
-        choices=QUANTIZATIONS,
-        default_text="as --dtype",
-    )
+        choices=QUANTIZATIONS, default_text="as --dtype",
+    )  # fmt: skip
     max_tiles: int | None = setting(
-        None,
-        "split an image into at most N tiles, or show N frames of a video: faster, less detail",
-        minimum=1,
+        None, "split an image into at most N tiles, or show N frames of a video: faster, less detail", minimum=1,
         default_text="as many as in training",
-    )
+    )  # fmt: skip
     allow_urls: bool = False  # http(s) URLs may name images, which are then fetched from public addresses
 
     def __post_init__(self) -> None:
@@ -141,12 +139,9 @@ class ModelOptions:
         return name or self.model, revision
 
 
-OWN_SETTINGS = ("max_new_tokens", "start_with", "schema")  # of GenerationOptions; the others are SamplingParams'
-
-
 @dataclass(frozen=True, kw_only=True)
 class GenerationOptions:
-    """How answers are generated: the fields of `SamplingParams`, which they become, and a few more.
+    """How answers are generated: the fields of `SamplingParams`, which they become, and three more.
 
     `given` names the fields that were passed; the others give way to the model's own generation_config.json.
     """
@@ -166,19 +161,14 @@ class GenerationOptions:
     min_p: float = setting(0.0, "drop tokens less likely than P times the likeliest", metavar="P")
     seed: int | None = setting(None, "seed of the random generator, for reproducible samples")
     repetition_detection: tuple[int, int, int] = setting(
-        (8, 64, 4),
-        "end an answer that repeats a cycle of MIN to MAX tokens COUNT times; a COUNT of 0 is off",
-        nargs=3,
-        metavar=("MIN", "MAX", "COUNT"),
-    )
+        (8, 64, 4), "end an answer that repeats a cycle of MIN to MAX tokens COUNT times; a COUNT of 0 is off",
+        nargs=3, metavar=("MIN", "MAX", "COUNT"),
+    )  # fmt: skip
     max_new_tokens: int = setting(MAX_NEW_TOKENS, "maximum length of an answer", minimum=1)
     start_with: str = setting(
-        "",
-        "beginning of each answer, which the model continues",
-        "a text",
-        lambda text: isinstance(text, str),
+        "", "beginning of each answer, which the model continues", "a text", lambda text: isinstance(text, str),
         metavar="TEXT",
-    )
+    )  # fmt: skip
     schema: Any = None  # a JSON schema; answers are then JSON values that it allows
 
     def __new__(cls, *args: Any, **given: Any) -> Self:
@@ -188,11 +178,12 @@ class GenerationOptions:
 
     def __post_init__(self) -> None:
         check_settings(self)
-        if any(getattr(self, f.name) != f.default for f in fields(self) if f.name not in OWN_SETTINGS):
+        own = ("max_new_tokens", "start_with", "schema")
+        if any(getattr(self, f.name) != f.default for f in fields(GenerationOptions) if f.name not in own):
             _ = self.sampling  # InputError for a value out of range; wrong use is noticed before torch is imported
-        if self.schema is not None and self.start_with:
-            raise InputError("schema excludes start_with, as JSON begins by itself")
         if self.schema is not None:
+            if self.start_with:
+                raise InputError("schema excludes start_with, as JSON begins by itself")
             object.__setattr__(self, "repetition_detection", (0, 0, 0))  # a list may repeat a value
 
     @property
@@ -219,11 +210,9 @@ class ReadOptions:
     """How to read sources, where the files themselves do not decide it."""
 
     prompt: str | None = setting(
-        None,
-        "the question for data with captions only",
-        metavar="TEXT",
+        None, "the question for data with captions only", metavar="TEXT",
         default_text=f"the prompt that the model was trained with, else {PROMPT!r}",
-    )
+    )  # fmt: skip
     model_prompt: str = PROMPT  # the question without a prompt
     images: str | None = setting(
         None, "folder of the images that a .json names (default: the folder of the .json)", metavar="FOLDER"
@@ -248,7 +237,7 @@ class ReadOptions:
 
     @property
     def skip_errors(self) -> bool:
-        """Whether examples that cannot be used are left out."""
+        """True if examples that cannot be used are left out."""
         return self.on_error == "skip"
 
 
@@ -270,16 +259,9 @@ def generation_options(
     """
     options = options or GenerationOptions()
     values = {name: value for name, value in defaults.items() if name not in options.given}
-    sampling = changes.get("sampling")
-    values |= {f.name: getattr(sampling, f.name) for f in fields(sampling)} if sampling is not None else {}
-    values |= {name: value for name, value in changes.items() if name != "sampling"}
-    return with_changes(options, values)
-
-
-def is_model_name(name: str | Path) -> bool:
-    """Whether it is a folder with config.json, or else a name that a Hub repository may have."""
-    is_folder = Path(name).is_dir()
-    return Path(name, "config.json").is_file() if is_folder else HUB_ID.fullmatch(str(name)) is not None
+    if sampling := changes.get("sampling"):
+        values |= vars(sampling)
+    return with_changes(options, values | {name: value for name, value in changes.items() if name != "sampling"})
 
 
 def check_positive(numbers: Mapping[str, int | None]) -> None:
@@ -291,7 +273,7 @@ def check_positive(numbers: Mapping[str, int | None]) -> None:
 
 def check_output_folder(folder: str | os.PathLike[str], n_bytes: int = 0) -> None:
     """Raise InputError for an output folder that cannot be made or written, or lacks room for n_bytes."""
-    path = Path(os.path.abspath(folder))
+    path = Path(folder).absolute()
     if not os.fspath(folder):
         raise InputError("out='' is empty; name a folder, or . for the current one")
     existing = next(parent for parent in (path, *path.parents) if parent.exists())
@@ -299,8 +281,6 @@ def check_output_folder(folder: str | os.PathLike[str], n_bytes: int = 0) -> Non
         raise InputError(f"out={folder}: {existing.name} is a file; name a folder")
     if not os.access(existing, os.W_OK | os.X_OK):
         raise InputError(f"out={folder}: {existing} is not writable; name another folder")
-    free = shutil.disk_usage(existing).free
-    if free < n_bytes:
-        raise InputError(
-            f"out={folder}: {free / 2**20:,.0f} MiB are free, {n_bytes / 2**20:,.0f} MiB needed; free some"
-        )
+    if (free := shutil.disk_usage(existing).free) < n_bytes:
+        numbers = f"{free / 2**20:,.0f} MiB are free, {n_bytes / 2**20:,.0f} MiB needed"
+        raise InputError(f"out={folder}: {numbers}; free some")

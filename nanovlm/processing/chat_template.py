@@ -8,7 +8,7 @@ from typing import Any
 from jinja2.exceptions import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from nanovlm.errors import CheckpointError
+from nanovlm.errors import CheckpointError, first_line
 
 MAX_SOURCE = 100_000  # characters of a template; the longest published ones have some 20,000
 MAX_TEXT = 10_000_000  # characters of a rendered chat
@@ -31,7 +31,9 @@ class ChatTemplate:
         try:
             self._template = sandbox.from_string(source)
         except Exception as error:  # also RecursionError, and SyntaxError of the Python code that jinja2 compiles
-            raise CheckpointError(f"lm_chat_template is not a valid jinja2 template: {_one_line(error)}") from None
+            raise CheckpointError(
+                f"lm_chat_template is not a valid jinja2 template: {first_line(error)[:200]}"
+            ) from None
 
     def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
         """The text of a chat. Thread-safe. CheckpointError if the template fails, or renders nothing or too much."""
@@ -44,7 +46,7 @@ class ChatTemplate:
                 if size > MAX_TEXT:
                     raise TemplateError(f"its text has more than {MAX_TEXT:,} characters")
         except Exception as error:  # a template is a program: it may divide by zero, recurse ...
-            raise CheckpointError(f"lm_chat_template cannot render this chat: {_one_line(error)}") from None
+            raise CheckpointError(f"lm_chat_template cannot render this chat: {first_line(error)[:200]}") from None
         if not size:
             raise CheckpointError("lm_chat_template renders this chat as an empty text")
         return "".join(pieces)
@@ -57,7 +59,3 @@ def _tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
 
 def _raise_exception(message: str) -> None:
     raise TemplateError(message)
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error)[:200].split()) or type(error).__name__

@@ -25,7 +25,6 @@ from nanovlm.errors import ImageError, MissingExtraError
 
 MAX_PIXELS = 178_956_970  # Pillow's own limit: beyond it, Image.open raises DecompressionBombError
 MAX_ASPECT_RATIO = 200
-URL = re.compile(r"https?://", re.IGNORECASE)
 
 # Formats in Pillow's registry that are no images, are not decoded, or are programs that Ghostscript would run.
 NOT_IMAGES = {"BUFR", "EPS", "GRIB", "HDF5", "IPTC", "MPEG", "PDF", "WMF"}
@@ -81,7 +80,7 @@ def load_image(source: Any, name: str | None = None, max_pixels: int | None = No
 
 
 def load_or_fetch(source: Any, allow_urls: bool) -> Image.Image:
-    """The same of a source that, if that is allowed, may be an http(s) URL."""
+    """Load a source that, if that is allowed, may be an http(s) URL; see `load_image`."""
     if not is_url(source):
         return load_image(source)
     if not allow_urls:
@@ -93,37 +92,26 @@ def load_or_fetch(source: Any, allow_urls: bool) -> Image.Image:
     return load_image(fetch_image(source), name=source)
 
 
-def as_list(sources: Any) -> list[Any]:
-    """One source, a list of several, or None for none, as a list."""
-    return [] if sources is None else list(sources) if isinstance(sources, (list, tuple)) else [sources]
-
-
 def source_name(source: Any) -> str:
     """The name of a source: its path, "<stdin>", or just "image"."""
     if isinstance(source, (str, os.PathLike)):
         return os.fspath(source)
-    if (
-        not isinstance(source, (bytes, bytearray, memoryview, Image.Image))
-        and not is_array(source)
-        and not hasattr(source, "read")
-    ):
-        raise TypeError(
-            "an image is a path, bytes, a binary file, a PIL image, a numpy array or a tensor, "
-            f"not {type(source).__name__}"
-        )
+    is_data = isinstance(source, (bytes, bytearray, memoryview, Image.Image))
+    if not (is_data or is_array(source) or hasattr(source, "read")):
+        kinds = "a path, bytes, a binary file, a PIL image, a numpy array or a tensor"
+        raise TypeError(f"an image is {kinds}, not {type(source).__name__}")
     name = getattr(source, "name", None)  # a path, or for a pipe its number
     return name if isinstance(name, str) else "image"
 
 
 def is_url(source: object) -> TypeGuard[str]:
-    return isinstance(source, str) and URL.match(source) is not None
+    return isinstance(source, str) and re.match("https?://", source, re.IGNORECASE) is not None
 
 
 def is_array(source: Any) -> TypeGuard[Any]:
-    """Whether a source is a numpy array, or an object with its interface, or a tensor."""
-    return isinstance(source, torch.Tensor) or (
-        hasattr(source, "__array_interface__") and not isinstance(source, Image.Image)
-    )
+    """True of a numpy array, of an object with its interface, and of a tensor."""
+    has_interface = hasattr(source, "__array_interface__") and not isinstance(source, Image.Image)
+    return isinstance(source, torch.Tensor) or has_interface
 
 
 def from_array(array: Any) -> Image.Image:
@@ -131,14 +119,12 @@ def from_array(array: Any) -> Image.Image:
 
     Values are uint8, or floats in [0, 1]. Raises ImageError for others.
     """
-    if isinstance(array, torch.Tensor):
-        values = array.detach().cpu()
-        values = values.permute(1, 2, 0) if values.dim() == 3 else values
-    else:
-        try:
-            values = torch.as_tensor(array.copy())  # torch takes no negative strides
-        except TypeError:
-            raise ImageError(f"an array of {array.dtype}; pass uint8, or floats in [0, 1]") from None
+    try:
+        values = array.detach().cpu() if isinstance(array, torch.Tensor) else torch.as_tensor(array.copy())
+    except TypeError:  # of objects or strings. The copy is there as torch takes no negative strides
+        raise ImageError(f"an array of {array.dtype}; pass uint8, or floats in [0, 1]") from None
+    if isinstance(array, torch.Tensor) and values.dim() == 3:
+        values = values.permute(1, 2, 0)
     if values.dim() not in (2, 3) or (values.dim() == 3 and values.size(2) not in (1, 3, 4)):
         raise ImageError(
             f"an array of shape {tuple(array.shape)}; an array is (height, width) or (height, width, channels), "
@@ -216,9 +202,9 @@ def reason(error: Exception) -> str:
 def load_rgb(image: Image.Image, max_pixels: int | None = None) -> Image.Image:
     """Decode an opened image to a new RGB image, turned as its EXIF orientation says."""
     width, height = image.size  # from the header: a decompression bomb is refused before it is decoded
+    limit = min(max_pixels or MAX_PIXELS, MAX_PIXELS)
     if width < 1 or height < 1:
         raise ImageError(f"{width} x {height} is an image without pixels")
-    limit = MAX_PIXELS if max_pixels is None else min(max_pixels, MAX_PIXELS)
     if width * height > limit:
         raise ImageError(f"{width} x {height} is more than {limit:,} pixels; scale it down first")
     if max(width, height) > MAX_ASPECT_RATIO * min(width, height):

@@ -96,19 +96,16 @@ class Processor:
             raise InputError(f"a prompt is one string, not {type(question).__name__}; pass earlier turns as history")
         if not self.layout.has_chat:
             return self._encode_completion(len(grids), question, history)
-        turns = [text for pair in history for text in pair] + [question]
-        if frame_texts:
-            parts: list[list[str | None]] = [[text] for text in turns]
-            parts[0] = [part for text in frame_texts[:-1] for part in (text, None)] + [frame_texts[-1] + turns[0]]
-            return self.encode_turns(grids, list(zip(cycle(("user", "assistant")), parts)))
-        messages: list[Message] = [
-            {"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(turns)
-        ]
-        messages[0]["images"] = self.layout.image_markups(grids)
-        return self.tokenizer.encode_chat(messages)
+        turns: list[list[Any]] = [[text] for pair in history for text in pair] + [[question]]
+        before = [part for text in frame_texts[:-1] for part in (text, None)] or [None] * len(grids)
+        turns[0] = [*before, "".join(frame_texts[-1:]) + turns[0][0]]
+        return self.encode_turns(grids, list(zip(cycle(("user", "assistant")), turns)))
 
     def encode_turns(self, grids: Sequence[Grid], turns: Sequence[tuple[str, Sequence[str | None]]]) -> list[int]:
-        """The same of roles and parts, texts and None for each image, for layouts with images_in_turns."""
+        """Token ids of a chat of roles and parts: texts, and None for each image.
+
+        Images stand before all text in a message, unless the layout has images_in_turns.
+        """
         markups = iter(self.layout.image_markups(grids))
         messages: list[Message] = []
         for role, parts in turns:

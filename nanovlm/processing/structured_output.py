@@ -1,7 +1,6 @@
 """Answers that follow a JSON schema: llguidance tells which tokens may come next. Needs the extra `structured`."""
 
 import json
-import re
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -38,8 +37,7 @@ class StructuredOutput:
     def __init__(self, tokenizer: "Tokenizer"):
         self.tokenizer = tokenizer
 
-    def __reduce__(self) -> tuple:
-        """A copy makes its own vocabulary: llguidance's cannot be pickled."""
+    def __reduce__(self) -> tuple:  # a copy makes its own vocabulary: llguidance's cannot be pickled
         return StructuredOutput, (self.tokenizer,)
 
     def make_processors(self, schema: Any, n: int, param: str = "schema") -> list["GrammarProcessor"]:
@@ -54,8 +52,7 @@ class StructuredOutput:
             raise InputError(f"{param} is not possible with this model's tokenizer: {reason}") from None
         matchers = [LLMatcher(vocabulary, grammar, log_level=0) for _ in range(n)]
         matchers[0].compute_logit_bias()
-        if problem := matchers[0].get_error():  # of a loop of $ref, for example
-            raise InputError(f"{param}: {_not_followed(problem)}")
+        _check(matchers[0].get_error(), param)  # of a loop of $ref, for example
         return [GrammarProcessor(matcher, param) for matcher in matchers]
 
     @staticmethod
@@ -64,10 +61,7 @@ class StructuredOutput:
         try:
             return json.loads(text)
         except ValueError:
-            place = "".join(f", in {'.'.join(keys)}" for keys in [open_keys(text)] if keys)
-            raise InputError(
-                f"max_new_tokens ended the answer before its JSON did{place}: {text!r}; raise it"
-            ) from None
+            raise InputError(f"max_new_tokens ended the answer before its JSON did: {text!r}; raise it") from None
 
     @cached_property
     def _vocabulary(self) -> Any:
@@ -107,23 +101,9 @@ class GrammarProcessor:
             self.n_consumed = 0
         self._consume(generated)
         bias = self.matcher.compute_logit_bias()  # one byte a token, 0 where it is not allowed
-        if self.matcher.is_error():
-            raise InputError(f"{self.param}: {_not_followed(self.matcher.get_error())}")
+        _check(self.matcher.get_error(), self.param)
         allowed = torch.frombuffer(bytearray(bias), dtype=torch.uint8) != 0
         return logits.masked_fill(~allowed.to(logits.device), float("-inf"))
-
-
-def open_keys(text: str) -> list[str]:
-    """The keys that lead to the end of JSON text that was cut."""
-    keys: list[str] = []  # of each open object or array; "" before the first key
-    for token in re.finditer(r'"((?:[^"\\]|\\.)*)"(\s*:)?|[{}\[\]]', text):
-        if token[2]:
-            keys[-1:] = [token[1]]
-        elif token[0] in "{[":
-            keys.append("")
-        elif token[0] in "}]" and keys:
-            keys.pop()
-    return [key for key in keys if key]
 
 
 def close_objects(schema: Any) -> Any:
@@ -131,6 +111,8 @@ def close_objects(schema: Any) -> Any:
 
     Left open where schemas are combined for one object: each part would exclude the properties of the others.
     """
+    if isinstance(schema, list):
+        return [close_objects(part) for part in schema]
     if not isinstance(schema, dict):
         return schema
     closed = dict(schema)
@@ -138,9 +120,8 @@ def close_objects(schema: Any) -> Any:
         if isinstance(schema.get(key), dict):
             closed[key] = {name: close_objects(part) for name, part in schema[key].items()}
     for key in ("items", "prefixItems", "additionalProperties", *([] if "properties" in schema else CHOICES)):
-        part = schema.get(key)
-        if part is not None:
-            closed[key] = [close_objects(one) for one in part] if isinstance(part, list) else close_objects(part)
+        if key in schema:
+            closed[key] = close_objects(schema[key])
     if "properties" in schema and not schema.keys() & SAYS_OTHERWISE:
         closed["additionalProperties"] = False
     return closed
@@ -152,6 +133,7 @@ def _grammar(schema: Any, name: str) -> str:
         from llguidance import LLMatcher
     except ModuleNotFoundError:
         raise MissingExtraError(f"{name} needs llguidance; pip install 'nanovlm[structured]'") from None
+    grammar = ""
     try:
         combines = '"allOf"' in json.dumps(schema)  # of which $ref may name parts
         text = json.dumps(schema if combines else close_objects(schema))
@@ -163,14 +145,14 @@ def _grammar(schema: Any, name: str) -> str:
         raise
     except (ValueError, TypeError) as error:
         problem = str(error)
-    if problem:
-        raise InputError(f"{name}: {_not_followed(problem)}")
+    _check(problem, name)
     return grammar
 
 
-def _not_followed(problem: str) -> str:
-    """One sentence for a problem of llguidance, whose own text goes on with the parser's state."""
+def _check(problem: str, name: str) -> None:
+    """Raise InputError for a problem of llguidance, whose own text goes on with the parser's state."""
     reason = " ".join(problem.partition("<state>")[0].split())[:200]
     if reason == "NoExtensionBias":
         reason = "nothing satisfies it, as a $ref that leads to itself"
-    return f"the JSON schema cannot be followed: {reason}"
+    if reason:
+        raise InputError(f"{name}: the JSON schema cannot be followed: {reason}")

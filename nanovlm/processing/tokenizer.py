@@ -41,18 +41,19 @@ class Tokenizer:
         backend.no_padding()
         backend.no_truncation()
         backend.encode_special_tokens = True  # "<|im_end|>" as plain text; encode_chat adds the template's tokens
-        highest = max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
-        if highest >= cfg.lm_vocab_size:
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        if (highest := max(vocabulary.values(), default=-1)) >= cfg.lm_vocab_size:
             raise CheckpointError(f"the tokenizer has an id {highest}, but lm_vocab_size={cfg.lm_vocab_size}")
         extra = cfg.special_tokens
         for name, token in extra.items():
-            if backend.token_to_id(token) is None:
-                raise CheckpointError(missing_token(cfg, name, backend.get_vocab_size(with_added_tokens=True)))
-        self.image_token_id = self.special_id(extra["image_token"]) if extra else NO_IMAGE_TOKEN
+            if token not in vocabulary:
+                raise CheckpointError(missing_token(cfg, name, len(vocabulary)))
+        self.image_token_id = vocabulary[extra["image_token"]] if extra else NO_IMAGE_TOKEN
         # Some tokenizer.json files list them as ordinary tokens, which a user's text could then produce.
-        added = backend.get_added_tokens_decoder().values()
-        self._make_special([*extra.values(), *self.layout.special_tokens(token.content for token in added)])
-        self.skip_special_tokens = backend.token_to_id(DOCTAGS) is None  # in answers; Docling's mark up documents
+        added = list(backend.get_added_tokens_decoder().values())
+        known = {*extra.values(), *self.layout.special_tokens(token.content for token in added)} & vocabulary.keys()
+        backend.add_special_tokens(sorted(known - {token.content for token in added if token.special}))
+        self.skip_special_tokens = DOCTAGS not in vocabulary  # in answers; Docling's mark up documents
         self._add_twins()
         self.answer_prefix, self.eos_token_ids = self.layout.answer_bounds(self)
 
@@ -60,11 +61,6 @@ class Tokenizer:
     def eos_token_id(self) -> int:
         """The token that ends an answer, in training and in generated ids."""
         return self.eos_token_ids[0]
-
-    def _make_special(self, tokens: Iterable[str]) -> None:
-        special = {token.content for token in self.backend.get_added_tokens_decoder().values() if token.special}
-        known = [token for token in tokens if self.backend.token_to_id(token) is not None]
-        self.backend.add_special_tokens([token for token in known if token not in special])
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, cfg: VLMConfig) -> "Tokenizer":
@@ -100,11 +96,10 @@ class Tokenizer:
             backend = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
             if is_base_vocabulary(backend.get_vocab(with_added_tokens=True), cfg):
                 extra = cfg.special_tokens.values()
-            backend.add_special_tokens(
-                [token for token in extra if backend.token_to_id(token) is None]
-            )  # or lose rstrip
+            new = [token for token in extra if backend.token_to_id(token) is None]  # the others would lose rstrip
+            backend.add_special_tokens(new)
             tokenizer = cls(backend, cfg)
-            tokenizer.check_round_trip()
+            text = tokenizer.decode(tokenizer.encode(ROUND_TRIP_TEXT))
         except FileNotFoundError:
             raise CheckpointError(f"{path} is missing; a model's folder needs its {TOKENIZER}") from None
         except (OSError, UnicodeDecodeError) as error:
@@ -115,19 +110,12 @@ class Tokenizer:
             if type(error) is not Exception and type(error).__name__ != "PanicException":
                 raise  # these two are the library's
             raise CheckpointError(f"{path} is not a valid {TOKENIZER}: {error}") from None
-        return tokenizer
-
-    def check_round_trip(self) -> None:
-        """Raise CheckpointError if plain English does not survive encoding and decoding.
-
-        That happens if the file's pre-tokenizer or decoder is not the one that its vocabulary was made for.
-        """
-        text = self.decode(self.encode(ROUND_TRIP_TEXT))
         if text.casefold().split() != ROUND_TRIP_TEXT.casefold().split():
             raise CheckpointError(
-                f"{ROUND_TRIP_TEXT!r} is {text!r} after encoding and decoding: pre_tokenizer or decoder do not fit the "
-                "vocabulary; copy the tokenizer.json that the model was trained with"
+                f"{path}: {ROUND_TRIP_TEXT!r} is {text!r} after encoding and decoding: pre_tokenizer or decoder do not "
+                "fit the vocabulary; copy the tokenizer.json that the model was trained with"
             )
+        return tokenizer
 
     def __reduce__(self):  # pickled for data loading processes
         return Tokenizer, (self.backend, self.cfg)
@@ -152,23 +140,18 @@ class Tokenizer:
         There a special token is text, whoever wrote it, but its twin always counts, and takes the spaces around it as
         the token does (lstrip, rstrip). So a chat is encoded at once, as in transformers, whatever a user has typed.
         """
-        added = self.backend.get_added_tokens_decoder()
-        special = {id: token for id, token in added.items() if token.special}
+        special = {id: token for id, token in self.backend.get_added_tokens_decoder().items() if token.special}
         nonce = secrets.randbits(64)
         self.special = any_of(token.content for token in special.values())
         self._twins = {token.content: MARK.format(nonce, id) for id, token in special.items()}
         self._start_of_answer = MARK.format(nonce, "")
+        twins = [tokenizers.AddedToken(self._start_of_answer, normalized=False)]
+        for token in special.values():
+            sides = {name: getattr(token, name) for name in ("lstrip", "rstrip", "single_word")}
+            twins.append(tokenizers.AddedToken(self._twins[token.content], normalized=False, **sides))
         self._encoder = tokenizers.Tokenizer.from_str(self.backend.to_str())
         self._encoder.encode_special_tokens = True
-        self._encoder.add_tokens(
-            [
-                tokenizers.AddedToken(
-                    twin, lstrip=token.lstrip, rstrip=token.rstrip, single_word=token.single_word, normalized=False
-                )
-                for twin, token in zip(self._twins.values(), special.values())
-            ]
-        )
-        self._encoder.add_tokens([tokenizers.AddedToken(self._start_of_answer, normalized=False)])
+        self._encoder.add_tokens(twins)
         self._ids = {self._encoder.token_to_id(self._twins[token.content]): id for id, token in special.items()}
         self._ids[self._encoder.token_to_id(self._start_of_answer)] = NO_ID
 
@@ -239,7 +222,7 @@ class Tokenizer:
                 f"a chat of {len(messages)} messages, but config.json has no lm_chat_template: this model was trained "
                 "on single questions; ask it one at a time"
             )
-        hidden: dict[str, str] = {}  # what stands for a special token that a user spelled, until the chat is rendered
+        hidden: dict[str, str] = {}  # special tokens that a user spelled, by the mark that stands for each meanwhile
 
         def hide(match: re.Match) -> str:
             if self.typed.fullmatch(match[0]):
@@ -267,7 +250,7 @@ class Tokenizer:
         return self.decode_raw(ids).removeprefix(self.answer_prefix)
 
     def decode_raw(self, ids: Iterable[int]) -> str:
-        """The same with the space that some templates have before an answer."""
+        """The text of ids with the space that some templates have before an answer."""
         return self.backend.decode(list(ids), skip_special_tokens=self.skip_special_tokens)
 
     def stream(self, ids: Iterable[int]) -> Iterator[str]:
@@ -304,15 +287,16 @@ class StreamingDecoder:
         text = self.tokenizer.decode_raw(self.ids)
         if len(text) <= self.n_emitted_chars or text.endswith("\N{REPLACEMENT CHARACTER}"):
             return ""
-        new = text[self.n_emitted_chars :]
+        new = self._piece(text)
         self.ids = self.ids[self.n_emitted_ids :]
         self.n_emitted_ids, self.n_emitted_chars = len(self.ids), len(self.tokenizer.decode_raw(self.ids))
-        return self._without_prefix(new)
+        return new
 
     def rest(self) -> str:
         """The remaining text after the last id."""
-        return self._without_prefix(self.tokenizer.decode_raw(self.ids)[self.n_emitted_chars :])
+        return self._piece(self.tokenizer.decode_raw(self.ids))
 
-    def _without_prefix(self, new: str) -> str:
-        prefix, self._prefix = self._prefix, ""
-        return new.removeprefix(prefix)
+    def _piece(self, text: str) -> str:
+        new = text[self.n_emitted_chars :].removeprefix(self._prefix)
+        self._prefix = ""
+        return new

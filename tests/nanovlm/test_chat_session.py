@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from models.decoding import SamplingParams
 from nanovlm import Captioner
 from nanovlm.chat_session import ChatSession
 from nanovlm.errors import InputError
 from support import noise_image, watch
 
 QUESTIONS = ["What is this?", "How many are there? <|image|>", "?", "And where is the ring, if there is any?", "?"]
+WARM = {"temperature": 1.5, "seed": 4, "repetition_penalty": 1.3}
+pytestmark = pytest.mark.filterwarnings("ignore:a question without an image")
 
 
 @pytest.fixture(params=["one tile", "many tiles"])
@@ -28,28 +29,30 @@ def chat_about(captioner, images):
     return session
 
 
-def recomputed_answer(session, question, history, **options):
-    """The answer without any cache: the whole chat is read again for every token."""
-    captioner, eos = session.captioner, session.captioner.tokenizer.eos_token_id
+def check_answer(session, question, **options):
+    """Ask, and compare with an answer without any cache: the whole chat is read again for every token."""
+    history, captioner, eos = list(session.history), session.captioner, session.captioner.tokenizer.eos_token_id
+    answer = "".join(session.ask(question, max_new_tokens=7, **options))
     ids = torch.tensor([captioner.processor.encode_prompt(session.grids, question, history)])
-    options |= {"eos_token_id": eos, "use_kv_cache": False}
     images = torch.cat(session.pixels) if session.pixels else None
-    (ids,) = captioner.model.generate(ids, images, **options).tolist()
-    return captioner.tokenizer.decode(ids[:-1] if ids[-1] == eos else ids)
+    sampling = captioner.request(None, "?", **options).sampling
+    settings = {"max_new_tokens": 7, "eos_token_id": eos, "use_kv_cache": False, "sampling": sampling}
+    (ids,) = captioner.model.generate(ids, images, **settings).tolist()
+    assert answer == captioner.tokenizer.decode(ids[:-1] if ids[-1] == eos else ids)
+    assert session.history == [*history, (question, answer)]
 
 
-WARM = SamplingParams(temperature=1.5, seed=4, repetition_penalty=1.3)
-
-
-@pytest.mark.parametrize(("n", "sampling"), [(0, SamplingParams()), (1, WARM), (2, SamplingParams())])
-def test_every_turn_is_answered_as_if_the_whole_chat_were_read(captioner, n, sampling):
+@pytest.mark.parametrize(("n", "options"), [(0, {}), (1, WARM), (2, {})])
+def test_every_turn_is_answered_as_if_the_whole_chat_were_read(captioner, n, options):
     session = chat_about(captioner, [noise_image(50, 30, seed) for seed in range(n)])
-    options = {"max_new_tokens": 7, "sampling": sampling}
-    for turn, question in enumerate(QUESTIONS):
-        before = list(session.history)
-        answer = "".join(session.ask(question, **options))
-        assert answer == recomputed_answer(session, question, before, **options)
-        assert session.history == [*before, (question, answer)] and len(before) == turn
+    for question in QUESTIONS:
+        check_answer(session, question, **options)
+    first = [answer for _, answer in session.history]
+    session.reset()
+    assert session.history == []
+    with watch(captioner.model.vision_encoder) as encoded:
+        assert ["".join(session.ask(question, max_new_tokens=7, **options)) for question in QUESTIONS] == first
+    assert not encoded
 
 
 def test_one_image_is_a_list_of_one(captioner):
@@ -77,20 +80,12 @@ def test_images_are_encoded_once_and_turns_prefill_only_new_tokens(captioner):
     assert max(prefilled[1:]) <= turn + longest, "more than the last answer and the new question"
 
 
-def test_chat_continues_after_an_interrupted_answer(captioner):
+def test_a_chat_continues_after_an_interrupted_answer_or_question(captioner):
     session = chat_about(captioner, [noise_image(50, 30)])
     pieces = session.ask("What?", max_new_tokens=30)
     partial = next(pieces) + next(pieces)
     pieces.close()
     assert session.history == [("What?", partial)]
-    answer = "".join(session.ask("Why?", max_new_tokens=7))
-    assert answer == recomputed_answer(session, "Why?", [("What?", partial)], max_new_tokens=7)
-
-
-def test_question_that_could_not_be_read_leaves_no_trace(captioner):
-    session = chat_about(captioner, [noise_image(50, 30)])
-    list(session.ask("What?", max_new_tokens=7))
-    history = list(session.history)
 
     def interrupt(*args):
         raise KeyboardInterrupt
@@ -99,24 +94,16 @@ def test_question_that_could_not_be_read_leaves_no_trace(captioner):
     with pytest.raises(KeyboardInterrupt):
         next(session.ask("How many?", max_new_tokens=7))
     hook.remove()
-    assert session.history == history
-    answer = "".join(session.ask("Why?", max_new_tokens=7))
-    assert answer == recomputed_answer(session, "Why?", history, max_new_tokens=7)
+    assert session.history == [("What?", partial)], "a question that could not be read leaves no trace"
+    check_answer(session, "Why?")
 
 
-def test_reset_clears_history_and_keeps_encoded_images(captioner):
-    session = chat_about(captioner, [noise_image(50, 30)])
-    first = ["".join(session.ask(question, max_new_tokens=7)) for question in QUESTIONS[:3]]
-    session.reset()
-    with watch(captioner.model.vision_encoder) as encoded:
-        assert ["".join(session.ask(question, max_new_tokens=7)) for question in QUESTIONS[:3]] == first
-    assert not encoded
-
-
-def test_too_long_chat_raises_input_error(captioner):
+def test_wrong_use_raises_input_error(captioner):
     session = ChatSession(captioner)
     with pytest.raises(InputError, match="lm_max_position_embeddings=1024; shorten it, or reset the chat"):
         next(session.ask("ξ" * 1100))
+    with pytest.raises(InputError, match="start_with is for captions"):
+        next(session.ask("?", start_with="A"))
     assert session.history == []
     question = "ξ" * 480  # of two tokens each
     pieces = list(session.ask(question, max_new_tokens=500))

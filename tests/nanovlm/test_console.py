@@ -1,13 +1,17 @@
-"""What programs print on standard error."""
+"""Standard error and terminals; a busy machine, and memory that is kept."""
 
 import io
 import logging
+import platform
+import subprocess
 import sys
 import time
 
 import pytest
 
 from nanovlm.console import TileProgress, bold, configure_logging, for_terminal, print_error, print_remedy, progress_bar
+from nanovlm.device import MEASURED_CALLS, BusyMonitor
+from support import ROOT
 from support.cli import FakeTerminal
 
 
@@ -23,25 +27,26 @@ def terminal(monkeypatch):
     return become
 
 
-def test_errors_and_log_lines_appear_once_on_stderr(capsys):
+def test_errors_and_log_lines_appear_once_on_stderr(capsys, monkeypatch):
     configure_logging()
     configure_logging()
     print_error("two\nlines")
     logging.getLogger("nanovlm.data.mixture").info("step %d", 3)
-    logging.getLogger("models.config").warning("unknown key")
-    assert capsys.readouterr() == ("", "two lines\nstep 3\nunknown key\n")
+    logging.getLogger("models.config").warning("unknown\nkey")
+    assert capsys.readouterr() == ("", "two lines\nstep 3\nunknown\nkey\n")
+    monkeypatch.setattr(sys, "stderr", None)  # as with 2>&-
+    print_error("nobody reads this")
 
 
 def test_progress_bar_draws_on_terminals_only(capsys, terminal):
-    with progress_bar(3, "image") as bar:
-        bar.update(3)
-    assert capsys.readouterr().err == ""
-    terminal()
-    with progress_bar(3, "image", desc="captions") as bar:
-        bar.update(3)
-        print_error("one failed")
-    err = capsys.readouterr().err
-    assert "captions: 100%" in err and "one failed\n" in err
+    for is_terminal in (False, True):
+        if is_terminal:
+            terminal()
+        with progress_bar(3, "image", desc="captions") as bar:
+            bar.update(3)
+            print_error("one failed")
+        err = capsys.readouterr().err
+        assert ("captions: 100%" in err) == is_terminal and "one failed\n" in err
 
 
 @pytest.mark.full  # a second, after which the bar appears
@@ -54,26 +59,22 @@ def test_a_slow_image_shows_its_tiles_and_a_remedy_on_terminals_only(capsys, ter
             tell(done, 13)
         print_remedy(11.2, ["--max-tiles 4", "--quantize int8"])
         print_remedy(9.9, ["--max-tiles 4"])
+        return capsys.readouterr().err
 
-    encode()
-    assert capsys.readouterr().err == ""
+    assert encode() == ""
     terminal()
-    encode()
-    err = capsys.readouterr().err
-    assert "1/13" in err and "--max-tiles 4: 5 s" in err
-    note = "note: this took 11 s; faster, with less detail: --max-tiles 4 or --quantize int8\n"
-    assert err.endswith(note) and err.count("note") == 1
+    err = encode()
+    assert "1/13" in err and "--max-tiles 4: 5 s" in err and err.count("note") == 1
+    assert err.endswith("note: this took 11 s; faster, with less detail: --max-tiles 4 or --quantize int8\n")
 
 
 def test_bold_only_on_terminals_without_no_color(monkeypatch):
-    for name in ("NO_COLOR", "TERM"):
-        monkeypatch.delenv(name, raising=False)
-    assert bold("x", FakeTerminal()) == "\033[1mx\033[0m" and bold("x", io.StringIO()) == "x"
-    monkeypatch.setenv("TERM", "dumb")
-    assert bold("x", FakeTerminal()) == "x"
-    monkeypatch.delenv("TERM")
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert bold("x", FakeTerminal()) == "x"
+    for environment, is_bold in (({}, True), ({"TERM": "dumb"}, False), ({"NO_COLOR": "1"}, False)):
+        for name in ("NO_COLOR", "TERM"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        assert bold("x", FakeTerminal()) == ("\033[1mx\033[0m" if is_bold else "x") and bold("x", io.StringIO()) == "x"
 
 
 def test_control_characters_reach_files_but_no_terminal(capsys, terminal):
@@ -85,3 +86,38 @@ def test_control_characters_reach_files_but_no_terminal(capsys, terminal):
     assert for_terminal(answer, sys.stdout) == shown
     print_error("e\x1b[2J")
     assert capsys.readouterr().err == "e\x1b[2J\ne\N{REPLACEMENT CHARACTER}[2J\n"
+
+
+@pytest.mark.parametrize(
+    ("threads", "cpu_s", "busy"), [(2, 2.0, False), (2, 1.5, False), (2, 0.9, True), (1, 0.1, False), (4, 2.0, True)]
+)
+def test_threads_that_wait_for_cores_are_named_once(threads, cpu_s, busy, monkeypatch):
+    """Each stretch takes a second, the first one, which does not count, a hundred."""
+    clock, notes = {"perf_counter": 0.0, "process_time": 0.0}, []
+    for name in clock:
+        monkeypatch.setattr(f"nanovlm.device.time.{name}", lambda name=name: clock[name])
+    monitor = BusyMonitor(threads)
+    for i in range(20):
+        with monitor.measure():
+            clock["perf_counter"] += 1 if i else 100
+            clock["process_time"] += cpu_s
+        notes.append(monitor.note())
+    assert [i + 1 for i, note in enumerate(notes) if note] == [MEASURED_CALLS] * busy
+    assert not busy or "--threads 1" in notes[MEASURED_CALLS - 1]
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have no such setting")
+def test_freed_memory_is_kept():
+    """Tensors that are made and freed again cost new pages, unless the process keeps them."""
+    program = """
+import resource, sys, torch
+from nanovlm.device import keep_freed_memory
+if sys.argv[1] == "kept":
+    keep_freed_memory()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(20):
+    torch.ones(2**24)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)"""
+    commands = ([sys.executable, "-c", program, name] for name in ("kept", "returned"))
+    kept, returned = (int(subprocess.check_output(command, cwd=ROOT)) for command in commands)
+    assert 4 * kept < returned

@@ -1,15 +1,19 @@
-"""Keywords of the Captioner's methods: sampling fields and start_with."""
+"""Records of options: fields as keywords, their checks, a model's own defaults, and start_with."""
 
+import json
+import pickle
 import re
+import shutil
 
 import numpy as np
 import pytest
 import torch
 
 from models.decoding import SamplingParams
-from nanovlm import SAMPLE, Captioner, ChatSession
-from nanovlm.errors import InputError
-from nanovlm.options import GenerationOptions, ModelOptions
+from nanovlm import SAMPLE, Captioner, ChatSession, GenerationOptions
+from nanovlm.errors import CheckpointError, InputError
+from nanovlm.generation_config import read_generation_defaults
+from nanovlm.options import ModelOptions, generation_options
 from nanovlm.processing.image_loading import load_image
 
 PROMPT = "What is this?"
@@ -17,12 +21,9 @@ PROMPT = "What is this?"
 
 def test_fields_of_sampling_are_keywords(random_captioner):
     warm = SamplingParams(temperature=1.5, top_k=20, top_p=0.9, min_p=0.01, repetition_penalty=1.1, seed=3)
-    fields = {name: getattr(warm, name) for name in SamplingParams.__dataclass_fields__}
+    fields = vars(warm)
     expected = random_captioner.caption(SAMPLE, PROMPT, max_new_tokens=12, sampling=warm)
     assert expected == random_captioner.caption(SAMPLE, PROMPT, max_new_tokens=12, **fields)
-    assert expected == "".join(random_captioner.stream(SAMPLE, PROMPT, max_new_tokens=12, **fields))
-    assert [expected] == random_captioner.ask(SAMPLE, [PROMPT], max_new_tokens=12, **fields)
-    assert [expected] == list(random_captioner.captions([SAMPLE], PROMPT, max_new_tokens=12, **fields))
     fields |= {"temperature": np.float32(1.5), "seed": np.int64(3), "repetition_detection": (np.int64(0),) * 3}
     assert expected == random_captioner.caption(SAMPLE, PROMPT, max_new_tokens=np.int64(12), **fields)
     assert expected != random_captioner.caption(SAMPLE, PROMPT, max_new_tokens=12)
@@ -31,32 +32,38 @@ def test_fields_of_sampling_are_keywords(random_captioner):
     assert expected == "".join(ChatSession(random_captioner, [SAMPLE]).ask(PROMPT, options=whole, seed=3))
 
 
+REFUSED = {  # words of the error -> a record, and a field with a wrong value
+    "temperature=-1 must be a finite number of at least 0": (GenerationOptions, {"temperature": -1}),
+    "start_with=3 must be a text": (GenerationOptions, {"start_with": 3}),
+    "max_new_tokens=0 must be at least 1": (GenerationOptions, {"max_new_tokens": 0}),
+    "max_new_tokens=None must be a whole number": (GenerationOptions, {"max_new_tokens": None}),
+    "repetition_detection=None must be three whole numbers": (GenerationOptions, {"repetition_detection": None}),
+    "schema excludes start_with": (GenerationOptions, {"schema": {}, "start_with": "A"}),
+    "adapter=3 must be a folder with adapter_config.json": (ModelOptions, {"adapter": 3}),
+    "adapter=/ must be a folder with": (ModelOptions, {"adapter": "/"}),
+    "model=3 must be a folder with": (ModelOptions, {"model": 3}),
+    "(LoRA adapters: --adapter)": (ModelOptions, {"model": "/"}),
+    "allow_urls='no' must be True or False": (ModelOptions, {"allow_urls": "no"}),
+    "quantize=int2 is none of int8, int4": (ModelOptions, {"quantize": "int2"}),
+    "device=tpu is none of auto": (ModelOptions, {"device": "tpu"}),
+    "dtype=int8 is none of auto, float32, bfloat16, float16": (ModelOptions, {"dtype": "int8"}),
+    "threads=0 must be at least 1 and at most 1024": (ModelOptions, {"threads": 0}),
+    "threads=two must be a whole number": (ModelOptions, {"threads": "two"}),
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_wrong_values_are_named(words):
+    record, fields = REFUSED[words]
+    with pytest.raises(InputError, match=re.escape(words)):
+        record(**fields)
+
+
 def test_wrong_keywords_are_named(embedded):
     with pytest.raises(TypeError, match="'temprature'; GenerationOptions takes .*temperature, .*max_new_tokens"):
         embedded.caption(SAMPLE, temprature=0.5)
-    wrong = [
-        ("temperature", -1, "a finite number of at least 0"),
-        ("start_with", 3, "a text"),
-        ("max_new_tokens", 0, "at least 1"),
-    ]
-    wrong += [("max_new_tokens", None, "a whole number"), ("repetition_detection", None, "three whole numbers")]
-    for name, value, limits in wrong:
-        with pytest.raises(InputError, match=re.escape(f"{name}={value} must be {limits}")):
-            embedded.caption(SAMPLE, **{name: value})
-    for name in ("adapter", "model"):
-        with pytest.raises(InputError, match=f"{name}=3 must be a folder with"):
-            Captioner.from_pretrained(**{name: 3})
-    with pytest.raises(InputError, match="allow_urls='no' must be True or False"):
-        Captioner.from_pretrained(allow_urls="no")
-    with pytest.raises(InputError, match="start_with is for captions"):
-        next(ChatSession(embedded).ask("?", start_with="A"))
     with pytest.raises(TypeError, match="'max_tile'; ModelOptions takes model, .*max_tiles"):
         Captioner.from_pretrained(max_tile=3)
-    with pytest.raises(InputError, match="quantize=int2 is none of int8, int4"):
-        Captioner.from_pretrained(quantize="int2")
-    for threads, limits in ((0, "at least 1 and at most 1024"), ("two", "a whole number")):
-        with pytest.raises(InputError, match=f"threads={threads} must be {limits}"):
-            ModelOptions(threads=threads)
 
 
 def test_an_answer_that_starts_with_its_own_beginning_is_the_same(embedded):
@@ -65,23 +72,84 @@ def test_an_answer_that_starts_with_its_own_beginning_is_the_same(embedded):
         start = " ".join(text.split()[:words])
         for given in (start, f"{start} "):  # a space at the end belongs to the next word
             assert embedded.caption(SAMPLE, start_with=given) == text
-            assert "".join(embedded.stream(SAMPLE, start_with=given)) == text
-    questions = [PROMPT, "What is in this picture?"]
-    alone = [embedded.caption(SAMPLE, question, start_with="A small") for question in questions]
-    assert embedded.ask(SAMPLE, questions, start_with="A small") == alone
-    assert list(embedded.captions([SAMPLE] * 2, questions, start_with="A small")) == alone
-    assert all(answer.startswith("A small ") for answer in alone) and not text.startswith("A small")
 
 
 def test_the_model_continues_the_start(random_captioner):
-    """The same ids as `generate` gives for the prompt's and the start's ids in one row."""
-    start = "A photo of two"
+    """The ids are those that `generate` gives for the prompt's and the start's ids in one row."""
+    start, eos = "A photo of two", random_captioner.tokenizer.eos_token_id
     row, tiles = random_captioner.processor.encode([load_image(SAMPLE)], PROMPT)
     start_ids = random_captioner.tokenizer.encode(start)
     prompt_ids = torch.tensor([row + start_ids])
     (ids,) = random_captioner.model.generate(prompt_ids, torch.cat(tiles), max_new_tokens=9).tolist()
-    eos = random_captioner.tokenizer.eos_token_id
     ids = ids[: ids.index(eos)] if eos in ids else ids
     expected = random_captioner.tokenizer.decode(start_ids + ids)
     assert random_captioner.caption(SAMPLE, PROMPT, start_with=start, max_new_tokens=9) == expected
     assert expected.startswith(start) and len(expected) > len(start)
+
+
+# ------------------------------------------------------------------------------------------- generation_config.json
+
+SAMPLED = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0}
+OFF = {
+    "num_beams": 1, "no_repeat_ngram_size": 0, "suppress_tokens": None, "bad_words_ids": [], "typical_p": 1.0,
+    "do_sample": False, "renormalize_logits": False, "max_length": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("raw", "defaults", "said"),
+    [
+        (None, {}, ""),
+        ({"_from_model_config": True, "eos_token_id": [1, 2], "pad_token_id": 2, "transformers_version": "5"}, {}, ""),
+        ({"repetition_penalty": 1.2, "max_new_tokens": 9}, {"repetition_penalty": 1.2, "max_new_tokens": 9}, ""),
+        ({"temperature": 0.6, "top_p": 0.9, "top_k": None}, {}, ""),  # transformers is greedy without do_sample
+        ({"do_sample": True, "temperature": 0.6, "top_p": None}, SAMPLED | {"temperature": 0.6}, ""),
+        (OFF, {}, ""),
+        ({"num_beams": 4, "repetition_penalty": 1.1}, {"repetition_penalty": 1.1}, "num_beams=4"),
+        ({"no_repeat_ngram_size": 3, "suppress_tokens": [5]}, {}, "no_repeat_ngram_size=3, suppress_tokens=[5]"),
+        ({"bad_words_ids": [[7]], "renormalize_logits": True}, {}, "bad_words_ids=[[7]], renormalize_logits=true"),
+        ({"max_length": 2048, "min_new_tokens": 1}, {}, "max_length=2048, min_new_tokens=1"),
+        ({"repetition_penalty": 0}, CheckpointError, "generation_config.json: repetition_penalty=0"),
+        ({"max_new_tokens": "many"}, CheckpointError, "max_new_tokens=many must be a whole number"),
+    ],
+)
+def test_what_is_computed_is_the_default_and_the_rest_is_said(tmp_path, caplog, raw, defaults, said):
+    if raw is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(raw))
+    if defaults is CheckpointError:
+        with pytest.raises(CheckpointError, match=re.escape(said)):
+            read_generation_defaults(tmp_path)
+        return
+    assert read_generation_defaults(tmp_path) == defaults
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == bool(said) and all(f": {said}: not supported" in message for message in messages)
+
+
+def test_every_door_has_the_models_defaults_and_what_is_given_wins(
+    model_folder, random_captioner, generate, capsys, tmp_path
+):
+    folder = shutil.copytree(model_folder, tmp_path / "penalized")
+    (folder / "generation_config.json").write_text('{"repetition_penalty": 3.0, "max_new_tokens": 12, "num_beams": 2}')
+    captioner = Captioner.from_pretrained(folder, "cpu", "float32")
+    expected = {
+        penalty: random_captioner.caption(SAMPLE, repetition_penalty=penalty, max_new_tokens=12) for penalty in (1, 3)
+    }
+    assert expected[1] != expected[3] == captioner.caption(SAMPLE)
+    assert captioner.caption(SAMPLE, repetition_penalty=1) == expected[1]
+    assert captioner.caption(SAMPLE, options=GenerationOptions(repetition_penalty=1.0)) == expected[1]
+    assert list(captioner.captions([SAMPLE], options=GenerationOptions(temperature=0))) == [expected[3]]
+    assert "".join(ChatSession(captioner, SAMPLE).ask("?", repetition_penalty=1)) == "".join(
+        ChatSession(random_captioner, SAMPLE).ask("?", max_new_tokens=12)
+    )
+    capsys.readouterr()  # of loading the model above, where a program has set up logging
+    for flags, penalty in (((), 3), (("--repetition-penalty", "1"), 1)):
+        code, out, err = generate("--max-new-tokens", "12", str(SAMPLE), *flags, model=folder)
+        assert code == 0 and out.strip() == " ".join(expected[penalty].splitlines()) and err.count("num_beams=2") == 1
+
+
+def test_options_know_what_was_given():
+    options = pickle.loads(pickle.dumps(GenerationOptions(top_k=0)))
+    assert options.given == {"top_k"} and options == GenerationOptions()
+    filled = generation_options(options, {"seed": 3}, {"top_k": 50, "top_p": 0.5, "seed": 1})
+    assert (filled.top_k, filled.top_p, filled.seed) == (0, 0.5, 3)
+    assert generation_options(filled, {}, {"temperature": 1.0}) == filled

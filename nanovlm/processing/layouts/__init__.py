@@ -1,20 +1,14 @@
 """How images and prompts are laid out: one file, and one line in LAYOUTS, for each format of `models.formats`."""
 
-from collections.abc import Callable
-
 from models.config import VLMConfig
-from nanovlm.processing.layouts.base import Grid, Layout, Message
-from nanovlm.processing.layouts.nanovlm import NanoVLMLayout
+from nanovlm.processing.layouts.base import Grid, Message
+from nanovlm.processing.layouts.nanovlm import Layout
 from nanovlm.processing.layouts.smolvlm import SmolVLMLayout
 from nanovlm.processing.layouts.visionpsy import VisionPsyLayout
 
 __all__ = ["LAYOUTS", "Grid", "Layout", "Message", "layout_of"]
 
-LAYOUTS: dict[str, Callable[[VLMConfig], Layout]] = {
-    "nanovlm": NanoVLMLayout,
-    "smolvlm": SmolVLMLayout,
-    "visionpsy": VisionPsyLayout,
-}
+LAYOUTS: dict[str, type[Layout]] = {"nanovlm": Layout, "smolvlm": SmolVLMLayout, "visionpsy": VisionPsyLayout}
 
 
 def layout_of(cfg: VLMConfig) -> Layout:

@@ -1,5 +1,6 @@
-"""nanoVLM's layouts. Each version of the format adds to the one before:
+"""How images and prompts are laid out: nanoVLM's way, from which other formats' layouts differ.
 
+Each version of nanoVLM's format adds to the one before:
 1   image embeddings come first and have no tokens of their own; then "Question: ... Answer:"
 2   the same, with <|image|> tokens in the image positions
 3   a chat, whose first user turn begins with the <|image|> tokens. Up to here an image is resized to one tile
@@ -9,7 +10,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -20,33 +21,39 @@ from torch import Tensor
 from models.config import VLMConfig
 from nanovlm.errors import InputError
 from nanovlm.processing.image_loading import as_tensor
-from nanovlm.processing.layouts.base import Grid, Layout, check_size, split
+from nanovlm.processing.layouts.base import Grid, Message, check_size, split
 
 if TYPE_CHECKING:
     from nanovlm.processing.tokenizer import Tokenizer
 
 
-class NanoVLMLayout(Layout):
+class Layout:
+    """How a format turns images into tiles, and lays out images and text in a prompt."""
+
+    images_in_turns = False  # images stand anywhere in the messages of any role; else all come before all text
+
     def __init__(self, cfg: VLMConfig):
-        super().__init__(cfg)
-        self.has_chat = cfg.format_version >= 3
-        self.adds_text_prefix = not self.has_chat  # a chat template writes all tokens, as transformers' tokenizers say
+        self.cfg = cfg
+        self.has_chat = cfg.format_version >= 3  # without a chat template, a prompt is "Question: ... Answer:"
+        self.adds_text_prefix = not self.has_chat  # prompts begin with the tokens the tokenizer puts before a text
         self.splits_images = cfg.format_version >= 4
-        self.has_global_view = self.has_processor = cfg.format_version >= 5
+        self.has_processor = cfg.format_version >= 5  # transformers' SmolVLM processor can lay out the prompts
+        self.has_global_view = cfg.format_version >= 5
 
     def max_tiles_per_image(self, max_tiles: int | None) -> int:
+        """The largest number of tiles of one image, the view of the whole image included."""
         tiles = ((self.cfg.max_img_size or 0) // self.cfg.vit_img_size) ** 2 if self.splits_images else 1
         tiles = min(tiles, max_tiles or tiles)
         return tiles + 1 if self.has_global_view and tiles > 1 else tiles
 
     def preprocess(self, image: Image.Image, max_tiles: int | None) -> tuple[Tensor, Grid]:
-        """Pixels are in [0, 1], and a view of the whole image comes first."""
+        """Tiles of an RGB image, (n, 3, S, S) float32 in [0, 1], and their grid; the view of the whole comes first."""
         tile, to_max_side = self.cfg.vit_img_size, bool(self.cfg.resize_to_max_side_len)
         size = self.fitting_size(max_tiles, lambda max_side: resized_size(*image.size, tile, max_side, to_max_side))
         return preprocess(image, tile, size, self.has_global_view)
 
     def fitting_size(self, max_tiles: int | None, rule: Callable[[int], tuple[int, int]]) -> tuple[int, int] | None:
-        """What a resize rule gives for the longest side that keeps an image within max_tiles; None means one tile."""
+        """The size by a resize rule with the longest side that keeps an image within max_tiles; None means one tile."""
         tile, max_side = self.cfg.vit_img_size, self.cfg.max_img_size or 0 if self.splits_images else 0
         while max_side > tile:  # at one tile the resize rule would round some squares up to two
             width, height = rule(max_side)
@@ -56,6 +63,7 @@ class NanoVLMLayout(Layout):
         return None
 
     def image_markups(self, grids: Sequence[Grid]) -> list[str]:
+        """The text that stands for each image in a chat: the names of its tiles, each followed by its image tokens."""
         tokens = self.cfg.special_tokens
         image_tokens = tokens["image_token"] * self.cfg.mp_image_token_length
         if not self.splits_images:
@@ -77,10 +85,20 @@ class NanoVLMLayout(Layout):
         return markups
 
     def special_tokens(self, added: Iterable[str]) -> list[str]:
+        """Tokens that text must not produce, beside cfg.special_tokens; added are those of the tokenizer."""
         return [self.cfg.end_token]
 
     def answer_bounds(self, tokenizer: "Tokenizer") -> tuple[str, tuple[int, ...]]:
+        """The text that the chat template writes before an answer, and the ids of which any ends it."""
         return "", (tokenizer.special_id(self.cfg.end_token),)
+
+    def message_content(self, message: Message) -> Any:
+        """A message's content as the chat template takes it."""
+        return "".join(message.get("images", ())) + message["content"]
+
+    def insert_images(self, rendered: str, messages: Sequence[Message]) -> str:
+        """A rendered chat in which each image is its markup."""
+        return rendered
 
 
 def resized_size(width: int, height: int, tile: int, max_side: int, to_max_side: bool) -> tuple[int, int]:

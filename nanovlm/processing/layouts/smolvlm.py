@@ -17,7 +17,8 @@ from torch import Tensor
 from models.config import VLMConfig
 from models.formats.smolvlm import SmolVLM
 from nanovlm.errors import CheckpointError
-from nanovlm.processing.layouts.base import Grid, Layout, Message, check_size, split
+from nanovlm.processing.layouts.base import Grid, Message, check_size, split
+from nanovlm.processing.layouts.nanovlm import Layout
 
 if TYPE_CHECKING:
     from nanovlm.processing.tokenizer import Tokenizer
@@ -27,10 +28,11 @@ ROW_AND_COLUMN = re.compile(r"<row_\d+_col_\d+>")
 
 
 class SmolVLMLayout(Layout):
-    has_processor = adds_text_prefix = images_in_turns = True
+    images_in_turns = True
 
     def __init__(self, cfg: VLMConfig):
         super().__init__(cfg)
+        self.has_chat = self.has_processor = self.adds_text_prefix = True
         self.settings = cast(SmolVLM, cfg.format)
 
     def max_tiles_per_image(self, max_tiles: int | None) -> int:

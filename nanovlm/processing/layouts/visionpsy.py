@@ -7,10 +7,10 @@ from torch import Tensor
 
 from models.formats.visionpsy import VisionPsy
 from nanovlm.processing.layouts.base import Grid
-from nanovlm.processing.layouts.nanovlm import NanoVLMLayout, preprocess, resized_size
+from nanovlm.processing.layouts.nanovlm import Layout, preprocess, resized_size
 
 
-class VisionPsyLayout(NanoVLMLayout):
+class VisionPsyLayout(Layout):
     def preprocess(self, image: Image.Image, max_tiles: int | None) -> tuple[Tensor, Grid]:
         """As nanoVLM, but by Flash's resize rule where the format has a min_side and max_tiles allows it."""
         tile, min_side = self.cfg.vit_img_size, cast(VisionPsy, self.cfg.format).min_side

@@ -169,19 +169,6 @@ def test_the_language_models_own_tokenizer_is_extended_as_stock_does(
     assert VisionLanguageModel.from_pretrained(folder).image_token_id == image_token_id
 
 
-def test_a_foreign_tokenizer_is_refused_with_both_sizes(format_version, make_checkpoint, backbone_tokenizer):
-    if format_version == 1:
-        pytest.skip("format 1 has no extra tokens")
-    folder = make_checkpoint(format_version)
-    backend = tokenizers.Tokenizer.from_file(str(backbone_tokenizer / "tokenizer.json"))
-    backend.add_tokens(["one_more"])
-    backend.save(str(folder / "tokenizer.json"))
-    cfg = load_config(folder)
-    for load in (Tokenizer.from_pretrained, find_image_token_id):
-        with pytest.raises(CheckpointError, match=f"with {BASE_SIZE + 1} tokens .* lm_base_vocab_size={BASE_SIZE}$"):
-            load(folder, cfg)
-
-
 def stock_pixels(format_version, image):
     """The tiles of one image, (n, 3, 16, 16), as that version's code made them."""
     if format_version < 4:
@@ -313,30 +300,23 @@ def test_answers_match_a_plain_recomputation(format_version, captioner, referenc
     assert len(set(answers)) > 2, "answers that do not depend on the image prove nothing"
 
 
-def test_training_prompts_match_generation_prompts(captioner):
-    processor = captioner.processor
-    answers = [(QUESTION, "A star."), ("How many are there? " * 3, "one"), ("?", "")]
-    for image_set in ("none", "1x1", "3x2", "several"):
-        row = encode(example := Example(make_images(image_set), answers), processor)
-        assert sum(mask == 1 for mask in row.mask) >= row.ids.count(captioner.tokenizer.image_token_id)
-        for n, (question, answer) in enumerate(answers):
-            read = processor([example.images], [question])["input_ids"][0].tolist()
-            answer = [*captioner.tokenizer.encode(answer), captioner.tokenizer.eos_token_id]
-            seen = [i for i, branch in enumerate(row.mask) if branch in (1, n + 2)]
-            assert [row.ids[i] for i in seen] == (read + answer)[:-1]
-            assert [row.targets[i] for i in seen] == [IGNORE_INDEX] * (len(read) - 1) + answer
-
-
-def test_history_continues_after_earlier_answers(format_version, captioner):
-    processor, turns = captioner.processor, [(QUESTION, "A star."), ("Red?", "Yes."), ("?", "No.")]
-    for image_set in ("none", "1x1", "several"):
-        images, ids = make_images(image_set), []
-        for k, (question, answer) in enumerate(turns):
-            ids += captioner.tokenizer.encode("\n") if k and format_version > 2 else []
-            ids += processor([[] if k else images], [question])["input_ids"][0].tolist()
-            ids += [*captioner.tokenizer.encode(answer), captioner.tokenizer.eos_token_id]
-        row = encode(Example(images, turns, multi_turn=True), processor)
-        assert [*row.ids, row.targets[-1]] == ids
+@pytest.mark.parametrize("image_set", ["none", "1x1", "3x2", "several"])
+def test_training_prompts_match_generation_prompts(format_version, captioner, image_set):
+    """Pairs that are asked one by one see the image and themselves; of a chat each sees those before it."""
+    processor, tokenizer, images = captioner.processor, captioner.tokenizer, make_images(image_set)
+    pairs = [(QUESTION, "A star."), ("How many are there? " * 3, "one"), ("?", "")]
+    row, chat = encode(Example(images, pairs), processor), []
+    assert sum(mask == 1 for mask in row.mask) >= row.ids.count(tokenizer.image_token_id)
+    for n, (question, text) in enumerate(pairs):
+        read = processor([images], [question])["input_ids"][0].tolist()
+        answer = [*tokenizer.encode(text), tokenizer.eos_token_id]
+        seen = [i for i, branch in enumerate(row.mask) if branch in (1, n + 2)]
+        assert [row.ids[i] for i in seen] == (read + answer)[:-1]
+        assert [row.targets[i] for i in seen] == [IGNORE_INDEX] * (len(read) - 1) + answer
+        chat += tokenizer.encode("\n") if n and format_version > 2 else []
+        chat += processor([[] if n else images], [question])["input_ids"][0].tolist() + answer
+    row = encode(Example(images, pairs, multi_turn=True), processor)
+    assert [*row.ids, row.targets[-1]] == chat
 
 
 # ------------------------------------------------------------------------------------------ written, read again
@@ -374,37 +354,45 @@ def test_stock_nanovlm_reads_the_written_tokenizer(format_version, captioner, ba
     assert format_version < 3 or ours.chat_template == CHATML
 
 
-# ------------------------------------------------------------------------------------------------------ tokens
+# ---------------------------------------------------------------------------------------------------- refusals
 
 
-@pytest.mark.parametrize(
-    ("format_version", "changes", "expected_parts"),
-    [
-        (2, {"vlm_extra_tokens": {"image_token": ""}}, ["vlm_extra_tokens", "image_token=''"]),
-        (1, {"lm_vocab_size": BASE_SIZE - 1}, [f"an id {BASE_SIZE - 1}", f"lm_vocab_size={BASE_SIZE - 1}"]),
-        (4, {"lm_vocab_size": BASE_SIZE + 16}, [f"an id {BASE_SIZE + 16}", f"lm_vocab_size={BASE_SIZE + 16}"]),
-    ],
-)
-def test_backbone_tokenizer_that_contradicts_the_config_is_one_line(
-    make_checkpoint, backbone_tokenizer, format_version, changes, expected_parts
-):
-    folder = make_checkpoint(format_version)
+REFUSED = {  # format, fields of config.json, token of its tokenizer.json that is renamed (None: no such file), words
+    "an empty token": (2, {"vlm_extra_tokens": {"image_token": ""}}, None, ["vlm_extra_tokens", "image_token=''"]),
+    "too few tokens": (1, {"lm_vocab_size": BASE_SIZE - 1}, None, [f"an id {BASE_SIZE - 1}", "lm_vocab_size="]),
+    "too few extra": (4, {"lm_vocab_size": BASE_SIZE + 16}, None, [f"an id {BASE_SIZE + 16}", "lm_vocab_size="]),
+    "no end": (1, {}, "<|endoftext|>", ["'<|endoftext|>'"]),
+    "no image token": (2, {}, "<|image|>", ["'<|image|>'"]),
+    "no end of turn": (3, {}, "<|im_end|>", ["'<|im_end|>'"]),
+    "no name of a tile": (4, {}, "<row_4_col_4>", ["'<row_4_col_4>'"]),
+    "no global view": (5, {}, "<|global_image|>", ["'<|global_image|>'"]),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_tokenizer_that_contradicts_the_config_is_one_line(name, make_checkpoint, backbone_tokenizer):
+    """One that lies beside the model is not added to: it must have every token."""
+    version, changes, lost, words = REFUSED[name]
+    folder = make_checkpoint(version)
     raw = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(raw | changes))
+    source = backbone_tokenizer if lost is None else folder
+    if lost is not None:
+        (folder / "tokenizer.json").write_text(
+            Captioner.from_pretrained(folder, "cpu").tokenizer.to_json().replace(lost, "<|lost|>")
+        )
     with pytest.raises(CheckpointError) as error:
         Captioner.from_pretrained(folder, "cpu", "float32")
-    parts = [str(backbone_tokenizer / "tokenizer.json"), *expected_parts]
-    assert all(part in str(error.value) for part in parts) and "\n" not in str(error.value)
+    message = str(error.value)
+    assert all(word in message for word in [str(source / "tokenizer.json"), *words]) and "\n" not in message
 
 
-def test_shipped_tokenizer_must_have_every_token(format_version, captioner, make_checkpoint, tmp_path):
-    """It is not added to: a token that it lacks, or has an id too high for, is an error that names both files' word."""
-    folder, words = make_checkpoint(format_version), json.loads(captioner.tokenizer.to_json())
-    (folder / "tokenizer.json").write_text(json.dumps(words))
-    assert Captioner.from_pretrained(folder, "cpu", "float32").caption(noise(ONE)) == captioner.caption(noise(ONE))
-    lost = ("<|endoftext|>", "<|image|>", "<|im_end|>", "<row_4_col_4>", "<|global_image|>")[format_version - 1]
-    (folder / "tokenizer.json").write_text(json.dumps(words).replace(lost, "<|lost|>"))
-    with pytest.raises(CheckpointError) as error:
-        Captioner.from_pretrained(folder, "cpu", "float32")
-    assert str(folder / "tokenizer.json") in str(error.value) and repr(lost) in str(error.value)
-    assert "\n" not in str(error.value)
+@pytest.mark.parametrize("version", [2, 3, 4, 5])
+def test_a_foreign_tokenizer_is_refused_with_both_sizes(version, make_checkpoint, backbone_tokenizer):
+    folder = make_checkpoint(version)
+    backend = tokenizers.Tokenizer.from_file(str(backbone_tokenizer / "tokenizer.json"))
+    backend.add_tokens(["one_more"])
+    backend.save(str(folder / "tokenizer.json"))
+    for load in (Tokenizer.from_pretrained, find_image_token_id):
+        with pytest.raises(CheckpointError, match=f"with {BASE_SIZE + 1} tokens .* lm_base_vocab_size={BASE_SIZE}$"):
+            load(folder, load_config(folder))

@@ -1,6 +1,5 @@
 """Every field of a SmolVLM folder's JSON files, set to values of other types and sizes: one short line or a caption."""
 
-import copy
 import json
 import shutil
 
@@ -24,35 +23,24 @@ def folder(tmp_path):
     return tmp_path / "model"
 
 
-def places(settings, above=()):
-    """The path of keys to each value of nested dictionaries."""
+def odd_settings(settings):
+    """The settings with each value of nested dictionaries replaced by odd ones, one at a time."""
     for key, value in settings.items():
-        yield (*above, key)
-        if isinstance(value, dict):
-            yield from places(value, (*above, key))
-
-
-def changed(settings, path, value):
-    settings = inner = copy.deepcopy(settings)
-    for key in path[:-1]:
-        inner = inner[key]
-    inner[path[-1]] = value
-    return settings
+        for odd in (*ODD, *(odd_settings(value) if isinstance(value, dict) else ())):
+            yield settings | {key: odd}
 
 
 @pytest.mark.parametrize("file", FILES)
 def test_an_odd_value_is_one_short_line_or_without_effect(folder, file):
-    settings = json.loads((folder / file).read_text())
-    refused = 0
-    for path in places(settings):
-        for value in ODD:
-            (folder / file).write_text(json.dumps(changed(settings, path, value)))
-            try:
-                captioner = Captioner.from_pretrained(folder, "cpu", "float32")
-                captioner.caption(Image.new("RGB", (20, 30)), max_new_tokens=2)
-            except NanoVLMError as error:
-                refused += 1
-                assert len(str(error)) < 1000 and "\n" not in str(error), path
+    settings, refused = json.loads((folder / file).read_text()), 0
+    for changed in odd_settings(settings):
+        (folder / file).write_text(json.dumps(changed))
+        try:
+            captioner = Captioner.from_pretrained(folder, "cpu", "float32")
+            captioner.caption(Image.new("RGB", (20, 30)), max_new_tokens=2)
+        except NanoVLMError as error:
+            refused += 1
+            assert len(str(error)) < 1000 and "\n" not in str(error), changed
     assert refused > 10 or file == "tokenizer_config.json"
 
 
@@ -82,16 +70,13 @@ def test_what_computes_something_else_or_disagrees_is_named_in_the_words_of_the_
         Captioner.from_pretrained(folder, "cpu", "float32")
 
 
-def test_the_tokenizer_is_that_of_the_folder_alone(folder, monkeypatch):
+def test_which_of_two_files_counts(folder, monkeypatch):
+    """processor_config.json comes first, as in transformers 5; the tokenizer is that of the folder alone."""
+    settings = json.loads((folder / "processor_config.json").read_text())["image_processor"]
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings | {"do_image_splitting": False}))
+    assert Captioner.from_pretrained(folder, "cpu").processor.max_tiles_per_image > 1
     monkeypatch.chdir(folder)
     shutil.copytree(folder, "inner")
     (folder / "inner/tokenizer.json").unlink()
     with pytest.raises(CheckpointError, match=r"inner has no tokenizer\.json"):
         Captioner.from_pretrained("inner")
-
-
-def test_processor_config_comes_before_preprocessor_config(folder):
-    """As in transformers 5."""
-    settings = json.loads((folder / "processor_config.json").read_text())["image_processor"]
-    (folder / "preprocessor_config.json").write_text(json.dumps(settings | {"do_image_splitting": False}))
-    assert Captioner.from_pretrained(folder, "cpu").processor.max_tiles_per_image > 1

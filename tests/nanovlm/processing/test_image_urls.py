@@ -14,7 +14,6 @@ import pytest
 from nanovlm import SAMPLE
 from nanovlm.errors import ImageError
 from nanovlm.processing import image_urls
-from nanovlm.processing.image_loading import is_url
 from nanovlm.processing.image_urls import fetch, fetch_image, is_public
 from support.serving import QUESTIONS, RunningServer, answer_of, user_message
 
@@ -132,8 +131,3 @@ def test_server_fetches_where_allowed_and_images_share_its_size_limit(embedded, 
                 assert answer_of(reply) == embedded.caption(SAMPLE)
             else:
                 assert reply.status_code == 400 and re.search(expected, reply.json()["error"]["message"])
-
-
-def test_http_urls_are_told_from_paths():
-    assert is_url("http://a/b.png") and is_url("HTTPS://a/b.png")
-    assert not any(map(is_url, ("a/http://b.png", "http.png", "ftp://a/b.png", b"http://a", None)))

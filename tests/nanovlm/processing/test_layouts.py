@@ -1,14 +1,13 @@
 """SmolVLM's format without transformers, written out by hand; tests/nanovlm/processing/test_smolvlm.py compares."""
 
 import json
-from pathlib import Path
 
 import pytest
 import tokenizers
 import torch
 from PIL import Image
 
-from models.checkpoint import FORMATS, load_config
+from models.checkpoint import FORMATS
 from models.formats.smolvlm import SmolVLM
 from nanovlm import Captioner
 from nanovlm.errors import InputError
@@ -32,23 +31,15 @@ def converted(tiled):
     return Captioner(*convert_layout(model, processor.tokenizer))
 
 
-@pytest.fixture(scope="module")
-def folder(converted, tmp_path_factory) -> Path:
-    converted.save_pretrained(path := tmp_path_factory.mktemp("smolvlm") / "model")
-    return path
-
-
-def test_every_format_has_a_layout():
-    assert {"nanovlm", *(format.name for format in FORMATS.values())} == {*LAYOUTS}
-
-
-def test_a_written_folder_is_recognized_and_says_the_same(converted, folder):
-    again = Captioner.from_pretrained(folder, "cpu", "float32").model
+def test_a_written_folder_is_recognized_and_says_the_same(converted, tmp_path):
+    assert {"nanovlm", *(format.name for format in FORMATS.values())} == {*LAYOUTS}, "every format has a layout"
+    converted.save_pretrained(tmp_path / "model")
+    again = Captioner.from_pretrained(tmp_path / "model", "cpu", "float32").model
     assert isinstance(again.cfg.format, SmolVLM) and again.cfg == converted.model.cfg
     state = converted.model.state_dict()
     assert all(torch.equal(tensor, state[name]) for name, tensor in again.state_dict().items())
     with pytest.raises(InputError, match="format=nanovlm, but this model has SmolVLM's layout"):
-        check_format(load_config(folder), "nanovlm")
+        check_format(again.cfg, "nanovlm")
 
 
 def test_a_prompt_is_laid_out_as_transformers_does(converted):
