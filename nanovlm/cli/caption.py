@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovlm.cli.options import add_flags as add_record_flags
-from nanovlm.cli.options import check_prompts, from_args, load_captioner, model_options, refuse_flags, report_missing
+from nanovlm.cli.options import from_args, load_captioner, model_options, refuse_flags, report_missing
 from nanovlm.console import TileProgress, count, is_terminal, print_error, print_remedy, print_text
 from nanovlm.embedded import EMBEDDED, EMBEDDED_LIMITS, PROMPT, SAMPLE
 from nanovlm.errors import ImageError, InputError, UsageError, is_out_of_memory
@@ -246,7 +246,8 @@ def print_captions(args: argparse.Namespace, model: ModelOptions, options: Capti
             print_remedy(print_caption(args, captioner, options, name), ways)
         except Exception as error:
             if isinstance(error, InputError):
-                check_prompts(captioner, options.prompts, options.max_new_tokens)
+                for prompt in options.prompts:  # raises for one that is too long for any image
+                    captioner.check_prompt(prompt, options.max_new_tokens)
             elif not (isinstance(error, ImageError) or is_out_of_memory(error)):
                 raise
             is_named = isinstance(error, ImageError)

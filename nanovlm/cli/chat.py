@@ -92,32 +92,31 @@ class Chat:
     def handle(self, line: str) -> None:
         """Answer a question or run a command; an error is printed in one line, and the chat goes on."""
         line = line.strip()
+        command, _, argument = line.partition(" ")
         try:
-            command, _, argument = line.partition(" ")
-            if command == "/image":
-                self.open(argument.strip())
-            elif command == "/reset":
-                self.session.reset()
-            elif command == "/save":
-                self.save(argument.strip())
-            elif command.startswith("/"):
-                raise UsageError(f"{command} is not a command: {COMMANDS}")
-            elif line:
-                self.answer(line)
+            match command:
+                case "/image":
+                    self.open(argument.strip())
+                case "/reset":
+                    self.session.reset()
+                case "/save":
+                    self.save(argument.strip())
+                case _ if command.startswith("/"):
+                    raise UsageError(f"{command} is not a command: {COMMANDS}")
+                case _ if line:
+                    self.answer(line)
         except BrokenPipeError:
             raise
-        except NanoVLMError as error:
-            self.report(str(error).replace("reset the chat", "forget the questions by /reset"))
-        except OSError as error:
-            self.report(f"{line}: {error.strerror or error}")
-        except (MemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error):
+        except Exception as error:
+            self.n_failed += 1
+            if isinstance(error, NanoVLMError):
+                print_error(str(error).replace("reset the chat", "forget the questions by /reset"))
+            elif is_out_of_memory(error):
+                print_error(f"not enough memory ({error})")
+            elif isinstance(error, OSError):
+                print_error(f"{line}: {error.strerror or error}")
+            else:
                 raise
-            self.report(f"not enough memory ({error})")
-
-    def report(self, message: str) -> None:
-        self.n_failed += 1
-        print_error(message)
 
     def answer(self, question: str) -> None:
         """Print the answer as it is generated."""
@@ -141,29 +140,24 @@ class Chat:
 
     def save(self, name: str) -> None:
         """Write the chat to a new file, or to one that this chat wrote before: .json is training data, others text."""
+        path, history = Path(name), self.session.history
         if not name:
             raise UsageError("/save needs a name: /save FILE")
-        path = Path(name)
         if path.exists() and os.path.abspath(path) not in self.saved:
             raise UsageError(f"{name} exists already; save under another name")
-        is_json = path.suffix == ".json"
-        text = self.as_json(path.parent) if is_json else self.as_text()
+        if path.suffix == ".json":
+            images = [Path(os.path.relpath(image, path.parent)).as_posix() for image in self.paths]
+            turns = [turn for pair in history for turn in zip(("user", "assistant"), pair)]
+            messages = [{"role": role, "content": text} for role, text in turns]
+            text = json.dumps([{"images": images, "messages": messages}], indent=2)
+            kind = "JSON that `nanovlm train --data` reads"
+        else:
+            text = "".join(f"{image}\n" for image in self.paths)
+            text += "".join(f"\n> {question}\n{answer}\n" for question, answer in history)
+            kind = "plain text"
         path.write_bytes(text.encode("utf-8", "surrogateescape"))  # a path may hold bytes that are not UTF-8
         self.saved.add(os.path.abspath(path))
-        kind = "JSON that `nanovlm train --data` reads" if is_json else "plain text"
-        print_error(f"{name}: {len(self.session.history)} questions and answers as {kind}")
-
-    def as_json(self, folder: Path) -> str:
-        """The chat as training data, with image paths relative to folder."""
-        messages = []
-        for question, answer in self.session.history:
-            messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-        images = [Path(os.path.relpath(path, folder)).as_posix() for path in self.paths]
-        return json.dumps([{"images": images, "messages": messages}], indent=2)
-
-    def as_text(self) -> str:
-        paths = "".join(f"{path}\n" for path in self.paths)
-        return paths + "".join(f"\n> {question}\n{answer}\n" for question, answer in self.session.history)
+        print_error(f"{name}: {len(history)} questions and answers as {kind}")
 
 
 def load_images(paths: Sequence[str]) -> list["Image.Image | Video"]:
