@@ -79,7 +79,7 @@ def test_adapters_are_exported_beside_their_base_model(run_lora, export, tmp_pat
         (lora_run, ["--base", model_folder], "--base needs --adapters"),
         (unnamed.parent, ["--adapters"], "names no base model; pass --base"),
     ):
-        assert_usage_error(export(folder, *flags), words, program="python export")
+        assert_usage_error(export(folder, *flags), words, program="export")
         assert not out.exists()
     code, _, err = export(lora_run, "--adapters")
     assert code == 0 and "merged" not in err
@@ -122,11 +122,11 @@ REFUSED = {  # flags -> words of the error
 
 def test_wrong_use_is_one_line_and_no_model_is_exported_onto_itself(model_folder, changed_model, export, run_script):
     for flags, words in REFUSED.items():
-        assert_usage_error(export(model_folder, *flags.split()), words, program="python export")
-    assert_usage_error(export(changed_model(lm_attn_scaling=1.5)), "lm_attn_scaling=1.5", program="python export")
+        assert_usage_error(export(model_folder, *flags.split()), words, program="export")
+    assert_usage_error(export(changed_model(lm_attn_scaling=1.5)), "lm_attn_scaling=1.5", program="export")
     before = {path.name: path.read_bytes() for path in model_folder.iterdir()}
     result = run_script("export", "export", model_folder, "--out", f"{model_folder}/.")
-    assert_usage_error(result, "is the model's own folder", program="python export")
+    assert_usage_error(result, "is the model's own folder", program="export")
     assert {path.name: path.read_bytes() for path in model_folder.iterdir()} == before
 
 

@@ -34,9 +34,7 @@ MODEL = {  # field: its value, and whether a captioner shows it
     "device": ("mps", "device=mps is not available"),
     "dtype": ("float16", lambda captioner: captioner.inference.dtype == torch.float16),
     "threads": ("2", lambda captioner: torch.get_num_threads() == 2),
-    "quantize": (
-        "int8", lambda captioner: any(isinstance(m, QuantizedLinear) for m in captioner.inference.network.model.modules())
-    ),
+    "quantize": ("int8", lambda captioner: QuantizedLinear in map(type, captioner.inference.network.model.modules())),
     "max_tiles": ("2", lambda captioner: len(captioner.prepare(Image.new("RGB", (64, 64)))[1][0]) == 1),
 }  # fmt: skip
 
@@ -84,9 +82,8 @@ def test_model_flag_changes_the_captioner(name, tiled, one_thread_afterwards):
 
     base = [] if name == "model" else ["--model", "tiled"]
     changed = options("evaluate", *base, *flag(name, value))
-    assert all(
-        options(verb, *base, *flag(name, value)) == changed for verb in ("caption", "chat") if name in MODEL_FLAGS
-    )
+    for verb in ("caption", "chat") if name in MODEL_FLAGS else ():
+        assert options(verb, *base, *flag(name, value)) == changed
     if isinstance(effect, str):
         with pytest.raises(NanoVLMError, match=effect):
             load_captioner(changed)

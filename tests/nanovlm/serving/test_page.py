@@ -173,7 +173,7 @@ def test_phones_open_their_camera(served, embedded, open_page):
 
 
 def test_keyboard_suffices_and_stops_an_answer(embedded, open_page, slow):
-    with RunningServer(embedded, batch=slow) as server:
+    with RunningServer(embedded, before_step=slow) as server:
         page, seen = open_page(server), []
         for _ in range(4):
             page.keyboard.press("Tab")
