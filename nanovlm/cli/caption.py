@@ -127,12 +127,30 @@ def caption_names(args: argparse.Namespace, names: list[str], model: ModelOption
     """Caption what is named into files, or on a Ray cluster into parquet files."""
     from nanovlm.bulk import Sidecars, Stream, Table, caption_files
 
+    def check_model_named() -> None:
+        if args.model is None and args.adapter is None:
+            raise UsageError(f"{EMBEDDED_LIMITS}; name another by --model {CHECKPOINT}, or --model embedded")
+
+    def load() -> "Captioner":
+        check_model_named()
+        return load_captioner(model, options.prompts, options.max_new_tokens)
+
     if args.ray is not None and not ADDRESS.fullmatch(args.ray):
         raise UsageError(f"--ray {args.ray} is no address like auto or ray://HOST:10001; name images before --ray")
     if "-" in names or not names:
         raise UsageError("captions in files need names of images; name files or folders, or list them by --from-file")
     if args.ray is not None:
-        return caption_on_cluster(args, names, model, options)
+        refuse_flags(args, ("extension", "overwrite", "html"), "one machine: omit it, or --ray")
+        check_positive({"--workers": args.workers})
+        if args.out is None or re.search(r"\.(jsonl|parquet)$|^txt$", args.out):
+            out = args.out or "is missing: it"
+            raise UsageError(f"--out {out} must be a folder or URI for parquet files with --ray")
+        if args.json or options.as_video:
+            raise UsageError("--ray writes captions of images; omit --json and --as-video")
+        check_model_named()
+        from nanovlm.ray_captions import caption_on_ray
+
+        return caption_on_ray(names, args.out, model, options, address=args.ray or None, workers=args.workers)
     refuse_flags(args, ["workers"], "captions on a cluster: add --ray")
     output: Stream
     if args.json:
@@ -145,11 +163,6 @@ def caption_names(args: argparse.Namespace, names: list[str], model: ModelOption
         if not args.out.endswith(".jsonl"):
             raise UsageError(f"--out {args.out} must be a .jsonl file, or txt")
         output = Table(args.out, bool(args.overwrite))
-
-    def load() -> "Captioner":
-        check_model_named(args)
-        return load_captioner(model, options.prompts, options.max_new_tokens)
-
     label = "embedded" if model.model == EMBEDDED else str(model.model)
     label += f" + {model.adapter}" if model.adapter else ""
     report = caption_files(load, names, output, options, model=label)
@@ -159,26 +172,6 @@ def caption_names(args: argparse.Namespace, names: list[str], model: ModelOption
         write_page(args.html, report.images, [output.row(image) for image in report.images], report.failed)
         print_error(f"{args.html}: a page of {count(len(report.images), 'image')}; open it in a browser")
     return report
-
-
-def check_model_named(args: argparse.Namespace) -> None:
-    if args.model is None and args.adapter is None:
-        raise UsageError(f"{EMBEDDED_LIMITS}; name another by --model {CHECKPOINT}, or --model embedded")
-
-
-def caption_on_cluster(
-    args: argparse.Namespace, names: list[str], model: ModelOptions, options: CaptionOptions
-) -> "Report":
-    refuse_flags(args, ("extension", "overwrite", "html"), "one machine: omit it, or --ray")
-    check_positive({"--workers": args.workers})
-    if args.out is None or re.search(r"\.(jsonl|parquet)$|^txt$", args.out):
-        raise UsageError(f"--out {args.out or 'is missing: it'} must be a folder or URI for parquet files with --ray")
-    if args.json or options.as_video:
-        raise UsageError("--ray writes captions of images; omit --json and --as-video")
-    check_model_named(args)
-    from nanovlm.ray_captions import caption_on_ray
-
-    return caption_on_ray(names, args.out, model, options, address=args.ray or None, workers=args.workers)
 
 
 def checked_extension(extension: str) -> str:
@@ -234,26 +227,28 @@ def some(names: Sequence[str]) -> str:
 
 def print_captions(args: argparse.Namespace, model: ModelOptions, options: CaptionOptions) -> int:
     """Print the captions of some images; 1 if one of them failed, after the others are done."""
-    captioner = load_captioner(model, own_images=bool(args.images))
+    captioner, failed = load_captioner(model, own_images=bool(args.images)), 0
     captioner.inference.on_tile = TileProgress()
     ways = ["--max-tiles 4"] if model.max_tiles is None and captioner.processor.max_tiles_per_image > 5 else []
     ways += ["--quantize int8"] if model.quantize is None else []
-    names, failed = args.images or [str(SAMPLE)], 0
+    names: list[Any] = args.images or [str(SAMPLE)]
     if options.as_video and len(names) > 1 and not any(Path(name).suffix in VIDEO_EXTENSIONS for name in names):
         names = [names]  # the frames of one video
     for name in names:
         try:
             print_remedy(print_caption(args, captioner, options, name), ways)
+        except ImageError as error:
+            print_error(str(error))
+            failed = 1
         except Exception as error:
             if isinstance(error, InputError):
                 for prompt in options.prompts:  # raises for one that is too long for any image
                     captioner.check_prompt(prompt, options.max_new_tokens)
-            elif not (isinstance(error, ImageError) or is_out_of_memory(error)):
+            elif not is_out_of_memory(error):
                 raise
-            is_named = isinstance(error, ImageError)
-            print_error(str(error) if is_named else f"{name}: {error or 'not enough memory'}")
-            failed += 1
-    return 1 if failed else 0
+            print_error(f"{name}: {error or 'not enough memory'}")
+            failed = 1
+    return failed
 
 
 def print_caption(
