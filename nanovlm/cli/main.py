@@ -11,6 +11,7 @@ import shlex
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
@@ -125,7 +126,7 @@ def explain(error: Exception, args: argparse.Namespace) -> tuple[str, int]:
                 EXIT_USAGE,
             )
         case OSError():
-            if sys.stdout is not None:  # or Python reports the same error again at exit, when it flushes stdout
+            with suppress(AttributeError, OSError):  # or Python, which flushes stdout at exit, reports the error again
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             is_left = isinstance(error, BrokenPipeError)  # the reader of a pipe leaves, as `head` does
             return "" if is_left else str(error), EXIT_FAILURE

@@ -153,9 +153,7 @@ def test_every_error_has_an_exit_code_and_one_line(error, code, message, debug, 
         raise error
 
     monkeypatch.setenv("NANOVLM_DEBUG", debug)
-    with open(os.devnull, "w") as stdout:
-        set_stream("stdout", stdout, monkeypatch)
-        assert cli.run(Namespace(run=verb, prog="generate.py", max_tiles=None)) == code
+    assert cli.run(Namespace(run=verb, prog="generate.py", max_tiles=None)) == code
     *before, last = capsys.readouterr().err.splitlines() or [""]
     assert re.fullmatch(f"generate.py: {message}" if message else "", last) or (debug == "1" and not message)
     has_traceback = any("Traceback (most recent call last)" in line for line in before)

@@ -1,6 +1,7 @@
 """Flags that several verbs share: each changes what its field says; models that cannot be loaded are one line."""
 
 import argparse
+from pathlib import Path
 
 import pytest
 import torch
@@ -74,7 +75,8 @@ def test_model_flag_changes_the_captioner(name, tiled, one_thread_afterwards):
     adapted = Captioner.from_pretrained("tiled", "cpu", "float32").model
     adapt(adapted, 2, 4, ["MP"])
     torch.nn.init.constant_(adapted.MP.proj.lora_B.weight, 1e4)
-    write_adapters("adapters", adapted)
+    Path("adapters").mkdir()
+    write_adapters(Path("adapters"), adapted)
 
     def options(verb, *argv):
         cli.import_verb(verb).add_flags(parser := argparse.ArgumentParser())
