@@ -206,7 +206,7 @@ class Table(Stream):
             if not rows:
                 self.path.unlink()  # no caption may follow
             yield
-            if self.written:
+            if self.path.exists():
                 self.merge()
 
     def read(self) -> list[Row]:

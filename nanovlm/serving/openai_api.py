@@ -19,16 +19,9 @@ ANY_OBJECT = {"type": "object"}  # the JSON schema of json_object
 # Fields that clients send and that change no answer
 HARMLESS = {"user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier", "parallel_tool_calls"}
 NEUTRAL: dict[str, list[Any]] = {  # values of fields that are not offered with which an answer stays as it is
-    "n": [1],
-    "logprobs": [False],
-    "top_logprobs": [0],
-    "logit_bias": [{}],
-    "tools": [[]],
-    "tool_choice": ["none", "auto"],
-    "functions": [[]],
-    "function_call": ["none", "auto"],
-    "modalities": [["text"]],
-}
+    "n": [1], "logprobs": [False], "top_logprobs": [0], "logit_bias": [{}], "modalities": [["text"]],
+    "tools": [[]], "tool_choice": ["none", "auto"], "functions": [[]], "function_call": ["none", "auto"],
+}  # fmt: skip
 
 
 class APIError(Exception):

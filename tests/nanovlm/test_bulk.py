@@ -66,6 +66,10 @@ CASES = {  # files before, settings, files after, (captioned, skipped)
         {"m.jsonl": row("z.png", "") + row("a.png", "", split="x")}, TABLE,
         {"m.jsonl": row("z.png", "") + row("a.png", split="x", **MADE) + made("sub/b.png")}, (2, 0),
     ),
+    "table, killed before its rows were joined": (
+        {"m.jsonl": row("a.png", "", id=7) + made("a.png") + made("sub/b.png")}, TABLE,
+        {"m.jsonl": row("a.png", id=7, **MADE) + made("sub/b.png")}, (0, 2),
+    ),
     "table, overwrite": (
         {"m.jsonl": row("z.png", "z") + row("a.png", "mine", id=7)}, TABLE | OVERWRITE,
         {"m.jsonl": row("z.png", "z") + row("a.png", id=7, **MADE) + made("sub/b.png")}, (2, 0),
