@@ -117,9 +117,9 @@ def caption_options(args: argparse.Namespace, model: ModelOptions) -> CaptionOpt
     are_videos = [Path(name).suffix.lower() in VIDEO_EXTENSIONS and not os.path.isdir(name) for name in args.images]
     if any(are_videos) and not (all(are_videos) or args.as_video):
         raise UsageError("videos and images are captioned by commands of their own; name either")
-    from_args(GenerationOptions, args)  # an error comes before a Hub model is downloaded for its prompt
+    from_args(GenerationOptions, args, schema=schema)  # an error comes before a Hub model is downloaded for its prompt
     args.choices, args.as_video = choices, args.as_video or any(are_videos)
-    args.prompts = args.prompts or [model.prompt]
+    args.prompts = tuple(args.prompts or [model.prompt])
     return from_args(CaptionOptions, args, schema=schema, max_frames=args.max_tiles or MAX_FRAMES)
 
 

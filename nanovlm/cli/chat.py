@@ -18,10 +18,7 @@ from nanovlm.errors import ImageError, NanoVLMError, UsageError, is_out_of_memor
 from nanovlm.options import CHAT_MAX_NEW_TOKENS, GenerationOptions, ModelOptions
 
 if TYPE_CHECKING:
-    from PIL import Image
-
     from nanovlm.captioner import Captioner
-    from nanovlm.processing.video import Video
 
 HELP = "Ask about images, one question after another."
 EXAMPLE = "nanovlm chat photo.jpg"
@@ -43,15 +40,14 @@ def run(args: argparse.Namespace) -> int:
     if report_missing(args.images):
         return 1
     generation = from_args(GenerationOptions, args, max_new_tokens=CHAT_MAX_NEW_TOKENS)
-    try:
-        images = load_images(args.images)
-    except ImageError as error:
-        print_error(str(error))
-        return 1
     captioner = load_captioner(model, own_images=bool(args.images))
     # raises for a model that has no template for a chat of several turns
     captioner.tokenizer.encode_chat([{"role": role, "content": "?"} for role in ("user", "assistant", "user")])
-    chat = Chat(captioner, generation, args.images, images)
+    try:
+        chat = Chat(captioner, generation, args.images)
+    except ImageError as error:
+        print_error(str(error))
+        return 1
     interactive = is_terminal(sys.stdin) and is_terminal(sys.stdout)
     if interactive:
         captioner.inference.on_tile = TileProgress()
@@ -71,23 +67,19 @@ def run(args: argparse.Namespace) -> int:
 class Chat:
     """A chat session on the command line: questions, and commands that begin with /."""
 
-    def __init__(
-        self,
-        captioner: "Captioner",
-        generation: GenerationOptions,
-        paths: Sequence[str],
-        images: Sequence["Image.Image | Video"],
-    ):
+    def __init__(self, captioner: "Captioner", generation: GenerationOptions, paths: Sequence[str]):
         self.captioner, self.generation = captioner, generation
         self.saved: set[str] = set()  # files written by this chat, which it may overwrite
         self.n_failed = 0
-        self.start(paths, images)
+        self.start(paths)
 
-    def start(self, paths: Sequence[str], images: Sequence["Image.Image | Video"]) -> None:
-        """Begin a new session about these images."""
+    def start(self, paths: Sequence[str]) -> None:
+        """Begin a new session about images or a video."""
         from nanovlm.chat_session import ChatSession
+        from nanovlm.processing.video import load_image_or_video
 
-        self.session, self.paths = ChatSession(self.captioner, images), list(paths)
+        self.session = ChatSession(self.captioner, [load_image_or_video(path) for path in paths])
+        self.paths = paths
 
     def handle(self, line: str) -> None:
         """Answer a question or run a command; an error is printed in one line, and the chat goes on."""
@@ -136,7 +128,7 @@ class Chat:
             raise UsageError(f"/image {argument}: {error}") from None
         if not paths:
             raise UsageError("/image needs a path: /image FILE")
-        self.start(paths, load_images(paths))
+        self.start(paths)
 
     def save(self, name: str) -> None:
         """Write the chat to a new file, or to one that this chat wrote before: .json is training data, others text."""
@@ -158,12 +150,6 @@ class Chat:
         path.write_bytes(text.encode("utf-8", "surrogateescape"))  # a path may hold bytes that are not UTF-8
         self.saved.add(os.path.abspath(path))
         print_error(f"{name}: {len(history)} questions and answers as {kind}")
-
-
-def load_images(paths: Sequence[str]) -> list["Image.Image | Video"]:
-    from nanovlm.processing.video import load_image_or_video
-
-    return [load_image_or_video(path) for path in paths]
 
 
 def read_lines(interactive: bool) -> Iterator[str]:
