@@ -238,7 +238,8 @@ class Table(Stream):
 
     def merge(self) -> None:
         """Move each new caption into the older row of its image, if that has no text or is to be overwritten."""
-        rows, merged = self.read(), []
+        rows = self.read()
+        merged: list[Row] = []
         first: dict[str, Row] = {}
         for row in rows:
             old = first.setdefault(key := self.key(row["file_name"]), row)
@@ -383,7 +384,8 @@ def _read_ahead(
             request.name = name
         return requests
 
-    threads, ahead = ThreadPoolExecutor(), deque[Future[list[Request]]]()
+    threads = ThreadPoolExecutor()
+    ahead = deque[Future[list[Request]]]()
     try:
         for name, image in images:
             ahead.append(threads.submit(read, name, image))

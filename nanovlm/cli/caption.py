@@ -63,8 +63,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--ray", nargs="?", const="", metavar="ADDRESS", help=text + "or URI --out")
     add("--workers", type=int, metavar="N", help="with --ray: at most N models at once (default: by GPUs, or cores)")
     answers = parser.add_argument_group("how answers are made")
-    add, ours = answers.add_argument, f"repeat it for several (default: that of the model's training, else {PROMPT!r})"
-    add("--prompt", dest="prompts", action="append", metavar="TEXT", help=ours)
+    add = answers.add_argument
+    text = f"repeat it for several (default: that of the model's training, else {PROMPT!r})"
+    add("--prompt", dest="prompts", action="append", metavar="TEXT", help=text)
     add("--choices", metavar="A,B,...", help="answer with the most probable of these, and say how probable it is")
     add("--json-schema", metavar="FILE", help="JSON schema that each answer follows (extra structured)")
     add("--as-video", action="store_true", help="read GIF, WebP, a folder or several images as one video, by content")
@@ -118,7 +119,8 @@ def caption_options(args: argparse.Namespace, model: ModelOptions) -> CaptionOpt
     if any(are_videos) and not (all(are_videos) or args.as_video):
         raise UsageError("videos and images are captioned by commands of their own; name either")
     from_args(GenerationOptions, args, schema=schema)  # an error comes before a Hub model is downloaded for its prompt
-    args.choices, args.as_video = choices, args.as_video or any(are_videos)
+    args.choices = choices
+    args.as_video = args.as_video or any(are_videos)
     args.prompts = tuple(args.prompts or [model.prompt])
     return from_args(CaptionOptions, args, schema=schema, max_frames=args.max_tiles or MAX_FRAMES)
 
@@ -227,11 +229,12 @@ def some(names: Sequence[str]) -> str:
 
 def print_captions(args: argparse.Namespace, model: ModelOptions, options: CaptionOptions) -> int:
     """Print the captions of some images; 1 if one of them failed, after the others are done."""
-    captioner, failed = load_captioner(model, own_images=bool(args.images)), 0
+    captioner = load_captioner(model, own_images=bool(args.images))
     captioner.inference.on_tile = TileProgress()
     ways = ["--max-tiles 4"] if model.max_tiles is None and captioner.processor.max_tiles_per_image > 5 else []
     ways += ["--quantize int8"] if model.quantize is None else []
     names: list[Any] = args.images or [str(SAMPLE)]
+    failed = 0
     if options.as_video and len(names) > 1 and not any(Path(name).suffix in VIDEO_EXTENSIONS for name in names):
         names = [names]  # the frames of one video
     for name in names:
@@ -264,14 +267,16 @@ def print_caption(
         from nanovlm.processing.video import Video
 
         image = Video.read(source, options.max_frames)
-    stats, prompts, columns = Stats(), options.prompts, {}
+    stats, prompts = Stats(), options.prompts
+    columns: dict[str, Any] = {}
+    lines: list[str] = []
     label = f"{printable(name)}: " if len(args.images) > 1 and isinstance(source, str) else ""
     if options.choices:
         best = captioner.classify(image, options.choices, prompts[0])[0]
         texts, columns = [best.text], best.columns()
         lines = [f"{best.text} ({best.probability:.0%}, log-probability {best.log_probability:.1f})"]
     elif is_terminal(sys.stdout) and not args.json and len(prompts) == 1:
-        texts, lines = [""], []
+        texts = [""]
         for piece in captioner.stream(image, prompts[0], options=options, stats=stats):
             print_text(piece if texts[0] else label + piece, end="")
             texts[0] += piece

@@ -132,7 +132,8 @@ class Chat:
 
     def save(self, name: str) -> None:
         """Write the chat to a new file, or to one that this chat wrote before: .json is training data, others text."""
-        path, history = Path(name), self.session.history
+        path = Path(name)
+        history = self.session.history
         if not name:
             raise UsageError("/save needs a name: /save FILE")
         if path.exists() and os.path.abspath(path) not in self.saved:

@@ -12,6 +12,8 @@ from nanovlm.options import check_output_folder, is_model_name
 HELP = "Write a model in the layout of transformers' SmolVLM, or as GGUF files for llama.cpp."
 EXAMPLE = "nanovlm export out/mine --out out/smolvlm"
 
+DTYPES = ("float32", "bfloat16", "float16")
+ONNX_TYPES = ("float32", "float16", "int8")
 GGUF_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")
 MARKER = "nanovlm_export.json"  # in a folder that an export may write again
 # What an export writes, replaces or removes.
@@ -23,17 +25,17 @@ logger = logging.getLogger(__name__)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    add, dtypes = parser.add_argument, ("float32", "bfloat16", "float16")
+    add = parser.add_argument
     add("model", metavar="MODEL", help="a folder or a Hub id, owner/name")
     add("--out", required=True, metavar="FOLDER", help="folder for the exported files")
     add("--revision", help="branch, tag or commit of a Hub model")
     text = "of a LoRA run: export the base model, and for PEFT the adapters in FOLDER/adapter, not both merged"
     add("--adapters", action="store_true", help=text)
     add("--base", metavar="MODEL", help="with --adapters: the base model (default: the one that the run recorded)")
-    add("--dtype", default="float32", choices=dtypes, help="dtype of the weights (default: float32)")
+    add("--dtype", default="float32", choices=DTYPES, help="dtype of the weights (default: float32)")
     add("--onnx", action="store_true", help="also write ONNX graphs to FOLDER/onnx, for ONNX Runtime and OpenVINO")
-    dtypes, text = ("float32", "float16", "int8"), "types of the ONNX graphs: float32, float16, int8"
-    add("--onnx-dtype", nargs="+", choices=dtypes, metavar="DTYPE", help=f"{text} (default: float32)")
+    text = f"types of the ONNX graphs: {', '.join(ONNX_TYPES)} (default: float32)"
+    add("--onnx-dtype", nargs="+", choices=ONNX_TYPES, metavar="DTYPE", help=text)
     add("--gguf", action="store_true", help="write two GGUF files for llama.cpp instead: text model and mmproj")
     add("--gguf-type", choices=GGUF_TYPES, help="type of the matrices in GGUF files (default: f16)")
 

@@ -24,8 +24,9 @@ ONEDNN_CACHES, ONEDNN_CAPACITY = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    add, text = parser.add_argument, "take flags from a file, as every run writes one to --out"
-    add("--config", metavar="run.json", help=f"{text}; those of the command line win")
+    add = parser.add_argument
+    text = "take flags from a file, as every run writes one to --out; those of the command line win"
+    add("--config", metavar="run.json", help=text)
     add("--recipe", choices=("scenes",), help="instead of --data: train the embedded model from scratch")
     text = "read all examples, print counts, errors and three examples; train nothing"
     add("--check-data", action="store_true", default=None, help=text)

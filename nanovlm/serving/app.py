@@ -96,8 +96,8 @@ def make_app(captioner: Captioner, name: str, options: ServeOptions, description
         return JSONResponse({"status": "ok" if alive else "stopped", "model": name} | counts, 200 if alive else 503)
 
     if options.allow_origin:
-        anything, shown = {"allow_methods": ["*"], "allow_headers": ["*"]}, ["Retry-After"]
-        app.add_middleware(CORSMiddleware, allow_origins=options.allow_origin, expose_headers=shown, **anything)
+        cors = {"allow_methods": ["*"], "allow_headers": ["*"], "expose_headers": ["Retry-After"]}
+        app.add_middleware(CORSMiddleware, allow_origins=options.allow_origin, **cors)
     app.add_middleware(Gate, chats=chats)
     app.include_router(api, prefix="/v1")
     app.include_router(api)  # some clients leave /v1 out, as llama.cpp's server allows
@@ -121,7 +121,8 @@ class Gate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        started, status, state = time.monotonic(), CLIENT_LEFT, scope.setdefault("state", {})
+        started, status = time.monotonic(), CLIENT_LEFT
+        state = scope.setdefault("state", {})
 
         async def send_with_headers(message: Message) -> None:
             nonlocal status
@@ -223,8 +224,8 @@ class Chats:
             response.pieces = self._pieces(prompt, request, response)
             first = await anext(response.pieces)
         if request.stream:
-            events, headers = self._events(first, request, state), {"X-Accel-Buffering": "no"}
-            return StreamingResponse(events, headers=headers, media_type="text/event-stream")
+            events = self._events(first, request, state)
+            return StreamingResponse(events, headers={"X-Accel-Buffering": "no"}, media_type="text/event-stream")
         return JSONResponse(response.whole(first + "".join([piece async for piece in response.pieces])))
 
     async def _files(self, images: list[ImageURL]) -> list[bytes | str]:
@@ -296,7 +297,8 @@ async def read_body(http: Request, max_bytes: int) -> bytes:
 
     A client reads the response only after it has sent its request, so the rest of a large body is received and dropped.
     """
-    body, length = bytearray(), 0
+    body = bytearray()
+    length = 0
     async for chunk in http.stream():
         length += len(chunk)
         body += chunk if length <= max_bytes else b""
