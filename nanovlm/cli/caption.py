@@ -287,11 +287,14 @@ def print_caption(
             texts = [json.dumps(value, ensure_ascii=False) for value in texts]
         lines = [" ".join(text.splitlines()) for text in texts]
         columns = {name: round(getattr(stats, name), digits) for name, digits in STATS_DIGITS.items()}
-    for prompt, text, reason in zip(prompts, texts, stats.finish_reasons or ["stop"]) if args.json else ():
-        row = {"video" if options.as_video else "image": name, "prompt": prompt, "text": text, "finish_reason": reason}
-        print(json.dumps(row | columns), flush=True)
-    for line in () if args.json else lines:
-        print_text(label + line)
+    if args.json:
+        kind = "video" if options.as_video else "image"
+        for prompt, text, reason in zip(prompts, texts, stats.finish_reasons or ["stop"]):
+            row = {kind: name, "prompt": prompt, "text": text, "finish_reason": reason}
+            print(json.dumps(row | columns), flush=True)
+    else:
+        for line in lines:
+            print_text(label + line)
     if not all(text.removeprefix(options.start_with.rstrip()).strip() for text in texts):
         raise ImageError(f"{name}: the model's answer is empty")
     return stats.total_s
