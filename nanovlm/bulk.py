@@ -67,7 +67,7 @@ def find_images(names: Iterable[str | os.PathLike[str]], wanted: Collection[str]
     thumbnails are left out. A name that gives no image fails.
     """
     images: dict[str, str] = {}  # by key
-    for name in map(os.fspath, names):
+    for name in [os.fspath(name) for name in names]:
         matches = [name] if os.path.lexists(name) else sorted(glob.glob(name, recursive=True))
         walks = (_walk(match, wanted, report) if os.path.isdir(match) else [match] for match in matches)
         found = list(chain.from_iterable(walks))

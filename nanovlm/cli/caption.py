@@ -97,7 +97,8 @@ def names_several(name: str) -> bool:
 
 def caption_options(args: argparse.Namespace, model: ModelOptions) -> CaptionOptions:
     """Settings of each answer. UsageError for flags that exclude each other, before any work."""
-    prompts, choices, schema = args.prompts or [PROMPT], (), None
+    prompts, schema = args.prompts or [PROMPT], None
+    choices: tuple[str, ...] = ()
     if not all(map(str.strip, prompts)):
         raise UsageError("--prompt is empty; omit it to have the image described")
     if len(prompts) != len(set(prompts)) or {"file_name", "text"} & set(prompts):

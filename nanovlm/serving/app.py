@@ -96,7 +96,7 @@ def make_app(captioner: Captioner, name: str, options: ServeOptions, description
         return JSONResponse({"status": "ok" if alive else "stopped", "model": name} | counts, 200 if alive else 503)
 
     if options.allow_origin:
-        cors = {"allow_methods": ["*"], "allow_headers": ["*"], "expose_headers": ["Retry-After"]}
+        cors: dict[str, Any] = {"allow_methods": ["*"], "allow_headers": ["*"], "expose_headers": ["Retry-After"]}
         app.add_middleware(CORSMiddleware, allow_origins=options.allow_origin, **cors)
     app.add_middleware(Gate, chats=chats)
     app.include_router(api, prefix="/v1")

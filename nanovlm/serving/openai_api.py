@@ -3,7 +3,7 @@
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Self
 
@@ -212,7 +212,7 @@ class Response:
     """One answer, as OpenAI's JSON: whole, or in the events of a stream."""
 
     model: str
-    pieces: AsyncGenerator[str, None] | None = None  # of its text; closing it cancels the answer
+    pieces: Any = None  # an AsyncGenerator of its text; closing it cancels the answer
     n_images: int = 0
     prompt_tokens: int = 0  # image tokens included
     cached_tokens: int = 0  # of the prompt
