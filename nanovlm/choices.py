@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from nanovlm.errors import InputError
 
@@ -32,28 +31,23 @@ def rank_choices(captioner: "Captioner", image: Any, choices: Sequence[str], pro
     if isinstance(choices, str) or len(set(choices)) < 2 or not all(map(str.strip, choices)):
         raise InputError(f"choices={choices!r}: name two or more answers, such as red,green")
     tokenizer, model = captioner.tokenizer, captioner.inference
-    answers = [tokenizer.encode(tokenizer.answer_prefix + choice) for choice in choices]
+    ends = list(tokenizer.eos_token_ids)
+    encoded = [tokenizer.encode(tokenizer.answer_prefix + choice) for choice in choices]
+    answers = [[*([token_id] for token_id in ids), ends] for ids in encoded]  # the ids of each step: any end is one
     n_steps = max(map(len, answers))
-    request = captioner.request(image, prompt, max_new_tokens=n_steps + 1)
+    request = captioner.request(image, prompt, max_new_tokens=n_steps)
     tiles = [one.tiles for one in request.images if one.tiles is not None]
     images = torch.cat(tiles).to(model.device) if tiles else None
     logits, state = model.prefill(torch.tensor([request.ids], device=model.device), images)
     state = state.rows(torch.zeros(len(answers), dtype=torch.long, device=model.device))
     logits = logits.expand(len(answers), -1)
     totals = torch.zeros(len(answers), dtype=torch.float64)
-    for step in range(n_steps + 1):
-        log_probabilities = logits.double().cpu().log_softmax(-1)
-        for i, ids in enumerate(answers):
-            totals[i] += _next(log_probabilities[i], ids, step, tokenizer.eos_token_ids)
-        if step < n_steps:  # an answer that has ended is continued by anything
-            chosen = torch.tensor([ids[min(step, len(ids) - 1)] for ids in answers], device=model.device)
+    for step in range(n_steps):
+        if step:  # an answer that has ended is continued by anything
+            chosen = torch.tensor([answer[min(step, len(answer)) - 1][0] for answer in answers], device=model.device)
             logits, state = model.decode(chosen, state)
+        log_probabilities = logits.double().cpu().log_softmax(-1)
+        for i, answer in enumerate(answers):
+            totals[i] += log_probabilities[i, answer[step]].logsumexp(0) if step < len(answer) else 0
     ranked = zip(choices, totals.softmax(0).tolist(), totals.tolist())
     return sorted((Choice(*one) for one in ranked), key=lambda choice: -choice.log_probability)
-
-
-def _next(log_probabilities: Tensor, ids: Sequence[int], step: int, ends: Sequence[int]) -> Tensor:
-    """The log-probability of an answer's token of a step: after the last one that of any end, then 0."""
-    if step < len(ids):
-        return log_probabilities[ids[step]]
-    return log_probabilities[list(ends)].logsumexp(0) if step == len(ids) else torch.zeros((), dtype=torch.float64)

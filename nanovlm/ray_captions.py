@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
+from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -19,7 +20,7 @@ from nanovlm.options import CaptionOptions, ModelOptions
 BATCH_SIZE = 16  # images that a worker gets at once, and captions again if it dies
 BLOCK = 256  # images of a parquet file, at most
 CPUS_PER_WORKER = 4  # without GPUs, and at most
-MAX_RETRIES = 3  # of a batch whose worker dies
+MAX_RETRIES = 8  # of a batch whose worker dies
 TEXT_COLUMNS = ("file_name", "text", "finish_reason", "error")
 
 
@@ -34,16 +35,13 @@ class Worker:
     def __call__(self, batch: dict[str, Any]) -> Any:
         import pyarrow
 
-        rows = []
         images = zip(batch["path"], batch["bytes"])
-        for path, row in zip(batch["path"], caption_rows(self.captioner, images, self.options, BATCH_SIZE)):
-            rows.append({"file_name": path} | ({"error": str(row)} if isinstance(row, Exception) else row))
-        columns = dict.fromkeys(name for row in [dict.fromkeys(TEXT_COLUMNS), *rows] for name in row)
-        arrays = {
-            name: pyarrow.array([row.get(name) for row in rows], pyarrow.string() if name in TEXT_COLUMNS else None)
-            for name in columns
-        }
-        return pyarrow.table(arrays)
+        answers = caption_rows(self.captioner, images, self.options, BATCH_SIZE)
+        rows = [{"error": str(row)} if isinstance(row, Exception) else row for row in answers]
+        columns = {"file_name": batch["path"]}
+        columns |= {name: [row.get(name) for row in rows] for name in chain(TEXT_COLUMNS[1:], *rows)}
+        kinds = dict.fromkeys(TEXT_COLUMNS, pyarrow.string())  # even of a batch in which all are empty
+        return pyarrow.table({name: pyarrow.array(column, kinds.get(name)) for name, column in columns.items()})
 
 
 def caption_on_ray(
@@ -66,9 +64,8 @@ def caption_on_ray(
     before = captioned(out)
     report.skipped = [image for image in report.images if image in before]
     if todo := [image for image in report.images if image not in before]:
-        lock = nullcontext() if "://" in out else file_lock(Path(out, ".captions.lock"), out)
         Path(out).mkdir(parents=True, exist_ok=True) if "://" not in out else None
-        with lock:
+        with nullcontext() if "://" in out else file_lock(Path(out, ".captions.lock"), out):
             _run(connect(address), todo, out, model, options, workers)
     after, errors = captioned(out), captioned(out, "error")
     for image in todo:
@@ -82,29 +79,27 @@ def _run(
     ray: Any, images: Sequence[str], out: str, model: ModelOptions, options: CaptionOptions, workers: int | None
 ) -> None:
     resources = ray.cluster_resources()
-    has_gpus = resources.get("GPU", 0) >= 1 and model.device in ("auto", "cuda")
+    n_gpus = int(resources.get("GPU", 0)) if model.device in ("auto", "cuda") else 0
     cores = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
-    num_cpus = 1 if has_gpus else max(1, min(CPUS_PER_WORKER, *cores))
-    count = workers or max(1, int(resources["GPU"]) if has_gpus else sum(n // num_cpus for n in cores))
+    num_cpus = 1 if n_gpus else max(1, min(CPUS_PER_WORKER, *cores))
+    n = workers or n_gpus or max(1, sum(n // num_cpus for n in cores))
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = has_terminal()
     context.max_errored_blocks = -1  # images whose worker dies each time are left to the next run
+    beside = {"num_cpus": 0}  # files are read and written even where workers take all cores
+    n_blocks = max(n, -(-len(images) // BLOCK))
     try:
-        n_blocks = max(count, -(-len(images) // BLOCK))
-        beside = {"num_cpus": 0}  # files are read and written even where workers take all cores
-        rows = ray.data.read_binary_files(
+        ray.data.read_binary_files(
             list(images), include_paths=True, override_num_blocks=n_blocks, ray_remote_args=beside
-        )
-        rows = rows.map_batches(
+        ).map_batches(
             Worker,
             fn_constructor_args=(model, options),
             batch_size=BATCH_SIZE,
-            compute=ray.data.ActorPoolStrategy(min_size=1, max_size=count),
+            compute=ray.data.ActorPoolStrategy(min_size=1, max_size=n),
             num_cpus=num_cpus,
-            num_gpus=1 if has_gpus else 0,
+            num_gpus=1 if n_gpus else 0,
             max_task_retries=MAX_RETRIES,
-        )
-        rows.write_parquet(out, mode="append", ray_remote_args=beside)
+        ).write_parquet(out, mode="append", ray_remote_args=beside)
     except ray.exceptions.RayError as error:
         raise NanoVLMError(f"the Ray cluster failed: {first_line(error)}; run the same command to resume") from error
 
@@ -117,7 +112,7 @@ def list_images(names: Sequence[str], options: CaptionOptions, report: Report) -
     for name in names:
         try:
             system, path = _file_system(name)
-            scheme = f"{name.partition('://')[0]}://" if "://" in name else ""
+            scheme = name[: name.find("://") + 3] if "://" in name else ""
             (info,) = system.get_file_info([path])
             if info.type == fs.FileType.NotFound:
                 raise FileNotFoundError("No such file or directory")
@@ -163,14 +158,11 @@ def connect(address: str | None) -> Any:
         import ray.data
     except ImportError:
         raise MissingExtraError("captions on a cluster need Ray: pip install 'nanovlm[ray]'") from None
-    if ray.is_initialized():
-        return ray
     try:
         if match := re.fullmatch(r"(?:ray://)?([^/]+):(\d+)", address or ""):
             socket.create_connection((match[1].strip("[]"), int(match[2])), timeout=10).close()  # Ray waits 2 minutes
-        ray.init(address, logging_level=logging.ERROR, log_to_driver=False)
+        ray.init(address, logging_level=logging.ERROR, log_to_driver=False, ignore_reinit_error=True)
     except (OSError, OverflowError, ValueError, RuntimeError) as error:
-        raise UsageError(
-            f"Ray cluster {address or 'auto'}: {first_line(error)}; start one with ray start --head"
-        ) from None
+        reason = first_line(error)
+        raise UsageError(f"Ray cluster {address or 'auto'}: {reason}; start one with ray start --head") from None
     return ray

@@ -7,13 +7,12 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovlm.cli.options import add_flags as add_record_flags
-from nanovlm.cli.options import check_prompts, from_args, load_captioner, model_options, refuse_flags, report_missing
+from nanovlm.cli.options import from_args, load_captioner, model_options, refuse_flags, report_missing
 from nanovlm.console import TileProgress, count, is_terminal, print_error, print_remedy, print_text
 from nanovlm.embedded import EMBEDDED, EMBEDDED_LIMITS, PROMPT, SAMPLE
 from nanovlm.errors import ImageError, InputError, UsageError, is_out_of_memory
@@ -22,7 +21,7 @@ from nanovlm.processing import MAX_FRAMES, VIDEO_EXTENSIONS
 
 if TYPE_CHECKING:
     from nanovlm.bulk import Report
-    from nanovlm.captioner import Captioner, Stats
+    from nanovlm.captioner import Captioner
 
 CHECKPOINT = "HuggingFaceTB/SmolVLM2-500M-Video-Instruct"
 HELP = "Caption images, or answer a prompt about each; without arguments, the sample image."
@@ -31,10 +30,17 @@ nanovlm caption photo.jpg --prompt "What is on the table?"
 nanovlm caption photos --out photos/metadata.jsonl --model {CHECKPOINT}
 nanovlm caption photos --choices cat,dog,neither --html review.html --model {CHECKPOINT}"""
 
+FILES = {  # flag: placeholder, help
+    "--from-file": ("FILE", "more names, one a line or separated by zero bytes; - is standard input"),
+    "--out": ("FILE", "a .jsonl table; txt: a .txt beside each image (default for folders)"),
+    "--extension": ("EXT", "of the files beside images, such as .caption (default: .txt)"),
+    "--prefix": ("TEXT", "text before each caption; {folder} is the name of the image's folder"),
+    "--html": ("FILE", "a page to review the captions of a folder: thumbnails, texts, a filter"),
+}
 FILE_FLAGS = ("overwrite", "prefix", "extension", "html", "workers")
 GENERATION_FLAGS = ("temperature", "top_p", "seed", "max_new_tokens", "repetition_penalty", "start_with")
 MODEL_FLAGS = ("model", "adapter", "device", "dtype", "quantize", "max_tiles")
-ADDRESS = re.compile(r"auto|local|ray://.+|[^/\s]+:\d+")  # of a Ray cluster
+ADDRESS = re.compile(r"|auto|local|ray://.+|[^/\s]+:\d+")  # of a Ray cluster
 REASONS = {
     "length": "were cut at --max-new-tokens; raise it",
     "repetition": "were ended as they repeated themselves; try --repetition-penalty 1.2",
@@ -44,34 +50,22 @@ STATS_DIGITS = {"prompt_tokens": None, "new_tokens": None, "first_token_s": 4, "
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("files").add_argument
-    add(
-        "images",
-        nargs="*",
-        metavar="IMAGE",
-        help="images, videos, folders or quoted patterns; - is an image on standard input. Of folders and patterns "
-        "captions are written to files",
-    )
-    add("--from-file", metavar="FILE", help="more names, one a line or separated by zero bytes; - is standard input")
-    add("--out", metavar="FILE", help="a .jsonl table; txt: a .txt beside each image (default for folders)")
-    add("--extension", metavar="EXT", help="of the files beside images, such as .caption (default: .txt)")
+    files = parser.add_argument_group("files")
+    names = "images, videos, folders or quoted patterns; - is an image on standard input. "
+    names += "Of folders and patterns captions are written to files"
+    files.add_argument("images", nargs="*", metavar="IMAGE", help=names)
+    for flag, (metavar, text) in FILES.items():
+        files.add_argument(flag, metavar=metavar, help=text)
+    add = files.add_argument
     add("--overwrite", action="store_const", const=True, help="caption images that have captions, too")
-    add("--prefix", metavar="TEXT", help="text before each caption; {folder} is the name of the image's folder")
-    add("--html", metavar="FILE", help="a page to review the captions of a folder: thumbnails, texts, a filter")
     add("--json", action="store_true", help="print one JSON object per image and prompt")
-    add(
-        "--ray",
-        nargs="?",
-        const="",
-        metavar="ADDRESS",
-        help="caption on this Ray cluster (default: one that runs, else this machine) into parquet files in the folder "
-        "or URI --out",
-    )
+    text = "caption on this Ray cluster (default: one that runs, else this machine) into parquet files in the folder "
+    add("--ray", nargs="?", const="", metavar="ADDRESS", help=text + "or URI --out")
     add("--workers", type=int, metavar="N", help="with --ray: at most N models at once (default: by GPUs, or cores)")
     answers = parser.add_argument_group("how answers are made")
     add = answers.add_argument
-    ours = f"that of the model's training, else {PROMPT!r}"
-    add("--prompt", dest="prompts", action="append", metavar="TEXT", help=f"repeat it for several (default: {ours})")
+    text = f"repeat it for several (default: that of the model's training, else {PROMPT!r})"
+    add("--prompt", dest="prompts", action="append", metavar="TEXT", help=text)
     add("--choices", metavar="A,B,...", help="answer with the most probable of these, and say how probable it is")
     add("--json-schema", metavar="FILE", help="JSON schema that each answer follows (extra structured)")
     add("--as-video", action="store_true", help="read GIF, WebP, a folder or several images as one video, by content")
@@ -85,7 +79,9 @@ def run(args: argparse.Namespace) -> int:
     options = caption_options(args, model)
     several = not options.as_video and any(map(names_several, args.images))
     if args.ray is not None or args.from_file or args.out or several:
-        return caption_names(args, model, options)
+        report = caption_names(args, [*args.images, *read_names(args.from_file)], model, options)
+        print_summary(report)
+        return 1 if report.failed else 0
     refuse_flags(args, FILE_FLAGS, "files: name a folder, or a file by --out")
     if report_missing(args.images):
         return 1
@@ -101,13 +97,14 @@ def names_several(name: str) -> bool:
 
 def caption_options(args: argparse.Namespace, model: ModelOptions) -> CaptionOptions:
     """Settings of each answer. UsageError for flags that exclude each other, before any work."""
-    prompts, choices, schema = args.prompts or [PROMPT], [], None
+    prompts, schema = args.prompts or [PROMPT], None
+    choices: tuple[str, ...] = ()
     if not all(map(str.strip, prompts)):
         raise UsageError("--prompt is empty; omit it to have the image described")
     if len(prompts) != len(set(prompts)) or {"file_name", "text"} & set(prompts):
         raise UsageError("--prompt is given twice, or is file_name or text; each names a column of its own")
     if args.choices is not None:
-        choices = [choice.strip() for choice in args.choices.split(",")]
+        choices = tuple(map(str.strip, args.choices.split(",")))
         if len(set(choices)) < max(2, len(choices)) or not all(choices):
             raise UsageError(f"--choices {args.choices}: name two or more different answers, such as red,green,blue")
         refuse_flags(args, ("json_schema", "start_with", "temperature"), "generated answers: omit it, or --choices")
@@ -119,39 +116,46 @@ def caption_options(args: argparse.Namespace, model: ModelOptions) -> CaptionOpt
         raise UsageError(f"{len(prompts)} prompts with --json-schema or --choices, which are for one; ask one")
     if args.prefix and (schema is not None or len(prompts) > 1):
         raise UsageError("--prefix: several prompts or a schema give JSON, to which no text can be added; omit it")
-    are_videos = [Path(name).suffix.lower() in VIDEO_EXTENSIONS and not Path(name).is_dir() for name in args.images]
+    are_videos = [Path(name).suffix.lower() in VIDEO_EXTENSIONS and not os.path.isdir(name) for name in args.images]
     if any(are_videos) and not (all(are_videos) or args.as_video):
         raise UsageError("videos and images are captioned by commands of their own; name either")
-    given = from_args(GenerationOptions, args, schema=schema)
-    return CaptionOptions(
-        **{name: getattr(given, name) for name in given.given},
-        prompts=tuple(args.prompts or [model.prompt]),
-        choices=tuple(choices),
-        prefix=args.prefix or "",
-        as_video=args.as_video or any(are_videos),
-        max_frames=args.max_tiles or MAX_FRAMES,
-    )
+    from_args(GenerationOptions, args, schema=schema)  # an error comes before a Hub model is downloaded for its prompt
+    args.choices = choices
+    args.as_video = args.as_video or any(are_videos)
+    args.prompts = tuple(args.prompts or [model.prompt])
+    return from_args(CaptionOptions, args, schema=schema, max_frames=args.max_tiles or MAX_FRAMES)
 
 
-# ------------------------------------------------------------------------------------------------------------ files
-
-
-def caption_names(args: argparse.Namespace, model: ModelOptions, options: CaptionOptions) -> int:
-    """Caption what args name into files, or on a Ray cluster into parquet files; 1 if an image failed."""
+def caption_names(args: argparse.Namespace, names: list[str], model: ModelOptions, options: CaptionOptions) -> "Report":
+    """Caption what is named into files, or on a Ray cluster into parquet files."""
     from nanovlm.bulk import Sidecars, Stream, Table, caption_files
 
-    if args.ray and not ADDRESS.fullmatch(args.ray):
+    def check_model_named() -> None:
+        if args.model is None and args.adapter is None:
+            raise UsageError(f"{EMBEDDED_LIMITS}; name another by --model {CHECKPOINT}, or --model embedded")
+
+    def load() -> "Captioner":
+        check_model_named()
+        return load_captioner(model, options.prompts, options.max_new_tokens)
+
+    if args.ray is not None and not ADDRESS.fullmatch(args.ray):
         raise UsageError(f"--ray {args.ray} is no address like auto or ray://HOST:10001; name images before --ray")
-    names = [*args.images, *read_names(args.from_file)]
     if "-" in names or not names:
         raise UsageError("captions in files need names of images; name files or folders, or list them by --from-file")
-    load = partial(load_for_files, args, model, options)
-    label = "embedded" if model.model == EMBEDDED else str(model.model)
-    label += f" + {model.adapter}" if model.adapter else ""
     if args.ray is not None:
-        return caption_on_cluster(args, names, model, options)
+        refuse_flags(args, ("extension", "overwrite", "html"), "one machine: omit it, or --ray")
+        check_positive({"--workers": args.workers})
+        if args.out is None or re.search(r"\.(jsonl|parquet)$|^txt$", args.out):
+            out = args.out or "is missing: it"
+            raise UsageError(f"--out {out} must be a folder or URI for parquet files with --ray")
+        if args.json or options.as_video:
+            raise UsageError("--ray writes captions of images; omit --json and --as-video")
+        check_model_named()
+        from nanovlm.ray_captions import caption_on_ray
+
+        return caption_on_ray(names, args.out, model, options, address=args.ray or None, workers=args.workers)
     refuse_flags(args, ["workers"], "captions on a cluster: add --ray")
-    output: Sidecars | Table
+    output: Stream
     if args.json:
         refuse_flags(args, ("out", "extension", "overwrite", "html"), "captions in files: omit it, or --json")
         output = Stream()
@@ -162,40 +166,15 @@ def caption_names(args: argparse.Namespace, model: ModelOptions, options: Captio
         if not args.out.endswith(".jsonl"):
             raise UsageError(f"--out {args.out} must be a .jsonl file, or txt")
         output = Table(args.out, bool(args.overwrite))
+    label = "embedded" if model.model == EMBEDDED else str(model.model)
+    label += f" + {model.adapter}" if model.adapter else ""
     report = caption_files(load, names, output, options, model=label)
     if args.html:
         from nanovlm.review_page import write_page
 
         write_page(args.html, report.images, [output.row(image) for image in report.images], report.failed)
         print_error(f"{args.html}: a page of {count(len(report.images), 'image')}; open it in a browser")
-    print_summary(report)
-    return 1 if report.failed else 0
-
-
-def load_for_files(args: argparse.Namespace, model: ModelOptions, options: CaptionOptions) -> "Captioner":
-    check_model_named(args)
-    return load_captioner(model, options.prompts, options.max_new_tokens)
-
-
-def check_model_named(args: argparse.Namespace) -> None:
-    if args.model is None and args.adapter is None:
-        raise UsageError(f"{EMBEDDED_LIMITS}; name another by --model {CHECKPOINT}, or --model embedded")
-
-
-def caption_on_cluster(args: argparse.Namespace, names: list[str], model: ModelOptions, options: CaptionOptions) -> int:
-    """Caption names into parquet files; 1 if an image failed."""
-    refuse_flags(args, ("extension", "overwrite", "html"), "one machine: omit it, or --ray")
-    check_positive({"--workers": args.workers})
-    if args.out is None or re.search(r"\.(jsonl|parquet)$|^txt$", args.out):
-        raise UsageError(f"--out {args.out or 'is missing: it'} must be a folder or URI for parquet files with --ray")
-    if args.json or options.as_video:
-        raise UsageError("--ray writes captions of images; omit --json and --as-video")
-    check_model_named(args)
-    from nanovlm.ray_captions import caption_on_ray
-
-    report = caption_on_ray(names, args.out, model, options, address=args.ray or None, workers=args.workers)
-    print_summary(report)
-    return 1 if report.failed else 0
+    return report
 
 
 def checked_extension(extension: str) -> str:
@@ -233,8 +212,9 @@ def print_summary(report: "Report") -> None:
     if report.skipped:
         parts.append(f"{len(report.skipped):,} had captions ({some(report.skipped)})")
     parts += [f"{len(report.failed):,} failed"] if report.failed else []
-    hints = dict.fromkeys(HEIF_EXTENSIONS, f" (to read them: {INSTALL_HEIC})")
-    parts += [f"{n:,} {extension} left out{hints.get(extension, '')}" for extension, n in report.left_out.items()]
+    for extension, n in report.left_out.items():
+        hint = f" (to read them: {INSTALL_HEIC})" if extension in HEIF_EXTENSIONS else ""
+        parts.append(f"{n:,} {extension} left out{hint}")
     print_error("; ".join(parts))
     for origin, n in report.others.items():
         print_error(f"{count(n, 'existing caption')} of another run, with {origin}; --overwrite captions them again")
@@ -248,38 +228,35 @@ def some(names: Sequence[str]) -> str:
     return ", ".join(name if name.isprintable() else repr(name) for name in names[:N_NAMES]) + more
 
 
-# ----------------------------------------------------------------------------------------------------- single images
-
-
 def print_captions(args: argparse.Namespace, model: ModelOptions, options: CaptionOptions) -> int:
     """Print the captions of some images; 1 if one of them failed, after the others are done."""
     captioner = load_captioner(model, own_images=bool(args.images))
     captioner.inference.on_tile = TileProgress()
     ways = ["--max-tiles 4"] if model.max_tiles is None and captioner.processor.max_tiles_per_image > 5 else []
     ways += ["--quantize int8"] if model.quantize is None else []
-    names, failed = args.images or [str(SAMPLE)], 0
+    names: list[Any] = args.images or [str(SAMPLE)]
+    failed = 0
     if options.as_video and len(names) > 1 and not any(Path(name).suffix in VIDEO_EXTENSIONS for name in names):
         names = [names]  # the frames of one video
     for name in names:
         try:
-            seconds = print_caption(args, captioner, options, name)
+            print_remedy(print_caption(args, captioner, options, name), ways)
         except ImageError as error:
             print_error(str(error))
-            failed += 1
+            failed = 1
         except Exception as error:
             if isinstance(error, InputError):
-                check_prompts(captioner, options.prompts, options.max_new_tokens)
+                for prompt in options.prompts:  # raises for one that is too long for any image
+                    captioner.check_prompt(prompt, options.max_new_tokens)
             elif not is_out_of_memory(error):
                 raise
             print_error(f"{name}: {error or 'not enough memory'}")
-            failed += 1
-        else:
-            print_remedy(seconds, ways)
-    return 1 if failed else 0
+            failed = 1
+    return failed
 
 
 def print_caption(
-    args: argparse.Namespace, captioner: "Captioner", options: CaptionOptions, source: str | Sequence[str]
+    args: argparse.Namespace, captioner: "Captioner", options: CaptionOptions, source: str | list[str]
 ) -> float:
     """Print the answers about an image, as JSON, as a line each or, on a terminal, token by token; returns seconds."""
     from nanovlm.captioner import Stats
@@ -291,47 +268,40 @@ def print_caption(
         from nanovlm.processing.video import Video
 
         image = Video.read(source, options.max_frames)
-    stats, prompts, columns = Stats(), options.prompts, {}
+    stats, prompts = Stats(), options.prompts
+    columns: dict[str, Any] = {}
+    lines: list[str] = []
     label = f"{printable(name)}: " if len(args.images) > 1 and isinstance(source, str) else ""
-    if is_terminal(sys.stdout) and not args.json and len(prompts) == 1 and not options.choices:
-        texts = [stream_caption(captioner.stream(image, prompts[0], options=options, stats=stats), label)]
-    elif options.choices:
+    if options.choices:
         best = captioner.classify(image, options.choices, prompts[0])[0]
         texts, columns = [best.text], best.columns()
-        if not args.json:
-            print_text(f"{label}{best.text} ({best.probability:.0%}, log-probability {best.log_probability:.1f})")
+        lines = [f"{best.text} ({best.probability:.0%}, log-probability {best.log_probability:.1f})"]
+    elif is_terminal(sys.stdout) and not args.json and len(prompts) == 1:
+        texts = [""]
+        for piece in captioner.stream(image, prompts[0], options=options, stats=stats):
+            print_text(piece if texts[0] else label + piece, end="")
+            texts[0] += piece
+        print("" if texts[0] else label)
     else:
         texts = captioner.ask(image, prompts, options=options, stats=stats)
         if options.schema is not None:
             texts = [json.dumps(value, ensure_ascii=False) for value in texts]
-        for text in () if args.json else texts:
-            print_text(label + " ".join(text.splitlines()))
-    for prompt, text, reason in zip(prompts, texts, stats.finish_reasons or ["stop"]) if args.json else ():
+        lines = [" ".join(text.splitlines()) for text in texts]
+        columns = {name: round(getattr(stats, name), digits) for name, digits in STATS_DIGITS.items()}
+    if args.json:
         kind = "video" if options.as_video else "image"
-        row = {kind: name, "prompt": prompt, "text": text, "finish_reason": reason}
-        print(json.dumps(row | (columns or stats_columns(stats))), flush=True)
+        for prompt, text, reason in zip(prompts, texts, stats.finish_reasons or ["stop"]):
+            row = {kind: name, "prompt": prompt, "text": text, "finish_reason": reason}
+            print(json.dumps(row | columns), flush=True)
+    else:
+        for line in lines:
+            print_text(label + line)
     if not all(text.removeprefix(options.start_with.rstrip()).strip() for text in texts):
         raise ImageError(f"{name}: the model's answer is empty")
     return stats.total_s
-
-
-def stream_caption(pieces: Iterator[str], label: str) -> str:
-    """Print the pieces of an answer as they come; returns the whole."""
-    text = next(pieces, "")  # an error is raised before the label is printed
-    print_text(label + text, end="")
-    for piece in pieces:
-        print_text(piece, end="")
-        text += piece
-    print()
-    return text
 
 
 def standard_input() -> Any:
     if sys.stdin is None or sys.stdin.isatty():
         raise ImageError("<stdin>: - reads standard input; redirect a file to it")
     return sys.stdin.buffer
-
-
-def stats_columns(stats: "Stats") -> dict[str, float]:
-    """Token counts and seconds of one image, all prompts together, as --json prints them."""
-    return {name: round(getattr(stats, name), digits) for name, digits in STATS_DIGITS.items()}

@@ -18,10 +18,7 @@ from nanovlm.errors import ImageError, NanoVLMError, UsageError, is_out_of_memor
 from nanovlm.options import CHAT_MAX_NEW_TOKENS, GenerationOptions, ModelOptions
 
 if TYPE_CHECKING:
-    from PIL import Image
-
     from nanovlm.captioner import Captioner
-    from nanovlm.processing.video import Video
 
 HELP = "Ask about images, one question after another."
 EXAMPLE = "nanovlm chat photo.jpg"
@@ -43,15 +40,14 @@ def run(args: argparse.Namespace) -> int:
     if report_missing(args.images):
         return 1
     generation = from_args(GenerationOptions, args, max_new_tokens=CHAT_MAX_NEW_TOKENS)
-    try:
-        images = load_images(args.images)
-    except ImageError as error:
-        print_error(str(error))
-        return 1
     captioner = load_captioner(model, own_images=bool(args.images))
     # raises for a model that has no template for a chat of several turns
     captioner.tokenizer.encode_chat([{"role": role, "content": "?"} for role in ("user", "assistant", "user")])
-    chat = Chat(captioner, generation, args.images, images)
+    try:
+        chat = Chat(captioner, generation, args.images)
+    except ImageError as error:
+        print_error(str(error))
+        return 1
     interactive = is_terminal(sys.stdin) and is_terminal(sys.stdout)
     if interactive:
         captioner.inference.on_tile = TileProgress()
@@ -71,53 +67,48 @@ def run(args: argparse.Namespace) -> int:
 class Chat:
     """A chat session on the command line: questions, and commands that begin with /."""
 
-    def __init__(
-        self,
-        captioner: "Captioner",
-        generation: GenerationOptions,
-        paths: Sequence[str],
-        images: Sequence["Image.Image | Video"],
-    ):
+    def __init__(self, captioner: "Captioner", generation: GenerationOptions, paths: Sequence[str]):
         self.captioner, self.generation = captioner, generation
         self.saved: set[str] = set()  # files written by this chat, which it may overwrite
         self.n_failed = 0
-        self.start(paths, images)
+        self.start(paths)
 
-    def start(self, paths: Sequence[str], images: Sequence["Image.Image | Video"]) -> None:
-        """Begin a new session about these images."""
+    def start(self, paths: Sequence[str]) -> None:
+        """Begin a new session about images or a video."""
         from nanovlm.chat_session import ChatSession
+        from nanovlm.processing.video import load_image_or_video
 
-        self.session, self.paths = ChatSession(self.captioner, images), list(paths)
+        self.session = ChatSession(self.captioner, [load_image_or_video(path) for path in paths])
+        self.paths = paths
 
     def handle(self, line: str) -> None:
         """Answer a question or run a command; an error is printed in one line, and the chat goes on."""
         line = line.strip()
+        command, _, argument = line.partition(" ")
         try:
-            command, _, argument = line.partition(" ")
-            if command == "/image":
-                self.open(argument.strip())
-            elif command == "/reset":
-                self.session.reset()
-            elif command == "/save":
-                self.save(argument.strip())
-            elif command.startswith("/"):
-                raise UsageError(f"{command} is not a command: {COMMANDS}")
-            elif line:
-                self.answer(line)
+            match command:
+                case "/image":
+                    self.open(argument.strip())
+                case "/reset":
+                    self.session.reset()
+                case "/save":
+                    self.save(argument.strip())
+                case _ if command.startswith("/"):
+                    raise UsageError(f"{command} is not a command: {COMMANDS}")
+                case _ if line:
+                    self.answer(line)
         except BrokenPipeError:
             raise
-        except NanoVLMError as error:
-            self.report(str(error).replace("reset the chat", "forget the questions by /reset"))
-        except OSError as error:
-            self.report(f"{line}: {error.strerror or error}")
-        except (MemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error):
+        except Exception as error:
+            self.n_failed += 1
+            if isinstance(error, NanoVLMError):
+                print_error(str(error).replace("reset the chat", "forget the questions by /reset"))
+            elif is_out_of_memory(error):
+                print_error(f"not enough memory ({error})")
+            elif isinstance(error, OSError):
+                print_error(f"{line}: {error.strerror or error}")
+            else:
                 raise
-            self.report(f"not enough memory ({error})")
-
-    def report(self, message: str) -> None:
-        self.n_failed += 1
-        print_error(message)
 
     def answer(self, question: str) -> None:
         """Print the answer as it is generated."""
@@ -137,39 +128,29 @@ class Chat:
             raise UsageError(f"/image {argument}: {error}") from None
         if not paths:
             raise UsageError("/image needs a path: /image FILE")
-        self.start(paths, load_images(paths))
+        self.start(paths)
 
     def save(self, name: str) -> None:
         """Write the chat to a new file, or to one that this chat wrote before: .json is training data, others text."""
+        path = Path(name)
+        history = self.session.history
         if not name:
             raise UsageError("/save needs a name: /save FILE")
-        path = Path(name)
         if path.exists() and os.path.abspath(path) not in self.saved:
             raise UsageError(f"{name} exists already; save under another name")
-        is_json = path.suffix == ".json"
-        text = self.as_json(path.parent) if is_json else self.as_text()
+        if path.suffix == ".json":
+            images = [Path(os.path.relpath(image, path.parent)).as_posix() for image in self.paths]
+            turns = [turn for pair in history for turn in zip(("user", "assistant"), pair)]
+            messages = [{"role": role, "content": text} for role, text in turns]
+            text = json.dumps([{"images": images, "messages": messages}], indent=2)
+            kind = "JSON that `nanovlm train --data` reads"
+        else:
+            text = "".join(f"{image}\n" for image in self.paths)
+            text += "".join(f"\n> {question}\n{answer}\n" for question, answer in history)
+            kind = "plain text"
         path.write_bytes(text.encode("utf-8", "surrogateescape"))  # a path may hold bytes that are not UTF-8
         self.saved.add(os.path.abspath(path))
-        kind = "JSON that `nanovlm train --data` reads" if is_json else "plain text"
-        print_error(f"{name}: {len(self.session.history)} questions and answers as {kind}")
-
-    def as_json(self, folder: Path) -> str:
-        """The chat as training data, with image paths relative to folder."""
-        messages = []
-        for question, answer in self.session.history:
-            messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-        images = [Path(os.path.relpath(path, folder)).as_posix() for path in self.paths]
-        return json.dumps([{"images": images, "messages": messages}], indent=2)
-
-    def as_text(self) -> str:
-        paths = "".join(f"{path}\n" for path in self.paths)
-        return paths + "".join(f"\n> {question}\n{answer}\n" for question, answer in self.session.history)
-
-
-def load_images(paths: Sequence[str]) -> list["Image.Image | Video"]:
-    from nanovlm.processing.video import load_image_or_video
-
-    return [load_image_or_video(path) for path in paths]
+        print_error(f"{name}: {len(history)} questions and answers as {kind}")
 
 
 def read_lines(interactive: bool) -> Iterator[str]:

@@ -6,19 +6,14 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 from nanovlm.cli.options import add_flags as add_record_flags
-from nanovlm.cli.options import (
-    add_model_flags,
-    check_data_names,
-    from_args,
-    load_captioner,
-    model_options,
-)
+from nanovlm.cli.options import check_data_names, flag_of, from_args, load_captioner, model_options
 from nanovlm.console import count, print_error
 from nanovlm.errors import UsageError
-from nanovlm.options import ReadOptions, check_positive
+from nanovlm.options import ModelOptions, ReadOptions, check_positive
 from nanovlm.training.config import RUN_FILE
 
 if TYPE_CHECKING:
@@ -32,31 +27,17 @@ MAX_PROMPT = 40  # characters of a prompt in the table
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--data", nargs="+", action="extend", required=True, metavar="PATH", help="data as `nanovlm train` reads it")
-    add_model_flags(parser)
+    add_record_flags(parser, ModelOptions)
     add_record_flags(parser, ReadOptions)
-    add(
-        "--validation",
-        nargs="?",
-        const=True,
-        metavar="N_OR_SHARE_OR_PATH",
-        help="ask only what training with the same --validation holds out; without a value, what it holds out by "
-        "default (default: all examples)",
-    )
+    ask = "ask only what training with the same --validation holds out; without a value, what it holds out by "
+    ask += "default (default: all examples)"
+    add("--validation", nargs="?", const=True, metavar="N_OR_SHARE_OR_PATH", help=ask)
     add("--limit", type=int, metavar="N", help="ask of each source at most the first N examples")
-    add(
-        "--metric",
-        action="append",
-        metavar="NAME",
-        help="exact_match, f1, vqa_accuracy, anls, cider, or module:function(answer, references) of your own (default: "
-        "all five)",
-    )
+    names = "exact_match, f1, vqa_accuracy, anls, cider, or module:function(answer, references) of your own"
+    add("--metric", action="append", metavar="NAME", help=f"{names} (default: all five)")
     add("--batch-size", type=int, default=16, metavar="N", help="questions answered together (default: 16)")
-    add(
-        "--max-new-tokens",
-        type=int,
-        metavar="N",
-        help="maximum length of an answer (default: that of the longest reference, and 16 more)",
-    )
+    length = "maximum length of an answer (default: that of the longest reference, and 16 more)"
+    add("--max-new-tokens", type=int, metavar="N", help=length)
     add("--json", action="store_true", help="print a JSON object with all answers instead of a table")
     add("--report", metavar="FILE.html", help="write a page of what was taken for what, and of the wrong answers")
 
@@ -100,24 +81,23 @@ def run(args: argparse.Namespace) -> int:
 
 def trained_on(folder: Path, data: Sequence[str]) -> list[str]:
     """Those of the data that run.json in a model's folder names as its training data."""
+
+    def source(text: str) -> str:
+        """A name of data without its share, absolute if it is a path."""
+        path = text if os.path.exists(text) else text.rpartition("@")[0] or text
+        return os.path.realpath(path) if os.path.exists(path) else path
+
     try:
-        named = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))["data"]
-        trained = {_source(text) for text in named}
+        trained = set(map(source, json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))["data"]))
     except (OSError, ValueError, KeyError, TypeError):
         return []
-    return [text for text in data if _source(text) in trained]
-
-
-def _source(text: str) -> str:
-    """A name of data without its share, absolute if it is a path."""
-    path = text if os.path.exists(text) else text.rpartition("@")[0] or text
-    return os.path.realpath(path) if os.path.exists(path) else path
+    return [text for text in data if source(text) in trained]
 
 
 def check_flags(args: argparse.Namespace) -> None:
     """UsageError for a value out of range."""
-    numbers = {"--limit": args.limit, "--batch-size": args.batch_size, "--max-new-tokens": args.max_new_tokens}
-    check_positive(numbers)
+    names = ("limit", "batch_size", "max_new_tokens")
+    check_positive({flag_of(name): getattr(args, name) for name in names})
     if args.report and Path(args.report).suffix.lower() != ".html":
         raise UsageError(f"--report {args.report}: name an .html file")
     if args.report and not os.access(Path(args.report).parent, os.W_OK | os.X_OK):
@@ -128,18 +108,19 @@ def as_json(model: str, result: "Evaluation") -> str:
     """The scores of all answers, of each source and prompt, and every answer, as a JSON object."""
     from nanovlm.evaluation.metrics import intervals
 
+    n = len(result.answers)
     answers = [
         {name: getattr(answer.question, name) for name in ("source", "name", "prompt")}
-        | {"answer": answer.text, "references": list(answer.question.references), "scores": _numbers(answer.scores)}
+        | {"answer": answer.text, "references": [*answer.question.references], "scores": _numbers(answer.scores)}
         for answer in result.answers
     ]
     groups = [
         {"source": source, "prompt": prompt, "questions": len(group.answers), "scores": _numbers(group.scores)}
-        for source, prompt, group in result.groups(max_prompts=len(answers))
+        for source, prompt, group in result.groups(max_prompts=n)
     ]
-    fields: dict[str, Any] = {"model": model, "questions": len(answers), "scores": _numbers(result.scores)}
-    fields["intervals"] = intervals(result.scores, len(answers))
-    fields |= {"groups": groups, "answers": answers, "skipped": list(result.skipped)}
+    fields: dict[str, Any] = {"model": model, "questions": n, "scores": _numbers(result.scores)}
+    fields |= {"intervals": intervals(result.scores, n), "groups": groups, "answers": answers}
+    fields["skipped"] = list(result.skipped)
     return json.dumps(fields, ensure_ascii=False, indent=2, allow_nan=False)
 
 
@@ -154,23 +135,16 @@ def table(result: "Evaluation") -> str:
 
     if not result.answers:
         return "no questions"
-    groups, n = result.groups(), len(result.answers)
+    groups = result.groups()
+    if sum(prompt is None for _, prompt, _ in groups) > 1:
+        groups.append(("all", None, result))
     rows = [("", "questions", *result.scores)]
     for source, prompt, group in groups:
-        name = source if prompt is None else f"  {_shortened(prompt)}"
+        name = source if prompt is None else f"  {shorten(prompt, MAX_PROMPT, placeholder='...')}"
         rows.append((name, f"{len(group.answers):,}", *(f"{value:.3f}" for value in group.scores.values())))
-    if sum(prompt is None for _, prompt, _ in groups) > 1:
-        rows.append(("all", f"{n:,}", *(f"{value:.3f}" for value in result.scores.values())))
-    found = intervals(result.scores, n)
+    found = intervals(result.scores, len(result.answers))
     cells = ("{:.3f}-{:.3f}".format(*found[name]) if name in found else "" for name in result.scores)
     rows.append(("95% interval", "", *cells))
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    return "\n".join(
-        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:]))])
-        for row in rows
-    )
-
-
-def _shortened(prompt: str) -> str:
-    text = " ".join(prompt.split())
-    return text if len(text) <= MAX_PROMPT else text[: MAX_PROMPT - 3] + "..."
+    first, *widths = [max(map(len, column)) for column in zip(*rows)]
+    lines = ([name.ljust(first), *map(str.rjust, cells, widths)] for name, *cells in rows)
+    return "\n".join(map("  ".join, lines))

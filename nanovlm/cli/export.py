@@ -5,12 +5,16 @@ import json
 import logging
 from pathlib import Path
 
+from nanovlm.cli.options import flag_of
 from nanovlm.errors import UsageError
 from nanovlm.options import check_output_folder, is_model_name
 
 HELP = "Write a model in the layout of transformers' SmolVLM, or as GGUF files for llama.cpp."
 EXAMPLE = "nanovlm export out/mine --out out/smolvlm"
 
+DTYPES = ("float32", "bfloat16", "float16")
+ONNX_TYPES = ("float32", "float16", "int8")
+GGUF_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")
 MARKER = "nanovlm_export.json"  # in a folder that an export may write again
 # What an export writes, replaces or removes.
 WRITTEN = (
@@ -25,32 +29,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("model", metavar="MODEL", help="a folder or a Hub id, owner/name")
     add("--out", required=True, metavar="FOLDER", help="folder for the exported files")
     add("--revision", help="branch, tag or commit of a Hub model")
-    add(
-        "--adapters",
-        action="store_true",
-        help="of a LoRA run: export the base model, and for PEFT the adapters in FOLDER/adapter, not both merged",
-    )
+    text = "of a LoRA run: export the base model, and for PEFT the adapters in FOLDER/adapter, not both merged"
+    add("--adapters", action="store_true", help=text)
     add("--base", metavar="MODEL", help="with --adapters: the base model (default: the one that the run recorded)")
-    add(
-        "--dtype",
-        default="float32",
-        choices=("float32", "bfloat16", "float16"),
-        help="dtype of the weights (default: float32)",
-    )
+    add("--dtype", default="float32", choices=DTYPES, help="dtype of the weights (default: float32)")
     add("--onnx", action="store_true", help="also write ONNX graphs to FOLDER/onnx, for ONNX Runtime and OpenVINO")
-    add(
-        "--onnx-dtype",
-        nargs="+",
-        choices=("float32", "float16", "int8"),
-        metavar="DTYPE",
-        help="types of the ONNX graphs: float32, float16, int8 (default: float32)",
-    )
+    text = f"types of the ONNX graphs: {', '.join(ONNX_TYPES)} (default: float32)"
+    add("--onnx-dtype", nargs="+", choices=ONNX_TYPES, metavar="DTYPE", help=text)
     add("--gguf", action="store_true", help="write two GGUF files for llama.cpp instead: text model and mmproj")
-    add(
-        "--gguf-type",
-        choices=("f32", "f16", "bf16", "q8_0", "q4_0"),
-        help="type of the matrices in GGUF files (default: f16)",
-    )
+    add("--gguf-type", choices=GGUF_TYPES, help="type of the matrices in GGUF files (default: f16)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -62,7 +49,11 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--out {out} holds {found[0]}, which is of no former export; name another folder")
     if not is_model_name(args.model):
         raise UsageError(f"{args.model} must be a folder with config.json, or a Hub id like owner/name")
-    check_flags(args)
+    for flag, needed in (("onnx_dtype", "onnx"), ("base", "adapters"), ("gguf_type", "gguf")):
+        if getattr(args, flag) and not getattr(args, needed):
+            raise UsageError(f"{flag_of(flag)} needs {flag_of(needed)}")
+    if args.gguf and (args.onnx or args.adapters):
+        raise UsageError("--gguf writes no SmolVLM folder, which --onnx and --adapters add to; run the command twice")
     try:
         export(args)
     finally:
@@ -102,16 +93,3 @@ def export(args: argparse.Namespace) -> None:
         logger.warning("note: the LoRA adapters are merged into the weights; --adapters exports them for PEFT")
     for note in export_notes(captioner.model.cfg):
         logger.warning("note: %s", note)
-
-
-def check_flags(args: argparse.Namespace) -> None:
-    """UsageError for flags that need another one, or that contradict each other."""
-    for flag, needed, is_missing in (
-        ("--onnx-dtype", "--onnx", args.onnx_dtype and not args.onnx),
-        ("--base", "--adapters", args.base and not args.adapters),
-        ("--gguf-type", "--gguf", args.gguf_type and not args.gguf),
-    ):
-        if is_missing:
-            raise UsageError(f"{flag} needs {needed}")
-    if args.gguf and (args.onnx or args.adapters):
-        raise UsageError("--gguf writes no SmolVLM folder, which --onnx and --adapters add to; run the command twice")

@@ -11,6 +11,7 @@ import shlex
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
@@ -36,10 +37,12 @@ class Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `nanovlm VERB ...`; returns the exit code."""
     argv = sys.argv[1:] if argv is None else list(argv)
-    if argv and argv[0] not in VERBS and names_image(argv[0]):
-        print_error(f"nanovlm: {argv[0]!r} is not a verb; did you mean: nanovlm caption {shlex.join(argv)}")
+    first = argv[0] if argv else "-"
+    is_image = first[:1] != "-" and (os.path.exists(first) or Path(first).suffix.lower() in IMAGE_SUFFIXES)
+    if is_image and first not in VERBS:
+        print_error(f"nanovlm: {first!r} is not a verb; did you mean: nanovlm caption {shlex.join(argv)}")
         return EXIT_USAGE
-    names = argv[:1] if argv and argv[0] in VERBS else VERBS
+    names = [first] if first in VERBS else VERBS
     verbs = {name: import_verb(name) for name in names}  # each imports what its flags need
     parser = Parser(
         prog="nanovlm",
@@ -62,6 +65,11 @@ def run_verb(name: str, argv: Sequence[str] | None = None) -> int:
     return run(parser.parse_args(argv))
 
 
+def import_verb(name: str) -> ModuleType:
+    """The module of a verb: it has HELP, EXAMPLE, add_flags(parser) and run(args), which returns the exit code."""
+    return importlib.import_module(f"nanovlm.cli.{name}")
+
+
 def describe(verb: ModuleType, program: str) -> dict[str, Any]:
     """The beginning of a verb's help: usage in one line, and examples for a program that runs it."""
     name = verb.__name__.rpartition(".")[2]
@@ -72,18 +80,6 @@ def describe(verb: ModuleType, program: str) -> dict[str, Any]:
         "formatter_class": argparse.RawDescriptionHelpFormatter,
         "add_help": False,
     }
-
-
-def import_verb(name: str) -> ModuleType:
-    """The module of a verb: it has HELP, EXAMPLE, add_flags(parser) and run(args), which returns the exit code."""
-    return importlib.import_module(f"nanovlm.cli.{name}")
-
-
-def names_image(argument: str) -> bool:
-    """Whether an argument in the verb's place is an existing file or folder, or ends like an image file."""
-    if argument.startswith("-"):
-        return False
-    return os.path.exists(argument) or Path(argument).suffix.lower() in IMAGE_SUFFIXES
 
 
 def add_verb_flags(verb: ModuleType, parser: Parser) -> None:
@@ -98,7 +94,10 @@ def run(args: argparse.Namespace) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")  # a character that the terminal lacks is no failure
     configure_logging()
     try:
-        check_current_folder()
+        try:
+            os.getcwd()
+        except FileNotFoundError:  # MKL would end the program, as if libtorch could not be loaded
+            raise UsageError("the current folder was deleted; change to one that exists") from None
         with warnings_as_notes():
             return args.run(args)
     except KeyboardInterrupt:
@@ -106,37 +105,30 @@ def run(args: argparse.Namespace) -> int:
     except Exception as error:
         if os.environ.get("NANOVLM_DEBUG", "0") not in ("", "0"):
             traceback.print_exc()
-        return report_exception(args, error)
+        message, code = explain(error, args)
+        print_error(f"{args.prog}: {message}") if message else None
+        return code
 
 
-def check_current_folder() -> None:
-    """UsageError if the current folder was deleted: MKL would end the program, as if libtorch could not be loaded."""
-    try:
-        os.getcwd()
-    except FileNotFoundError:
-        raise UsageError("the current folder was deleted; change to one that exists") from None
-
-
-def report_exception(args: argparse.Namespace, error: Exception) -> int:
-    """Print one line for an error of the user's, and the traceback of any other; returns the exit code."""
-    prog, message = args.prog, str(error)
-    if isinstance(error, NanoVLMError):
-        if isinstance(error, InputError) and (name := message.partition("=")[0]) in args:
-            message = message.replace(f"{name}=", f"--{name.replace('_', '-')} ", 1)
-        print_error(f"{prog}: {message}")
-        return error.exit_code
-    if is_out_of_memory(error):
-        print_error(f"{prog}: not enough memory; try --dtype bfloat16, --max-tiles 1 or smaller batches ({error})")
-        return EXIT_FAILURE
-    if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] not in ("nanovlm", "models"):
-        print_error(f"{prog}: the Python package {error.name} is missing; install nanovlm and what it needs: {INSTALL}")
-        return EXIT_USAGE
-    if isinstance(error, OSError):
-        if not isinstance(error, BrokenPipeError):  # raised when the reader of a pipe leaves, as `head` does
-            print_error(f"{prog}: {error}")
-        if sys.stdout is not None:  # or Python reports the same error again at exit, when it flushes stdout
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_FAILURE
+def explain(error: Exception, args: argparse.Namespace) -> tuple[str, int]:
+    """The line and the exit code for an error; a bug's traceback is printed before."""
+    match error:
+        case NanoVLMError():
+            name, _, rest = str(error).partition("=")
+            is_flag = isinstance(error, InputError) and name in args
+            return f"--{name.replace('_', '-')} {rest}" if is_flag else str(error), error.exit_code
+        case _ if is_out_of_memory(error):
+            ways = "--dtype bfloat16, --max-tiles 1 or smaller batches"
+            return f"not enough memory; try {ways} ({error})", EXIT_FAILURE
+        case ModuleNotFoundError() if (error.name or "").partition(".")[0] not in ("nanovlm", "models"):
+            return (
+                f"the Python package {error.name} is missing; install nanovlm and what it needs: {INSTALL}",
+                EXIT_USAGE,
+            )
+        case OSError():
+            with suppress(AttributeError, OSError):  # or Python, which flushes stdout at exit, reports the error again
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            is_left = isinstance(error, BrokenPipeError)  # the reader of a pipe leaves, as `head` does
+            return "" if is_left else str(error), EXIT_FAILURE
     traceback.print_exception(error)
-    print_error(f"{prog}: this is a bug in nanovlm; please report it with the lines above")
-    return EXIT_BUG
+    return "this is a bug in nanovlm; please report it with the lines above", EXIT_BUG

@@ -74,13 +74,8 @@ def from_args(record: type[Record], args: argparse.Namespace, **defaults: Any) -
     return record(**defaults | given(record, args))
 
 
-def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `ModelOptions`."""
-    add_flags(parser, ModelOptions)
-
-
 def model_options(args: argparse.Namespace) -> ModelOptions:
-    if getattr(args, "model", None) == "embedded":
+    if args.model == "embedded":
         args.model = EMBEDDED
     return from_args(ModelOptions, args)
 
@@ -89,7 +84,7 @@ def refuse_flags(args: argparse.Namespace, flags: Sequence[str], reason: str) ->
     """Raise UsageError if one of some flags is given."""
     for flag in flags:
         if getattr(args, flag) is not None:
-            raise UsageError(f"--{flag.replace('_', '-')} is for {reason}")
+            raise UsageError(f"{flag_of(flag)} is for {reason}")
 
 
 def load_captioner(
@@ -102,16 +97,11 @@ def load_captioner(
     from nanovlm.captioner import Captioner
 
     captioner = Captioner.load(options)
-    check_prompts(captioner, prompts, max_new_tokens)
+    for prompt in prompts:
+        captioner.check_prompt(prompt, max_new_tokens)
     if options.model == EMBEDDED and options.adapter is None and own_images:
         print_error(EMBEDDED_NOTE)
     return captioner
-
-
-def check_prompts(captioner: "Captioner", prompts: Sequence[str], max_new_tokens: int) -> None:
-    """Raise InputError for a prompt that even without an image exceeds the model's context."""
-    for prompt in prompts:
-        captioner.check_prompt(prompt, max_new_tokens)
 
 
 def report_missing(names: Sequence[str]) -> bool:
@@ -127,6 +117,5 @@ def check_data_names(names: Sequence[str]) -> None:
     for name in names:
         path = name if os.path.exists(name) else name.rpartition("@")[0] or name
         if not (os.path.exists(path) or "/" in path or path == "scenes"):
-            raise UsageError(
-                f"--data {path}: no such file or folder, nor a Hub data set like owner/name; correct the path"
-            )
+            problem = "no such file or folder, nor a Hub data set like owner/name; correct the path"
+            raise UsageError(f"--data {path}: {problem}")

@@ -5,9 +5,10 @@ import os
 from pathlib import Path
 
 from nanovlm import EMBEDDED
-from nanovlm.cli.options import EMBEDDED_LIMITS, add_model_flags, from_args, load_captioner, model_options
+from nanovlm.cli.options import EMBEDDED_LIMITS, from_args, load_captioner, model_options
 from nanovlm.cli.options import add_flags as add_record_flags
 from nanovlm.errors import MissingExtraError
+from nanovlm.options import ModelOptions
 from nanovlm.serving.options import ServeOptions
 
 HELP = "Serve a web page and OpenAI's chat completions API."
@@ -16,7 +17,7 @@ EXAMPLE = "nanovlm serve --port 8000"
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add_record_flags(parser, ServeOptions)
-    add_model_flags(parser)
+    add_record_flags(parser, ModelOptions)
 
 
 def run(args: argparse.Namespace) -> int:

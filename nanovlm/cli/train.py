@@ -25,18 +25,11 @@ ONEDNN_CACHES, ONEDNN_CAPACITY = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add(
-        "--config",
-        metavar="run.json",
-        help="take flags from a file, as every run writes one to --out; those of the command line win",
-    )
+    text = "take flags from a file, as every run writes one to --out; those of the command line win"
+    add("--config", metavar="run.json", help=text)
     add("--recipe", choices=("scenes",), help="instead of --data: train the embedded model from scratch")
-    add(
-        "--check-data",
-        action="store_true",
-        default=None,
-        help="read all examples, print counts, errors and three examples; train nothing",
-    )
+    text = "read all examples, print counts, errors and three examples; train nothing"
+    add("--check-data", action="store_true", default=None, help=text)
     add_record_flags(parser, ModelOptions, ["threads"])
     add_record_flags(parser, FinetuneOptions)
     add_record_flags(parser, ReadOptions)
@@ -84,15 +77,14 @@ def apply_run_file(args: argparse.Namespace) -> None:
 
 def config_from_args(args: argparse.Namespace) -> TrainConfig:
     """The settings of the run: the defaults of its kind, and those that were given."""
-    defaults = SCENES if args.recipe else ADAPTERS if args.lora_rank else FINETUNING
-    return replace(defaults, **given(TrainConfig, args))
+    kind = SCENES if args.recipe else ADAPTERS if args.lora_rank else FINETUNING
+    return replace(kind, **given(TrainConfig, args))
 
 
 def options_from_args(args: argparse.Namespace) -> FinetuneOptions:
     """The model, the data and the folder of the run."""
-    settings = given(FinetuneOptions, args) | {"out": Path(args.out or os.devnull)}
     return FinetuneOptions(
-        **settings,
+        **given(FinetuneOptions, args) | {"out": Path(args.out or os.devnull)},
         read=from_args(ReadOptions, args, model_prompt=default_prompt(args.model or "")),
         flags={name: value for name, value in vars(args).items() if name not in NOT_WRITTEN and value is not None},
         automatic=[name for name in AUTOMATIC if args.data and getattr(args, name, None) is None],

@@ -35,15 +35,7 @@ from nanovlm.processing.image_urls import fetch
 from nanovlm.processing.tokenizer import StreamingDecoder
 from nanovlm.serving.chat_inputs import Chat, encode_chat, is_data_url, prepare_images, read_chat
 from nanovlm.serving.engine import Engine
-from nanovlm.serving.openai_api import (
-    DEFAULT_MAX_TOKENS,
-    APIError,
-    ChatRequest,
-    ImageURL,
-    Response,
-    StopStrings,
-    event,
-)
+from nanovlm.serving.openai_api import APIError, ChatRequest, ImageURL, Response, StopStrings, event
 from nanovlm.serving.options import ServeOptions
 
 logger = logging.getLogger(__name__)
@@ -80,69 +72,41 @@ def make_app(captioner: Captioner, name: str, options: ServeOptions, description
             message = "wrong or missing API key; send it as Authorization: Bearer KEY"
             raise APIError(401, message, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
+    app = FastAPI(title="nanoVLM", lifespan=lifespan, openapi_url=None)
+    api = APIRouter(dependencies=[Depends(check_key)])
+    api.add_api_route("/chat/completions", chats.complete, methods=["POST"])
+
+    @api.api_route("/models", methods=GET)
     def list_models() -> dict[str, Any]:
-        cfg = captioner.processor.cfg
         model = {"id": name, "object": "model", "created": 0, "owned_by": "nanovlm"}
-        model |= {"max_model_len": cfg.lm_max_position_embeddings}  # vLLM's
+        model |= {"max_model_len": captioner.processor.cfg.lm_max_position_embeddings}  # vLLM's
         model |= {"description": description, "default_prompt": chats.default_prompt}  # the page's
         return {"object": "list", "data": [model]}
 
+    @api.api_route("/models/{model:path}", methods=GET)
     def retrieve_model(model: str) -> dict[str, Any]:
         if model != name:
             raise APIError(404, f"no model {model!r} here, only {name!r}", "model_not_found", "model")
         return list_models()["data"][0]
 
+    @app.api_route("/health", methods=GET)
     def health() -> JSONResponse:
         running, alive = chats.engine.batch.running, chats.engine.alive
         counts = {"running": running, "waiting": max(0, len(chats.active) - running)}
         return JSONResponse({"status": "ok" if alive else "stopped", "model": name} | counts, 200 if alive else 503)
 
-    app = FastAPI(title="nanoVLM", lifespan=lifespan, openapi_url=None)
-    app.state.chats = chats
     if options.allow_origin:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=options.allow_origin,
-            allow_methods=["*"],
-            allow_headers=["*"],
-            expose_headers=["Retry-After"],
-        )
+        cors: dict[str, Any] = {"allow_methods": ["*"], "allow_headers": ["*"], "expose_headers": ["Retry-After"]}
+        app.add_middleware(CORSMiddleware, allow_origins=options.allow_origin, **cors)
     app.add_middleware(Gate, chats=chats)
-    api = APIRouter(dependencies=[Depends(check_key)])
-    api.add_api_route("/chat/completions", chats.complete, methods=["POST"])
-    api.add_api_route("/models", list_models, methods=GET)
-    api.add_api_route("/models/{model:path}", retrieve_model, methods=GET)
     app.include_router(api, prefix="/v1")
     app.include_router(api)  # some clients leave /v1 out, as llama.cpp's server allows
-    app.add_api_route("/health", health, methods=GET)
     app.add_api_route("/sample.png", lambda: FileResponse(SAMPLE), methods=GET)
     app.mount("/", StaticFiles(directory=STATIC, html=True))
-    for kind in (NanoVLMError, APIError, HTTPException, Exception):
-        app.add_exception_handler(kind, send_error)
+    for kind in (NanoVLMError, APIError, HTTPException, TimeoutError, Exception):
+        app.add_exception_handler(kind, chats.send_error)
+    app.state.chats = chats
     return app
-
-
-async def send_error(request: Request, error: Exception) -> JSONResponse:
-    problem = request.state.problem = as_api_error(error, f"{request.method} {request.url.path}")
-    return JSONResponse(problem.body, problem.status, problem.headers)
-
-
-def as_api_error(error: Exception, route: str = "") -> APIError:
-    """An error in words for the client, who learns no details of an unexpected one."""
-    match error:
-        case APIError():
-            return error
-        case ImageError():
-            return APIError(400, str(error), "invalid_image", "messages")
-        case NanoVLMError():  # its first word names the field, or else it is about the chat
-            field = re.split(r"\W", str(error), maxsplit=1)[0]
-            return APIError(400, str(error), param=field if field in ChatRequest.model_fields else "messages")
-        case HTTPException():
-            return APIError(error.status_code, f"{route}: {error.detail}", headers=dict(error.headers or {}))
-        case ClientDisconnect():
-            return APIError(CLIENT_LEFT, "the client disconnected")
-    logger.error("a request failed", exc_info=error)
-    return APIError(500, "internal server error; the server's log has the reason")
 
 
 class Gate:
@@ -168,18 +132,16 @@ class Gate:
             await send(message)
 
         try:
-            if problem := self._refusal(Headers(scope=scope)):
-                state["problem"] = problem
-                await JSONResponse(problem.body, problem.status)(scope, receive, send_with_headers)
-            else:
-                await self.app(scope, receive, send_with_headers)
+            problem = state["problem"] = self._refusal(Headers(scope=scope))
+            app = self.app if problem is None else JSONResponse(problem.body, problem.status)
+            await app(scope, receive, send_with_headers)
         finally:
-            response, problem = state.get("response"), state.get("problem")
+            response, problem = state.get("response"), state["problem"]
             if response is not None:
                 await self.chats.release(response)
             if not self.options.quiet and (response or problem):
-                status = problem.status if problem else status
                 details = problem or response.summary(time.monotonic() - started)
+                status = problem.status if problem else status
                 logger.info("%s %s %d: %s", scope["method"], scope["path"], status, details)
 
     def _refusal(self, headers: Headers) -> APIError | None:
@@ -207,6 +169,30 @@ class Chats:
         self.active: set[Response] = set()
         self.prepared = asyncio.Semaphore(MAX_PREPARED)  # which requests pass in the order of their arrival
 
+    async def send_error(self, request: Request, error: Exception) -> JSONResponse:
+        problem = request.state.problem = self.as_api_error(error, f"{request.method} {request.url.path}")
+        return JSONResponse(problem.body, problem.status, problem.headers)
+
+    def as_api_error(self, error: Exception, route: str = "") -> APIError:
+        """An error in words for the client, who learns no details of an unexpected one."""
+        match error:
+            case APIError():
+                return error
+            case ImageError():
+                return APIError(400, str(error), "invalid_image", "messages")
+            case NanoVLMError():  # its first word names the field, or else it is about the chat
+                field = re.split(r"\W", str(error), maxsplit=1)[0]
+                return APIError(400, str(error), param=field if field in ChatRequest.model_fields else "messages")
+            case HTTPException():
+                return APIError(error.status_code, f"{route}: {error.detail}", headers=dict(error.headers or {}))
+            case ClientDisconnect():
+                return APIError(CLIENT_LEFT, "the client disconnected")
+            case TimeoutError():
+                message = f"no complete answer within {self.options.timeout:g} s; ask for fewer tokens"
+                return APIError(504, message, "timeout")
+        logger.error("a request failed", exc_info=error)
+        return APIError(500, "internal server error; the server's log has the reason")
+
     async def complete(self, http: Request) -> HTTPResponse:
         """The response to one request, which has its place before its body is read."""
         places = self.options.max_num_seqs + self.options.max_pending
@@ -216,10 +202,8 @@ class Chats:
         response = http.state.response = Response(self.name)
         self.active.add(response)
         http.state.deadline = asyncio.get_running_loop().time() + self.options.timeout
-        async with self._until(http.state.deadline):
-            body = await read_body(http, self.options.max_body)
-            request = await asyncio.to_thread(ChatRequest.parse, body)
-            del body
+        async with asyncio.timeout_at(http.state.deadline):
+            request = await asyncio.to_thread(ChatRequest.parse, await read_body(http, self.options.max_body))
             return await unless_disconnected(http, self._answer(request, response, http.state))
 
     async def release(self, response: Response) -> None:
@@ -240,26 +224,22 @@ class Chats:
             response.pieces = self._pieces(prompt, request, response)
             first = await anext(response.pieces)
         if request.stream:
-            events = self._events(first, response.pieces, request, state)
+            events = self._events(first, request, state)
             return StreamingResponse(events, headers={"X-Accel-Buffering": "no"}, media_type="text/event-stream")
-        text = first + "".join([piece async for piece in response.pieces])
-        return JSONResponse(response.whole(text))
+        return JSONResponse(response.whole(first + "".join([piece async for piece in response.pieces])))
 
     async def _files(self, images: list[ImageURL]) -> list[bytes | str]:
         """Remote files of images; data URLs as they are, since a thread decodes them."""
-        files: list[bytes | str] = []
+        files: list[bytes | str] = [image.url for image in images]
         free = self.options.max_body
-        for image in images:
+        for i, image in enumerate(images):
             if is_data_url(image.url):
-                files.append(image.url)
-            elif self.options.allow_remote:
-                files.append(await fetch(image.url, free))
-                free -= len(files[-1])
-            else:
-                raise ImageError(
-                    f"{image.url[:60]!r} holds no image, and this server fetches none; send data:image/png;base64,... "
-                    "or start it with --allow-remote"
-                )
+                continue
+            if not self.options.allow_remote:
+                ways = "send data:image/png;base64,... or start it with --allow-remote"
+                raise ImageError(f"{image.url[:60]!r} holds no image, and this server fetches none; {ways}")
+            files[i] = await fetch(image.url, free)
+            free -= len(files[i])
         return files
 
     def _prepare(self, request: ChatRequest, chat: Chat, files: list[bytes | str]) -> Prompt:
@@ -272,7 +252,7 @@ class Chats:
             (grammar,) = structured_output.make_processors(options.schema, 1, "response_format")
         ids = encode_chat(chat, images, processor)
         room = processor.cfg.lm_max_position_embeddings - len(ids) + 1  # the last token is never read
-        max_new_tokens = request.max_new_tokens(room, defaults.get("max_new_tokens", DEFAULT_MAX_TOKENS))
+        max_new_tokens = request.max_new_tokens(room, defaults.get("max_new_tokens"))
         return Prompt(ids, images, options.sampling, max_new_tokens, grammar)
 
     async def _pieces(self, prompt: Prompt, request: ChatRequest, response: Response) -> AsyncGenerator[str, None]:
@@ -292,9 +272,7 @@ class Chats:
         is_cut = output.finished == "length" and not is_stopped
         response.finish_reason = "length" if is_cut else "stop"  # OpenAI knows no end by repetition
 
-    async def _events(
-        self, piece: str | None, pieces: AsyncGenerator[str, None], request: ChatRequest, state: State
-    ) -> AsyncIterator[str]:
+    async def _events(self, piece: str | None, request: ChatRequest, state: State) -> AsyncIterator[str]:
         """Events of a streamed answer; an error is the last one, as the status has been sent already."""
         response: Response = state.response
         yield response.chunk(role="assistant", content="")
@@ -302,10 +280,10 @@ class Chats:
             while piece is not None:
                 if piece:
                     yield response.chunk(content=piece)
-                async with self._until(state.deadline):
-                    piece = await anext(pieces, None)
+                async with asyncio.timeout_at(state.deadline):
+                    piece = await anext(response.pieces, None)
         except Exception as error:
-            state.problem = as_api_error(error)
+            state.problem = self.as_api_error(error)
             yield event(state.problem.body)
             return
         yield response.chunk()
@@ -313,30 +291,20 @@ class Chats:
             yield response.usage_chunk()
         yield "data: [DONE]\n\n"
 
-    @asynccontextmanager
-    async def _until(self, deadline: float) -> AsyncIterator[None]:
-        try:
-            async with asyncio.timeout_at(deadline):
-                yield
-        except TimeoutError:
-            message = f"no complete answer within {self.options.timeout:g} s; ask for fewer tokens"
-            raise APIError(504, message, "timeout") from None
-
 
 async def read_body(http: Request, max_bytes: int) -> bytes:
     """The body of a request; APIError 413 if it is too large.
 
     A client reads the response only after it has sent its request, so the rest of a large body is received and dropped.
     """
-    chunks: list[bytes] = []
+    body = bytearray()
     length = 0
     async for chunk in http.stream():
         length += len(chunk)
-        if length <= max_bytes:
-            chunks.append(chunk)
+        body += chunk if length <= max_bytes else b""
     if length > max_bytes:
         raise APIError(413, f"the request has more than {max_bytes:,} bytes; send smaller images")
-    return b"".join(chunks)
+    return bytes(body)
 
 
 async def unless_disconnected(http: Request, work: Coroutine[Any, Any, HTTPResponse]) -> HTTPResponse:

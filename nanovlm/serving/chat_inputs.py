@@ -70,6 +70,7 @@ def prepare_images(
     More images than the context holds are refused before they fill the memory.
     """
     images: list[TiledImage] = []
+    n_tokens = 0
     for number, (file, detail) in enumerate(zip(files, details), 1):
         name, is_low = f"image {number}", detail == "low"
         data = file if isinstance(file, bytes) else decode_data_url(file, name)
@@ -79,7 +80,7 @@ def prepare_images(
             tiles, grid = processor.preprocess(load_image(data, name, MAX_PIXELS), 1 if is_low else None)
             image = TiledImage(tiles, key, grid)
         images.append(image)
-        n_tokens = sum(image.n_tiles for image in images) * processor.cfg.mp_image_token_length
+        n_tokens += image.n_tiles * processor.cfg.mp_image_token_length
         check_length(n_tokens, processor, f"{len(files)} images, of which the first {number} take {n_tokens} tokens")
     return images
 

@@ -23,7 +23,7 @@ class Engine:
         self._make_batch = make_batch
         self.batch = make_batch()
         self._results: dict[Request, asyncio.Queue[Result]] = {}  # only the event loop touches it
-        self._inbox: queue.SimpleQueue[tuple[Request, bool] | None] = queue.SimpleQueue()  # and whether to cancel it
+        self._inbox: queue.SimpleQueue[tuple[str, Request] | None] = queue.SimpleQueue()  # add or cancel; None stops
         self._thread = threading.Thread(target=self._run, name="nanovlm-engine", daemon=True)
 
     def start(self) -> None:
@@ -46,7 +46,7 @@ class Engine:
         if not self.alive:
             raise stopped()
         results = self._results[request] = asyncio.Queue()
-        self._inbox.put((request, False))
+        self._inbox.put(("add", request))
         finished = None
         try:
             while finished is None:
@@ -57,7 +57,7 @@ class Engine:
                 finished = result.finished
         finally:
             del self._results[request]
-            self._inbox.put((request, True))  # no error for one that has ended
+            self._inbox.put(("cancel", request))  # no error for one that has ended
 
     def _run(self) -> None:
         """The thread: take commands and step the batch until `stop`."""
@@ -76,15 +76,11 @@ class Engine:
     def _take_commands(self) -> bool:
         """Add and cancel requests, waiting if there is nothing else to do; False means stop."""
         while not (self.batch.running or self.batch.waiting) or not self._inbox.empty():
-            command = self._inbox.get()
-            if command is None:
+            if (command := self._inbox.get()) is None:
                 return False
-            request, is_cancelled = command
+            name, request = command
             try:
-                if is_cancelled:
-                    self.batch.cancel(request)
-                else:
-                    self.batch.add(request)
+                getattr(self.batch, name)(request)
             except Exception as error:
                 self._publish([(request, error)])
             del command, request  # which hold images
@@ -99,9 +95,8 @@ class Engine:
                     if receiver in self._results:
                         self._results[receiver].put_nowait(result)
 
-        if results:
-            with suppress(RuntimeError):  # the event loop is closed: nobody reads
-                self._loop.call_soon_threadsafe(deliver)
+        with suppress(RuntimeError):  # the event loop is closed: nobody reads
+            self._loop.call_soon_threadsafe(deliver)
 
 
 def stopped() -> APIError:

@@ -3,9 +3,8 @@
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -20,28 +19,16 @@ ANY_OBJECT = {"type": "object"}  # the JSON schema of json_object
 # Fields that clients send and that change no answer
 HARMLESS = {"user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier", "parallel_tool_calls"}
 NEUTRAL: dict[str, list[Any]] = {  # values of fields that are not offered with which an answer stays as it is
-    "n": [1],
-    "logprobs": [False],
-    "top_logprobs": [0],
-    "logit_bias": [{}],
-    "tools": [[]],
-    "tool_choice": ["none", "auto"],
-    "functions": [[]],
-    "function_call": ["none", "auto"],
-    "modalities": [["text"]],
-}
+    "n": [1], "logprobs": [False], "top_logprobs": [0], "logit_bias": [{}], "modalities": [["text"]],
+    "tools": [[]], "tool_choice": ["none", "auto"], "functions": [[]], "function_call": ["none", "auto"],
+}  # fmt: skip
 
 
 class APIError(Exception):
     """An HTTP error for the client: a status and one sentence. param is the client's field."""
 
     def __init__(
-        self,
-        status: int,
-        message: str,
-        code: str | None = None,
-        param: str | None = None,
-        headers: dict[str, str] | None = None,
+        self, status: int, message: str, code: str | None = None, param: str | None = None, headers: Any = None
     ):
         super().__init__(shortened(message))
         self.status, self.code, self.param, self.headers = status, code, param, headers
@@ -108,9 +95,11 @@ class Message(Record):
     def parts(self) -> list[str | None]:
         """Texts, and None for an image. Adjacent texts are joined: together they could spell a special token."""
         parts: list[str | None] = []
-        for is_text, group in groupby(self.content, lambda part: part.text is not None):
-            texts = [part.text for part in group]
-            parts += ["".join(filter(None, texts))] if is_text else texts
+        for part in self.content:
+            if part.text is not None and parts and parts[-1] is not None:
+                parts[-1] += part.text
+            else:
+                parts.append(part.text)
         return parts or [""]
 
 
@@ -191,9 +180,9 @@ class ChatRequest(Record):
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         return GenerationOptions(**given, schema=self.response_format.schema_to_follow)
 
-    def max_new_tokens(self, room: int, default: int = DEFAULT_MAX_TOKENS) -> int:
+    def max_new_tokens(self, room: int, default: int | None = None) -> int:
         """The length of the answer at most; the context has room for that many tokens."""
-        limit = self.max_completion_tokens or self.max_tokens or default
+        limit = self.max_completion_tokens or self.max_tokens or default or DEFAULT_MAX_TOKENS
         return room if limit == NO_LIMIT else min(limit, room)
 
 
@@ -223,14 +212,14 @@ class Response:
     """One answer, as OpenAI's JSON: whole, or in the events of a stream."""
 
     model: str
-    pieces: AsyncGenerator[str, None] | None = None  # of its text; closing it cancels the answer
+    pieces: Any = None  # an AsyncGenerator of its text; closing it cancels the answer
     n_images: int = 0
     prompt_tokens: int = 0  # image tokens included
     cached_tokens: int = 0  # of the prompt
     completion_tokens: int = 0  # end token included
     finish_reason: str | None = None  # of a complete answer
     id: str = field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex}")
-    created: float = field(default_factory=time.time)
+    created: int = field(default_factory=lambda: int(time.time()))
 
     def summary(self, seconds: float) -> str:
         """Counts and speed, for the log."""
@@ -238,28 +227,24 @@ class Response:
         tokens = f"{self.prompt_tokens} + {self.completion_tokens} tokens"
         return f"{count(self.n_images, 'image')}, {tokens}, {seconds:.2f} s, {speed:.1f} tokens/s"
 
-    @property
-    def usage(self) -> dict[str, Any]:
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-        }
-
     def whole(self, text: str) -> dict[str, Any]:
         message = {"role": "assistant", "content": text, "refusal": None}
-        return self._json("chat.completion", message=message) | {"usage": self.usage}
+        return self._json("chat.completion", message=message) | {"usage": self._usage()}
 
     def chunk(self, **delta: str) -> str:
         return event(self._json("chat.completion.chunk", delta=delta))
 
     def usage_chunk(self) -> str:
-        return event(self._json("chat.completion.chunk") | {"choices": [], "usage": self.usage})
+        return event(self._json("chat.completion.chunk") | {"choices": [], "usage": self._usage()})
+
+    def _usage(self) -> dict[str, Any]:
+        usage = {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens}
+        usage["total_tokens"] = sum(usage.values())
+        return usage | {"prompt_tokens_details": {"cached_tokens": self.cached_tokens}}
 
     def _json(self, kind: str, **content: dict[str, Any]) -> dict[str, Any]:
         choice = {"index": 0, "logprobs": None, "finish_reason": self.finish_reason} | content
-        head = {"id": self.id, "object": kind, "created": int(self.created), "model": self.model}
+        head = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
         return head | {"choices": [choice]}
 
 

@@ -35,12 +35,6 @@ def assert_usage_error(result, *words, program="generate.py"):
         assert word in err
 
 
-def flag_names(flags):
-    """The names by which an error may call the first of some flags: --top-k, --top-k: or top_k."""
-    flag = flags.split()[0].split("=")[0]
-    return {flag, f"{flag}:", flag.removeprefix("--").replace("-", "_")}
-
-
 class FakeTerminal(io.StringIO):
     """A standard output that claims to be a terminal; `shown` is its text at each flush."""
 

@@ -10,7 +10,6 @@ from copy import copy
 import httpx
 from PIL import Image
 
-from models.inference.continuous_batching import ContinuousBatch
 from nanovlm import SAMPLE
 from nanovlm.serving.app import Server, make_app
 from nanovlm.serving.options import ServeOptions
@@ -19,38 +18,32 @@ from nanovlm.serving.options import ServeOptions
 http = httpx.Client(timeout=60, verify=False, trust_env=False, limits=httpx.Limits(max_keepalive_connections=0))
 
 
-class WatchedBatch(ContinuousBatch):
-    """Counts steps; calls before_step() before each of them."""
+def watch(captioner, before_step=lambda: None):
+    """The captioner with batches that count their steps, and call before_step() before each."""
 
-    def __init__(self, model, before_step=lambda: None, **options):
-        super().__init__(model, **options)
-        self.n_steps, self.before_step = 0, before_step
+    def make_batch(batch_size, **caches):
+        batch = captioner.batch(batch_size, **caches)
+        step, batch.n_steps = batch.step, 0
 
-    def step(self):
-        self.before_step()
-        self.n_steps += 1
-        return super().step()
+        def watched():
+            before_step()
+            batch.n_steps += 1
+            return step()
 
+        batch.step = watched
+        return batch
 
-def watch(captioner, **batch):
-    """The captioner with batches that are watched; batch are their options."""
-    captioner = copy(captioner)
-    captioner.batch = lambda batch_size, **caches: WatchedBatch(
-        captioner.inference,
-        max_num_seqs=batch_size,
-        eos_token_id=captioner.tokenizer.eos_token_ids,
-        **batch,
-        **caches,
-    )
-    return captioner
+    watched = copy(captioner)
+    watched.batch = make_batch
+    return watched
 
 
 class RunningServer:
-    """A server of its own on a free port, in a thread; batch are options of WatchedBatch, options of ServeOptions."""
+    """A server of its own on a free port, in a thread; before_step is that of `watch`, options of ServeOptions."""
 
-    def __init__(self, captioner, *, batch=(), **options):
+    def __init__(self, captioner, *, before_step=lambda: None, **options):
         options = ServeOptions(**{"image_cache": 0, "prefix_cache": 0, "quiet": True} | options)
-        app = make_app(watch(captioner, **dict(batch)), "nanovlm", options)
+        app = make_app(watch(captioner, before_step), "nanovlm", options)
         self.chats, self.server = app.state.chats, Server(app, port=0)
         self.thread = threading.Thread(target=self.server.run)
 
@@ -82,11 +75,10 @@ class RunningServer:
     def client(self):
         return PlainClient(self.url)
 
-    def openai_client(self, **options):
+    def openai_client(self):
         import openai
 
-        options = {"api_key": "none", "max_retries": 0, "timeout": 60} | options
-        return openai.OpenAI(base_url=f"{self.url}/v1", **options)
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
 
 
 class Record(dict):
@@ -96,18 +88,17 @@ class Record(dict):
 
 
 class PlainClient:
-    """The openai client's methods over plain HTTP: nothing is repaired on the way."""
+    """The openai client's method over plain HTTP: nothing is repaired on the way."""
 
     def __init__(self, url):
-        self.url = url
-        self.chat = Record(completions=Record(create=self._create))
+        self.url = f"{url}/v1/chat/completions"
+        self.chat = Record(completions=Record(create=self.create))
 
-    def _create(self, extra_body=(), **body):
-        url = f"{self.url}/v1/chat/completions"
+    def create(self, extra_body=(), **body):
         body |= dict(extra_body)
         if body.get("stream"):
-            return stream_events(url, body)
-        response = http.post(url, json=body)
+            return stream_events(self.url, body)
+        response = http.post(self.url, json=body)
         assert response.status_code == 200, response.text
         return json.loads(response.text, object_hook=Record)
 

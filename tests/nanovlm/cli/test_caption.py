@@ -3,13 +3,14 @@
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from nanovlm import EMBEDDED, SAMPLE
+from nanovlm import EMBEDDED, PROMPT, SAMPLE
 from nanovlm.cli import main as cli
 from support import ROOT, png
 from support.cli import FAST_FLAGS, FakeTerminal, assert_usage_error, run_program, set_stdin, set_stream
@@ -38,31 +39,20 @@ def test_unusual_names_stay_on_one_line(generate, captions_of):
     assert [json.loads(line)["image"] for line in out.splitlines()] == names
 
 
-def test_json_is_one_object_per_image(generate, captions_of):
-    code, out, err = generate("good.png", "fine.jpg", "--json", "--prompt", "Où? 🙂")
-    assert (code, err) == (0, "")
-    records = [json.loads(line) for line in out.split("\n")[:-1]]
-    assert [record["image"] for record in records] == ["good.png", "fine.jpg"]
+def test_json_is_one_object_per_image_and_prompt(generate, captions_of):
+    prompts, names = ["Où? 🙂", PROMPT, "How many?"], ["good.png", "fine.jpg"]
+    flags = [word for prompt in prompts for word in ("--prompt", prompt)]
+    lines = {name: [captions_of(name, prompt)[0] for prompt in prompts] for name in names}
+    assert generate("good.png", *flags) == (0, "".join(f"{line}\n" for line in lines["good.png"]), "")
+    code, out, err = generate(*names, *flags, "--json")
+    rows = [json.loads(line) for line in out.split("\n")[:-1]]
+    expected = [[name, *pair] for name in names for pair in zip(prompts, lines[name])]
+    assert (code, err) == (0, "") and [[row[key] for key in ("image", "prompt", "text")] for row in rows] == expected
     kinds = dict.fromkeys(["image", "prompt", "text", "finish_reason"], str)
     kinds |= dict.fromkeys(["prompt_tokens", "new_tokens"], int)
     kinds |= dict.fromkeys(["first_token_s", "total_s", "tokens_per_s"], float)
-    for record in records:
-        assert {name: type(value) for name, value in record.items()} == kinds
-        assert record["prompt"] == "Où? 🙂" and record["text"] == captions_of(record["image"], "Où? 🙂")[0]
-        assert 1 <= record["new_tokens"] <= 6 and record["prompt_tokens"] > 36
-        assert 0 < record["first_token_s"] <= record["total_s"]
-
-
-def test_several_prompts_are_answered_in_order(generate, captions_of):
-    prompts = ["What?", "Describe this picture.", "How many are there?"]
-    flags = [word for prompt in prompts for word in ("--prompt", prompt)]
-    lines = {name: [captions_of(name, prompt)[0] for prompt in prompts] for name in ("good.png", "fine.jpg")}
-    code, out, err = generate("good.png", *flags)
-    assert (code, out, err) == (0, "".join(f"{line}\n" for line in lines["good.png"]), "")
-    code, out, err = generate("good.png", "fine.jpg", *flags, "--json")
-    results = [[row[key] for key in ("image", "prompt", "text")] for row in map(json.loads, out.splitlines())]
-    assert (code, err) == (0, "")
-    assert results == [[name, prompt, line] for name, found in lines.items() for prompt, line in zip(prompts, found)]
+    assert {name: type(value) for name, value in rows[0].items()} == kinds
+    assert 1 <= rows[0]["new_tokens"] <= 18 and 0 < rows[0]["first_token_s"] <= rows[0]["total_s"]
 
 
 def test_an_empty_answer_is_reported(generate, silent_model):
@@ -72,54 +62,45 @@ def test_an_empty_answer_is_reported(generate, silent_model):
 
 def test_dash_reads_an_image_from_stdin(generate, captions_of, monkeypatch):
     set_stdin(Path("good.png").read_bytes(), monkeypatch)
-    assert generate("-") == (0, f"{captions_of('good.png')[0]}\n", "")
-    set_stdin(Path("good.png").read_bytes(), monkeypatch)
     lines = [f"{name}: {captions_of(file)[0]}\n" for name, file in (("fine.jpg", "fine.jpg"), *[("-", "good.png")] * 2)]
     assert generate("fine.jpg", "-", "-") == (0, "".join(lines), ""), "a file, as after <, can be read twice"
 
 
-@pytest.mark.parametrize("stdin", ["nothing", "words", "a terminal", "closed"])
+@pytest.mark.parametrize("stdin", [b"", b"hello", "a terminal", "closed"])
 def test_stdin_without_an_image_is_one_error_line(generate, monkeypatch, stdin):
-    set_stdin(b"" if stdin == "nothing" else b"hello", monkeypatch)
-    if stdin == "a terminal":
-        monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
-    elif stdin == "closed":
+    set_stdin(stdin if isinstance(stdin, bytes) else b"", monkeypatch)
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: stdin == "a terminal")
+    if stdin == "closed":
         set_stream("stdin", None, monkeypatch)
     code, out, err = generate("-")
     assert (code, out) == (1, "") and len(err.splitlines()) == 1
-    assert {"nothing": "an empty file", "words": "not an image"}.get(stdin, "standard input") in err
+    assert {b"": "an empty file", b"hello": "not an image"}.get(stdin, "standard input") in err
 
 
 BAD_IMAGES = {  # name: what is in it, and words of the error
-    "missing.png": (None, "No such file"),
-    "empty.png": (b"", "an empty file"),
-    "truncated.png": (png(60, 40), "cannot be decoded"),
-    "two\nlines.png": (None, r"two\nlines.png"),
+    "missing.png": (None, "missing.png: No such file"),
+    "empty.png": (b"", "empty.png: an empty file"),
+    "truncated.png": (png(60, 40), "truncated.png: .*cannot be decoded"),
+    "two\nlines.png": (None, r"'two\\nlines.png': "),
 }
 
 
 @pytest.mark.parametrize("form", [[], ["--json"]])
 def test_unreadable_images_are_one_error_line_each_and_others_are_captioned(generate, captions_of, form):
     for name, (content, _) in BAD_IMAGES.items():
-        if content is not None:
-            Path(name).write_bytes(content)
-    first, *rest = BAD_IMAGES
-    code, out, err = generate(first, "good.png", *rest, "fine.jpg", *form)
-    texts = {name: captions_of(name)[0] for name in ("good.png", "fine.jpg")}
-    if form:
-        assert {row["image"]: row["text"] for row in map(json.loads, out.splitlines())} == texts
-    else:
-        assert out == "".join(f"{name}: {text}\n" for name, text in texts.items())
-    assert code == 1 and len(err.splitlines()) == len(BAD_IMAGES)
-    for line, (name, (_, words)) in zip(err.splitlines(), BAD_IMAGES.items()):
-        assert line.startswith(f"{name if name.isprintable() else repr(name)}: ") and words in line
+        Path(name).write_bytes(content) if content is not None else None
+    code, out, err = generate("missing.png", "good.png", *list(BAD_IMAGES)[1:], "fine.jpg", *form)
+    rows = [json.loads(line) for line in out.splitlines()] if form else []
+    shown = [f"{row['image']}: {row['text']}" for row in rows] or out.splitlines()
+    assert code == 1 and shown == [f"{name}: {captions_of(name)[0]}" for name in ("good.png", "fine.jpg")]
+    words = [words for _, words in BAD_IMAGES.values()]
+    assert len(err.splitlines()) == len(words) and all(map(re.match, words, err.splitlines()))
 
 
 def test_prompt_too_long_with_the_image_is_an_error_per_image(generate):
     code, out, err = generate("good.png", "fine.jpg", "--prompt", "ξ" * 490)
-    assert (code, out) == (1, "") and len(err.splitlines()) == 2
-    for line, name in zip(err.splitlines(), ("good.png", "fine.jpg")):
-        assert line.startswith(f"{name}: ") and "lm_max_position_embeddings=1024" in line
+    assert (code, out) == (1, "") and [line.partition(":")[0] for line in err.splitlines()] == ["good.png", "fine.jpg"]
+    assert err.count("lm_max_position_embeddings=1024") == 2
 
 
 def test_terminal_shows_text_as_it_is_generated(generate, monkeypatch):
@@ -145,11 +126,7 @@ def test_characters_missing_in_the_encoding_are_escaped(generate, monkeypatch):
     stdout = set_stream("stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"), monkeypatch)
     Path("ü🙂.png").write_bytes(Path("good.png").read_bytes())
     assert generate("ü🙂.png", "good.png", "--prompt", "é🙂")[0] == 0
-    assert generate("ü🙂.png", "--prompt", "é🙂", "--json")[0] == 0
-    lines = stdout.buffer.getvalue().split(b"\n")
-    assert lines[0].startswith(rb"\xfc\U0001f642.png: ")
-    record = json.loads(lines[-2])
-    assert (record["image"], record["prompt"]) == ("ü🙂.png", "é🙂")
+    assert stdout.buffer.getvalue().startswith(rb"\xfc\U0001f642.png: ")
 
 
 def test_a_caption_imports_little():
@@ -192,6 +169,19 @@ def test_a_folder_is_printed_as_json_lines_and_a_list_captioned(generate, image_
     assert names == ["images/a.png", "two\nlines.png"]
 
 
+def test_a_list_of_names_is_captioned_as_it_is_written(generate, image_folder, monkeypatch):
+    names = "images/a.png\nimages/deep/ünï-🙂.png\n"
+    for data in (
+        names.encode(),
+        names.encode("utf-8-sig"),
+        names.encode("utf-16"),
+        names.encode().replace(b"\n", b"\0"),
+    ):
+        Path("names.txt").write_bytes(data)
+        code, out, _ = generate("--from-file", "names.txt", "--json")
+        assert code == 0 and [json.loads(line)["image"] for line in out.splitlines()] == names.split()
+
+
 def test_lines_on_a_terminal_have_no_bar_among_them(generate, image_folder, monkeypatch):
     terminal = set_stream("stdout", FakeTerminal(), monkeypatch)
     error = set_stream("stderr", FakeTerminal(), monkeypatch)
@@ -199,19 +189,6 @@ def test_lines_on_a_terminal_have_no_bar_among_them(generate, image_folder, monk
     assert generate(image_folder, "--json")[0] == 0
     assert len(terminal.getvalue().splitlines()) == 5 and "image/s" not in error.getvalue()
     assert generate(image_folder)[0] == 0 and "5/5" in error.getvalue()
-
-
-def test_a_page_shows_what_to_look_at_first(generate, image_folder):
-    (image_folder / "bad.png").write_text("no image")
-    for name, text in {"a": "x </script>", "b two": "the same", "d": "the same"}.items():
-        (image_folder / f"{name}.txt").write_text(text)
-    assert generate(image_folder, "--html", "r.html")[0] == 1
-    page = Path("r.html").read_text()
-    rows = json.loads(page.partition('<script type="application/json">')[2].partition("</script>")[0])
-    assert "http" not in page and len(rows) == 6 and rows[0]["note"] == "empty"
-    assert rows[0]["text"].startswith("not an image") and all(row["image"] for row in rows[1:])
-    assert {row["text"] for row in rows if row["note"].startswith("identical to 1")} == {"the same"}
-    assert rows[-1]["note"] == "" and max(len(row["image"]) for row in rows) < 8000
 
 
 def test_choices_have_probabilities(generate, random_captioner):
@@ -246,20 +223,24 @@ WRONG = {  # flags -> words of the error
     "images --ray --out out --overwrite": "--overwrite is for one machine",
     "images --ray --out out --workers 0": "--workers 0 is less than 1",
     "images --ray --out out --json": "omit --json",
+    "images --ray localhost:1 --out out": "start one with ray start",
+    "--from-file nowhere --out a.jsonl": "nowhere: No such file",
+    "good.png --max-new-tokens 0": "--max-new-tokens 0 must be",
+    "good.png --max-new-tokens 1.5": "--max-new-tokens",
+    "good.png --temperature nan": "--temperature nan",
+    "good.png --top-p 1.1": "--top-p 1.1",
+    "good.png --seed -1": "--seed -1",
+    "good.png --repetition-penalty 0": "--repetition-penalty 0",
+    "good.png --max-tiles 0": "--max-tiles 0",
+    "good.png --device tpu": "--device",
+    "good.png --dtype int8": "--dtype",
+    "good.png --json=yes": "--json",
+    "good.png --prompt": "--prompt",
 }
 
 
 @pytest.mark.parametrize("flags", WRONG)
 def test_wrong_use_is_one_line_before_any_work(generate, image_folder, flags):
-    assert_usage_error(generate(*flags.split(), model="broken" if "model" in flags else EMBEDDED), WRONG[flags])
-
-
-def test_help_begins_with_examples_and_flags_are_few(capsys):
-    with pytest.raises(SystemExit):
-        cli.main(["caption", "--help"])
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "usage: nanovlm caption [IMAGE ...] [--FLAG VALUE ...]"
-    assert all(line.startswith("  nanovlm caption photo") for line in lines[2:5])
-    groups = [line for line in lines if line.endswith(":") and line[0] != " "]
-    assert groups == ["files:", "how answers are made:", "the model:", "help:"]
-    assert len({line.split()[0] for line in lines if line.startswith(("  --", "  -h"))}) <= 26
+    if "localhost" in flags:
+        pytest.importorskip("ray")
+    assert_usage_error(generate(*flags.split(), model=EMBEDDED), WRONG[flags])

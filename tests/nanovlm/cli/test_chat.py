@@ -3,16 +3,13 @@
 import contextlib
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from nanovlm import Captioner
 from nanovlm.chat_session import ChatSession
-from nanovlm.cli import main as cli
 from nanovlm.data import ReadOptions, open_source
 from support import ROOT
 from support.cli import FAST_FLAGS, assert_usage_error, set_stdin
@@ -21,23 +18,18 @@ pytestmark = pytest.mark.usefixtures("workdir")
 
 
 @pytest.fixture
-def chat(model_folder, capsys, monkeypatch):
+def chat(model_folder, run_script, monkeypatch):
     """Run nanovlm chat in this process with lines piped in: exit code, stdout, stderr."""
 
     def chat(lines, *argv, model=model_folder):
         set_stdin(lines.encode("utf-8", "surrogateescape"), monkeypatch)
-        try:
-            code = cli.main(["chat", *FAST_FLAGS, "--model", str(model), *map(str, argv)])
-        except SystemExit as end:
-            code = end.code
-        return code, *capsys.readouterr()
+        return run_script("chat", "chat", *FAST_FLAGS, "--model", model, *argv)
 
     return chat
 
 
-def test_each_line_is_answered_by_a_line(chat, model_folder):
-    captioner = Captioner.from_pretrained(model_folder, "cpu", "float32")
-    session = ChatSession(captioner, ["good.png"])
+def test_each_line_is_answered_by_a_line(chat, random_captioner):
+    session = ChatSession(random_captioner, ["good.png"])
     questions, flags = ["What is it?", "And now?", "Où? 🙂"], ["--temperature", "1.5", "--seed", "4"]
     settings = {"max_new_tokens": 6, "temperature": 1.5, "seed": 4}
     answers = ["".join(session.ask(question, **settings)) for question in questions]
@@ -48,31 +40,30 @@ def test_each_line_is_answered_by_a_line(chat, model_folder):
 def test_commands_change_images_and_reset_history(chat):
     Path("fine.jpg").rename("fine two.jpg")
     more = ["--max-new-tokens", "16"]
-    _, alone, _ = chat("Describe it.\n", "fine two.jpg", *more)
-    _, both, _ = chat("Describe it.\n", "good.png", "fine two.jpg", *more)
-    _, answers, _ = chat("Describe it.\n", "good.png", *more)
-    assert len({alone, both, answers}) == 3
-    questions = ["", "/image fine two.jpg\n", "/image good.png 'fine two.jpg'\n", "/reset\n"]
-    code, out, err = chat("Describe it.\n".join([*questions, ""]), "good.png", *more)
-    assert (code, out) == (0, answers + alone + both + both)
-    assert err == ""
+    alone, both, first = (
+        chat("Describe it.\n", *names, *more)[1]
+        for names in (["fine two.jpg"], ["good.png", "fine two.jpg"], ["good.png"])
+    )
+    assert len({alone, both, first}) == 3
+    commands = ["", "/image fine two.jpg\n", "/image good.png 'fine two.jpg'\n", "/reset\n", ""]
+    assert chat("Describe it.\n".join(commands), "good.png", *more) == (0, first + alone + both + both, "")
 
 
 def test_chat_is_saved_as_text_and_as_training_data(chat):
     Path("saved").mkdir()
     lines = "What?\n/save saved/chat.json\nAnd <b>?\n/save saved/chat.json\n/save chat.txt\n"
-    code, _, err = chat(lines, "good.png", "fine.jpg")
-    assert code == 0 and err.splitlines() == [
-        "saved/chat.json: 1 questions and answers as JSON that `nanovlm train --data` reads",
-        "saved/chat.json: 2 questions and answers as JSON that `nanovlm train --data` reads",
-        "chat.txt: 2 questions and answers as plain text",
+    code, out, err = chat(lines, "good.png", "fine.jpg")
+    assert code == 0 and [line.split(": ")[1] for line in err.splitlines()] == [
+        "1 questions and answers as JSON that `nanovlm train --data` reads",
+        "2 questions and answers as JSON that `nanovlm train --data` reads",
+        "2 questions and answers as plain text",
     ]
-    first, second = Path("chat.txt").read_text().split("\n> ")[1:]
-    assert Path("chat.txt").read_text().startswith("good.png\nfine.jpg\n")
-    answers = [first.removeprefix("What?\n").strip("\n"), second.removeprefix("And <b>?\n").strip("\n")]
+    first, second = out.splitlines()
+    assert Path("chat.txt").read_text() == f"good.png\nfine.jpg\n\n> What?\n{first}\n\n> And <b>?\n{second}\n"
     (record,) = json.loads(Path("saved/chat.json").read_text())
     assert record["images"] == ["../good.png", "../fine.jpg"]
-    assert [m["content"] for m in record["messages"]] == ["What?", answers[0], "And <b>?", answers[1]]
+    assert [m["content"] for m in record["messages"]] == ["What?", first, "And <b>?", second]
+    assert [m["role"] for m in record["messages"]] == ["user", "assistant"] * 2
     example = open_source("saved/chat.json", ReadOptions())[0]
     assert [question for question, _ in example.qa_pairs] == ["What?", "And <b>?"] and len(example.images) == 2
 
@@ -87,58 +78,32 @@ def test_unusual_image_names_are_opened_and_saved(chat, name):
         assert chat(f"/image {name}\nWhat?\n") == (0, out, "")
 
 
-@pytest.mark.parametrize(
-    ("lines", "words"),
-    [
-        ("/image .", "a folder, not an image"), ("/image", "/image needs a path"), ("/save", "/save needs a name"),
-        ("/image missing.png", "missing.png: No such file"), ("/image 'x", "No closing quotation"),
-        ("/help", "/help is not a command: /image FILE"), ("/save good.png", "good.png exists already"),
-        ("/save no/where.txt", "/save no/where.txt: No such file or directory\n"), ("ξ" * 1100, "questions by /reset"),
-        ("I a\udcff?", r"'a\udcff?' is not valid Unicode text"),
-    ],
-)  # fmt: skip
-def test_failed_line_is_one_error_line_and_the_chat_continues(chat, lines, words):
+FAILING = {  # lines -> words of the error
+    "/image .": "a folder, not an image", "/image": "/image needs a path", "/save": "/save needs a name",
+    "/image missing.png": "missing.png: No such file", "/image 'x": "No closing quotation",
+    "/help": "/help is not a command: /image FILE", "/save good.png": "good.png exists already",
+    "/save no/where.txt": "/save no/where.txt: No such file or directory\n", "ξ" * 1100: "questions by /reset",
+    "I a\udcff?": r"'a\udcff?' is not valid Unicode text",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("lines", FAILING, ids=lambda lines: ascii(lines[:9]))
+def test_failed_line_is_one_error_line_and_the_chat_continues(chat, lines):
     good = Path("good.png").read_bytes()
-    _, answers, _ = chat("What?\n", "good.png")
+    answer = chat("What?\n", "good.png")[1]
     code, out, err = chat(f"{lines}\nWhat?\n", "good.png")
-    assert (code, out) == (1, answers) and words in err and len(err.splitlines()) == 1
+    assert (code, out) == (1, answer) and FAILING[lines] in err and len(err.splitlines()) == 1
     assert Path("good.png").read_bytes() == good
 
 
-def test_chat_that_cannot_start_is_one_error_line(chat, model_folder, tmp_path):
+def test_chat_that_cannot_start_is_one_error_line(chat, changed_model):
     assert chat("?\n", "missing.png") == (1, "", "missing.png: No such file or directory\n")
-    assert_usage_error(chat("?\n", "--max-new-tokens", "0"), "0 must be at least 1", program="nanovlm chat")
-    assert_usage_error(chat("?\n", "--nonsense"), "--nonsense", program="nanovlm")
-    folder = shutil.copytree(model_folder, tmp_path / "model")
-    raw = json.loads((folder / "config.json").read_text())
-    del raw["lm_chat_template"]
-    (folder / "config.json").write_text(json.dumps(raw))
+    Path("bad.png").touch()
+    assert chat("?\n", "bad.png") == (1, "", "bad.png: an empty file\n")
+    assert_usage_error(chat("?\n", "--max-new-tokens", "0"), "0 must be at least 1", program="chat")
+    folder = changed_model(lm_chat_template=None)
     result = chat("?\n", "good.png", model=folder)
-    assert_usage_error(result, "no lm_chat_template", "one at a time", program="nanovlm chat")
-
-
-@pytest.mark.full
-def test_terminal_has_prompt_and_exit(model_folder):
-    pty = pytest.importorskip("pty")
-    master, slave = pty.openpty()
-    program = "from nanovlm.cli.main import main; main()"
-    command = [sys.executable, "-c", program, "chat", "good.png", "--model", str(model_folder), *FAST_FLAGS]
-    environment = os.environ | {"NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
-    environment |= {"PYTHONPATH": str(ROOT), "TERM": "xterm"}
-    run = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=subprocess.PIPE, env=environment)
-    os.close(slave)
-    shown = b""
-    while not shown.endswith(b"> "):
-        shown += os.read(master, 4096)
-    os.write(master, b"What is it?\n")
-    while not shown.endswith(b"\n> ") and not shown.endswith(b"\r> "):
-        shown += os.read(master, 4096)
-    os.write(master, b"\x04")
-    with contextlib.suppress(OSError):  # Linux raises EIO once the other end is closed
-        while chunk := os.read(master, 4096):
-            shown += chunk
-    assert run.wait(60) == 0 and b"ctrl-d leaves" in run.stderr.read() and b"\033[1m" not in shown
-    os.close(master)
+    assert_usage_error(result, "no lm_chat_template", "one at a time", program="chat")
 
 
 def test_a_full_context_is_one_line_with_a_way_on(chat, random_captioner):
@@ -147,3 +112,24 @@ def test_a_full_context_is_one_line_with_a_way_on(chat, random_captioner):
         question += " word"
     code, _, err = chat(question + "\n", "--max-new-tokens", "256")
     assert code == 0 and "context of 1,024 tokens; /reset forgets" in err
+
+
+@pytest.mark.full
+def test_terminal_has_prompt_and_exit(model_folder):
+    pty = pytest.importorskip("pty")
+    master, slave = pty.openpty()
+    command = [sys.executable, "-m", "nanovlm", "chat", "good.png", "--model", str(model_folder), *FAST_FLAGS]
+    environment = os.environ | {"NO_COLOR": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TERM": "xterm"}
+    run = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=subprocess.PIPE, env=environment)
+    os.close(slave)
+    shown = b""
+    for typed in (b"What is it?\n", b"\x04"):
+        while not shown.endswith((b"\n> ", b"\r> ")) and shown != b"> ":
+            shown += os.read(master, 4096)
+        os.write(master, typed)
+        shown += b"|"
+    with contextlib.suppress(OSError):  # Linux raises EIO once the other end is closed
+        while chunk := os.read(master, 4096):
+            shown += chunk
+    assert run.wait(60) == 0 and b"ctrl-d leaves" in run.stderr.read() and b"\033[1m" not in shown
+    os.close(master)

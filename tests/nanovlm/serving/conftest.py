@@ -21,14 +21,13 @@ def client(served, request):
 
 @pytest.fixture
 def slow():
-    """Batch options: a step takes 30 ms longer."""
-    return {"before_step": lambda: time.sleep(0.03)}
+    """A step takes 30 ms longer."""
+    return lambda: time.sleep(0.03)
 
 
 @pytest.fixture
 def gate():
-    """An event; with the batch options `gate.batch` no step runs before it is set."""
+    """An event; with before_step=gate.wait no step runs before it is set."""
     gate = threading.Event()
-    gate.batch = {"before_step": lambda: gate.wait(30)}
     yield gate
     gate.set()

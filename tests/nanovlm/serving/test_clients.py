@@ -6,7 +6,7 @@ import json
 import pytest
 
 from nanovlm import SAMPLE
-from support.serving import QUESTIONS, SAMPLE_URL, RunningServer, answer_of, http, user_message
+from support.serving import QUESTIONS, SAMPLE_URL, RunningServer, http, user_message
 
 pytestmark = pytest.mark.full
 OPTIONS = {"temperature": 0, "max_tokens": 100}
@@ -69,16 +69,6 @@ def test_open_webui(embedded):
         task = {"model": model, "messages": user_message("### Task:\nGenerate a concise, 3-5 word title.")}
         task |= {"stream": False, "max_completion_tokens": 1000}
         assert server.post(task).status_code == 200, "the context has no room for 1,000 tokens more"
-
-
-def test_webcam_page(embedded):
-    """ngxson's smolvlm-realtime-webcam, opened as a file: a frame and its instruction, twice a second."""
-    body = {"max_tokens": 100, "messages": [{"role": "user", "content": [
-        {"type": "text", "text": QUESTIONS[0]}, {"type": "image_url", "image_url": {"url": SAMPLE_URL}},
-    ]}]}  # fmt: skip
-    with RunningServer(embedded, allow_origin=("null",)) as server:
-        reply = server.post(body, headers={"origin": "null"})
-        assert reply.headers["access-control-allow-origin"] == "null" and answer_of(reply) == embedded.caption(SAMPLE)
 
 
 def test_clients_raise_their_own_error_beyond_the_context(served, monkeypatch):

@@ -2,7 +2,6 @@
 
 import base64
 import io
-import os
 import re
 import shutil
 from random import Random
@@ -12,6 +11,7 @@ from PIL import Image
 
 from nanovlm import SAMPLE
 from nanovlm.chat_session import ChatSession
+from nanovlm.review_page import write_page
 from nanovlm.synthetic import draw, random_scene
 from support import noise_image
 from support.serving import QUESTIONS, RunningServer, until
@@ -67,26 +67,22 @@ def show_sample(page):
     expect(page.get_by_label("Your question")).to_be_focused()  # the image is loaded
 
 
-def submit(page, question=""):
+def ask(page, question=""):
+    """All answers, once they are complete."""
     page.get_by_label("Your question").fill(question)
     page.keyboard.press("Enter")
+    return answers(page)
 
 
 def answers(page):
-    """All answers, once they are complete."""
     page.wait_for_timeout(50)
     expect(page.locator(".generating")).to_have_count(0)
     return page.locator(".answer").all_text_contents()
 
 
-def image_file(image, name, kind="png"):
-    image.save(file := io.BytesIO(), kind)
-    return {"name": name, "mimeType": f"image/{kind}", "buffer": file.getvalue()}
-
-
-def urls(body):
-    parts = body["messages"][0]["content"]
-    return [part["image_url"]["url"] for part in parts if part["type"] == "image_url"]
+def image_file(image, name):
+    image.save(file := io.BytesIO(), "png")
+    return {"name": name, "mimeType": "image/png", "buffer": file.getvalue()}
 
 
 def test_questions_are_asked_again_edited_and_forgotten(served, embedded, open_page):
@@ -94,32 +90,25 @@ def test_questions_are_asked_again_edited_and_forgotten(served, embedded, open_p
     page.get_by_label("Choose an image").set_input_files(SAMPLE)
     expect(page.get_by_alt_text("Your image, sample.png")).to_be_visible()
     expected = ["".join(session.ask(question)) for question in QUESTIONS[:3]]
-    for question in ("", *QUESTIONS[1:3]):
-        submit(page, question)
-        answers(page)
-    assert answers(page) == expected
+    assert [ask(page, question) for question in ("", *QUESTIONS[1:3])][-1] == expected
     assert page.get_by_role("status").text_content() == expected[-1], "screen readers read the whole answer"
     click(page, "Ask again")
     assert answers(page) == expected and open_page.sent[-1] == open_page.sent[-2]
     page.get_by_role("button", name="Edit").nth(1).click()
     assert page.get_by_label("Your question").input_value() == QUESTIONS[1]
-    submit(page, QUESTIONS[3])
     session.history = session.history[:1]
-    assert answers(page) == [expected[0], "".join(session.ask(QUESTIONS[3]))], "what came after it is gone"
+    assert ask(page, QUESTIONS[3]) == [expected[0], "".join(session.ask(QUESTIONS[3]))], "what came after it is gone"
     page.get_by_label("Temperature").fill("1.5")
-    submit(page, QUESTIONS[2])
-    answers(page)
+    ask(page, QUESTIONS[2])
     click(page, "Start over")
     assert page.locator("#conversation li, #images li").count() == 0
     show_sample(page)
-    submit(page)
-    assert answers(page) == expected[:1] and [body["temperature"] for body in open_page.sent[-2:]] == [1.5, 0]
+    assert ask(page) == expected[:1] and [body["temperature"] for body in open_page.sent[-2:]] == [1.5, 0]
 
 
 def test_photos_are_scaled_before_they_are_sent(served, open_page, tmp_path):
-    page = open_page(served)
+    page, exif = open_page(served), Image.Exif()
     photo = Image.effect_noise((4000, 3000), 90).convert("RGB")
-    exif = Image.Exif()
     exif[0x0112] = 6  # the orientation: turned by 90 degrees
     photos = [tmp_path / f"{i}.jpg" for i in range(4)]
     for path in photos:
@@ -127,9 +116,9 @@ def test_photos_are_scaled_before_they_are_sent(served, open_page, tmp_path):
     assert sum(path.stat().st_size for path in photos) * 4 / 3 > 20 * 2**20, "too large for a request"
     page.locator("#file").set_input_files(photos)
     expect(page.locator("#images img")).to_have_count(4)
-    submit(page)
-    answers(page)
-    sent = [base64.b64decode(url.partition(",")[2]) for url in urls(open_page.sent[0])]
+    ask(page)
+    *images, _ = open_page.sent[0]["messages"][0]["content"]
+    sent = [base64.b64decode(part["image_url"]["url"].partition(",")[2]) for part in images]
     assert [Image.open(io.BytesIO(data)).size for data in sent] == [(1536, 2048)] * 4
 
 
@@ -138,49 +127,41 @@ def test_images_are_sent_in_order_and_removed(served, embedded, open_page):
     page.locator("#file").set_input_files([image_file(scene, f"{i}.png") for i, scene in enumerate(scenes)])
     expect(page.locator("#images img")).to_have_count(3)
     click(page, "Remove 1.png")
-    submit(page, "What is it?")
     expected = embedded.caption([scenes[0], scenes[2]], "What is it?", max_new_tokens=256)
-    assert answers(page) == [expected] and page.locator("#images img").count() == 2
+    assert ask(page, "What is it?") == [expected] and page.locator("#images img").count() == 2
 
 
 CARRY_FILE = """(kind) => fetch("/sample.png").then((r) => r.blob()).then((blob) => {
   const data = new DataTransfer();
-  data.items.add(new File([blob], "carried.png", { type: "image/png" }));
+  data.items.add(new File([blob], "sample.png", { type: "image/png" }));
   const event = kind === "paste" ? new ClipboardEvent(kind, { clipboardData: data, bubbles: true })
     : new DragEvent(kind, { dataTransfer: data, bubbles: true, cancelable: true });
   document.body.dispatchEvent(event);
 })"""
 
 
-@pytest.mark.parametrize("kind", ["drop", "paste"])
-def test_image_is_dropped_or_pasted(served, embedded, open_page, kind):
-    page = open_page(served)
-    page.evaluate(CARRY_FILE, kind)
-    expect(page.get_by_alt_text("Your image, carried.png")).to_be_visible()
-    submit(page)
-    assert answers(page) == [embedded.caption(SAMPLE)]
-
-
-def test_phones_open_their_camera(served, embedded, open_page):
-    page = open_page(served, has_touch=True, is_mobile=True)
-    with page.expect_file_chooser() as chooser:
-        click(page, "Take a photo")
-    assert page.locator("#camera-file").get_attribute("capture") == "environment"
-    chooser.value.set_files(SAMPLE)
+@pytest.mark.parametrize("kind", ["drop", "paste", "camera"])
+def test_image_is_dropped_pasted_or_photographed(served, embedded, open_page, kind):
+    page = open_page(served, has_touch=kind == "camera", is_mobile=kind == "camera")
+    if kind == "camera":
+        with page.expect_file_chooser() as chooser:
+            click(page, "Take a photo")
+        assert page.locator("#camera-file").get_attribute("capture") == "environment"
+        chooser.value.set_files(SAMPLE)
+    else:
+        page.evaluate(CARRY_FILE, kind)
     expect(page.get_by_alt_text("Your image, sample.png")).to_be_visible()
-    submit(page)
-    assert answers(page) == [embedded.caption(SAMPLE)]
+    assert ask(page) == [embedded.caption(SAMPLE)]
 
 
 def test_keyboard_suffices_and_stops_an_answer(embedded, open_page, slow):
-    with RunningServer(embedded, batch=slow) as server:
-        page, seen = open_page(server), []
-        for _ in range(4):
+    with RunningServer(embedded, before_step=slow) as server:
+        page = open_page(server)
+        for name in ("start-over", "file", "sample", "question"):
             page.keyboard.press("Tab")
-            seen.append(page.evaluate("document.activeElement.id"))
+            assert page.evaluate("document.activeElement.id") == name
             outlined = "(e) => getComputedStyle(e).outlineStyle !== 'none' && e.offsetWidth > 40"
             assert page.evaluate(f"[...document.querySelectorAll('*')].some({outlined})"), "the focus is not visible"
-        assert seen == ["start-over", "file", "sample", "question"]
         page.locator("#sample").focus()
         page.keyboard.press("Enter")
         expect(page.get_by_label("Your question")).to_be_focused()
@@ -189,7 +170,8 @@ def test_keyboard_suffices_and_stops_an_answer(embedded, open_page, slow):
         page.keyboard.type("it.")
         assert page.get_by_label("Your question").input_value() == "Describe\nit."
         for stop in (lambda: page.keyboard.press("Escape"), lambda: click(page, "Stop")):
-            submit(page, QUESTIONS[0])
+            page.get_by_label("Your question").fill(QUESTIONS[0])
+            page.keyboard.press("Enter")
             expect(page.locator(".generating")).to_have_text(re.compile(r"\w{3}"))
             stop()
             (text, *_) = answers(page)
@@ -198,9 +180,9 @@ def test_keyboard_suffices_and_stops_an_answer(embedded, open_page, slow):
 
 
 def test_problems_are_said_and_the_question_stays(served, open_page):
-    page = open_page(served)
-    submit(page, "What is in the picture?")
-    expect(page.get_by_role("alert")).to_have_text("There is no image to ask about; choose one first.")
+    page, alert = open_page(served), "There is no image to ask about; choose one first."
+    ask(page, "What is in the picture?")
+    expect(page.get_by_role("alert")).to_have_text(alert)
     page.locator("#file").set_input_files({"name": "a.heic", "mimeType": "image/heic", "buffer": bytes(range(256))})
     expect(page.get_by_text("Browsers cannot show a.heic")).to_be_visible()
     page.keyboard.press("Enter")
@@ -224,8 +206,7 @@ def test_page_asks_for_the_key_of_a_server_that_needs_one(embedded, open_page):
         expect(page.locator("#key-form")).to_be_hidden()
         page.reload()
         show_sample(page)
-        submit(page)
-        assert answers(page) == [embedded.caption(SAMPLE)], "the key is kept until the tab is closed"
+        assert ask(page) == [embedded.caption(SAMPLE)], "the key is kept until the tab is closed"
     open_page.problems.clear()  # the 401 that makes the page ask
 
 
@@ -236,27 +217,21 @@ IS_CUT = """(e) => e.offsetParent && !e.matches('.unseen') && getComputedStyle(e
 IS_ON_TOP = """(e) => { const box = e.getBoundingClientRect();
   const at = (y) => document.elementFromPoint(box.left + box.width / 2, y);
   return [box.top + 2, box.bottom - 2].every((y) => e.contains(at(y))); }"""
-COLOR = """(name) => {
-  const probe = document.body.appendChild(document.createElement("i"));
+COLOR = """(name) => { const probe = document.body.appendChild(document.createElement("i"));
   probe.style.color = `var(${name})`;
   const { color } = getComputedStyle(probe);
   probe.remove();
-  return color;
-}"""
+  return color; }"""
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [360, 768, 1280])
 def test_image_and_answers_are_seen_together_with_enough_contrast(served, open_page, scheme, width):
     page = open_page(served, color_scheme=scheme, viewport={"width": width, "height": 700})
-    screenshots = os.environ.get("NANOVLM_SCREENSHOTS")
-    if screenshots:
-        page.screenshot(path=f"{screenshots}/{scheme}-{width}-empty.png")
     show_sample(page)
     page.locator("#file").set_input_files(image_file(noise_image(400, 300), "other.png"))
     for question in ("", *QUESTIONS[1:]):
-        submit(page, question)
-        answers(page)
+        ask(page, question)
     for locator in (page.locator(".answer"), page.locator("li > .plain"), page.locator("#images img")):
         expect(locator.last).to_be_in_viewport(ratio=1)
         assert locator.last.evaluate(IS_ON_TOP), f"{locator} is covered"
@@ -264,17 +239,28 @@ def test_image_and_answers_are_seen_together_with_enough_contrast(served, open_p
     assert len(sizes) > 8 and all(min(size) >= 24 for size in sizes)
     assert page.evaluate(f"[...document.querySelectorAll('h1, p, span, label')].filter({IS_CUT}).length") == 0
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-    background = luminance(page.evaluate(COLOR, "--background"))
-    assert (background > 0.5) == (scheme == "light")
+    color = lambda name: luminance(page.evaluate(COLOR, name))  # noqa: E731
+    assert (color("--background") > 0.5) == (scheme == "light")
     for name, least in (("--text", 7), ("--text-muted", 4.5), ("--accent", 4.5), ("--error", 4.5), ("--border", 3)):
-        assert contrast(luminance(page.evaluate(COLOR, name)), background) >= least, name
-    on = [luminance(page.evaluate(COLOR, name)) for name in ("--accent", "--on-accent")]
-    assert contrast(*on) >= 4.5
+        assert contrast(color(name), color("--background")) >= least, name
+    assert contrast(color("--accent"), color("--on-accent")) >= 4.5
     for role in ("button", "textbox", "img"):
         for one in page.get_by_role(role).all():
             assert one.is_hidden() or re.search(r"\w", one.aria_snapshot().partition(role)[2])
-    if screenshots:
-        page.screenshot(path=f"{screenshots}/{scheme}-{width}.png")
+
+
+def test_a_review_page_is_filtered(open_page, served, tmp_path):
+    shutil.copy(SAMPLE, tmp_path / "a.png")
+    names = [str(tmp_path / name) for name in ("a.png", "b.png")]
+    write_page(tmp_path / "r.html", names, [{"text": "A <b>ring</b>"}, {}], {names[1]: "No such file"})
+    page = open_page(served)
+    page.goto((tmp_path / "r.html").as_uri())
+    expect(page.get_by_text("A <b>ring</b>")).to_be_visible()
+    assert page.locator("img").evaluate_all("(all) => all.map((e) => e.naturalWidth > 50)") == [True]
+    page.get_by_placeholder("filter").fill("RING")
+    expect(page.get_by_text("1 of 2")).to_be_visible()
+    expect(page.get_by_text("No such file")).to_be_hidden()
+    open_page.problems.clear()  # a file is not of the server
 
 
 def luminance(color):
