@@ -12,13 +12,12 @@ pixels a side.
 --compare measures float32, bfloat16, int8 and int4 at every level of CPU instructions here (see eval.latency) beside
 float32 by plain modules ("none"), one image at a time: the share of right captions, the share of that reference's
 right captions that stay right ("kept"), and the root mean square difference of the first token's logits from the
-reference's, relative to their standard deviation. Two more figures compare the greedy texts, as OpenVINO's
-who-what-benchmark does, but without its sentence embeddings, which are a download: means of the share of the
-reference's tokens before the first one that differs ("prefix", its "FDT norm"), and of difflib's similarity of the
-tokens ("ratio"). These need no right answers, so they suit any model. The command fails if int8 keeps less than 99%.
+reference's, relative to their standard deviation. Two more figures suit any model, as they need no right answers; as
+in OpenVINO's who-what-benchmark they compare the greedy texts: means of the share of the reference's tokens before the
+first one that differs ("prefix", its "FDT norm"), and of difflib's similarity of the tokens ("ratio"). The command
+fails if int8 keeps less than 99%.
 """
 
-import math
 import os
 import sys
 import time
@@ -30,16 +29,16 @@ from statistics import mean
 
 import torch
 
-from eval.lib.accuracy import relative_error
-from eval.lib.command import add_device_flags, add_save_flag, make_parser, positive, progress, report, table
-from eval.lib.cpu_levels import at_level, levels_here
-from eval.lib.hardware import environment
+from eval.lib import command
+from eval.lib.command import positive, progress, relative_error, table
+from eval.lib.hardware import at_level, environment, levels_here
 from eval.lib.scene_splits import SPLITS, count_by_row, make_splits, png
 from nanovlm import EMBEDDED, PROMPT
 from nanovlm.captioner import Captioner
 from nanovlm.chat_session import ChatSession
 from nanovlm.cli.main import Parser
 from nanovlm.errors import NanoVLMError
+from nanovlm.evaluation.metrics import intervals
 from nanovlm.options import QUANTIZATIONS
 from nanovlm.synthetic import caption, questions, random_scene
 
@@ -56,13 +55,16 @@ def measure(captioner: Captioner, n_scenes: int, n_questions: int, seed: str) ->
     results: dict = {"missed": []}
     for split, examples in make_splits(n_scenes, n_questions, seed).items():
         started = time.perf_counter()
-        images, prompts, truths, rows = zip(*examples) if examples else 4 * ((),)
+        images, prompts = [example.image for example in examples], [example.prompt for example in examples]
         answers = list(captioner.captions(images, prompts, batch_size=BATCH_SIZE))
-        right = [answer == truth for answer, truth in zip(answers, truths)]
-        results[split] = {"right": sum(right), "of": len(right), "rows": count_by_row(rows, right)}
+        right = [answer == example.truth for example, answer in zip(examples, answers)]
+        rows = count_by_row([example.row for example in examples], right)
+        results[split] = {"right": sum(right), "of": len(right), "rows": rows}
         results[split]["seconds"] = round(time.perf_counter() - started, 1)
-        misses = zip(prompts, truths, answers)
-        results["missed"] += [(split, *miss) for miss, is_right in zip(misses, right) if not is_right]
+        misses = zip(examples, answers, right)
+        results["missed"] += [
+            (split, one.prompt, one.truth, answer) for one, answer, is_right in misses if not is_right
+        ]
     return results
 
 
@@ -77,15 +79,12 @@ def measure_turns(captioner: Captioner, n_scenes: int, n_turns: int, seed: str) 
         scene = random_scene(rng)
         image = png(scene, rng)
         prompts, truths = zip(*questions(scene, rng)[:n_turns])
-        chat, captioned_chat = ChatSession(captioner, [image]), ChatSession(captioner, [image])
-        "".join(captioned_chat.ask(PROMPT))
-        answers = {
-            "alone": captioner.ask(image, prompts),
-            "one after another": ["".join(chat.ask(prompt)) for prompt in prompts],
-            "after a caption": ["".join(captioned_chat.ask(prompt)) for prompt in prompts],
-        }
-        for mode, counts in right.items():
-            for turn, (answer, truth) in enumerate(zip(answers[mode], truths)):
+        chat, captioned = ChatSession(captioner, [image]), ChatSession(captioner, [image])
+        "".join(captioned.ask(PROMPT))
+        answers = [captioner.ask(image, prompts)]
+        answers += [["".join(session.ask(prompt)) for prompt in prompts] for session in (chat, captioned)]
+        for counts, given in zip(right.values(), answers):
+            for turn, (answer, truth) in enumerate(zip(given, truths)):
                 counts[turn] += answer == truth
     return right
 
@@ -96,7 +95,7 @@ def compare_precisions(
     """The figures of --compare by dtype, quantization and level, of which REFERENCE is the first."""
     rng = Random(f"quantised {seed}")
     scenes = [random_scene(rng) for _ in range(n_scenes)]
-    images, truths = [png(scene, rng) for scene in scenes], [caption(scene) for scene in scenes]
+    images = [png(scene, rng) for scene in scenes]
     results, reference = {}, None
     levels = levels_here() or ["none"]
     for dtype, quantize, level in [REFERENCE, *((*precision, level) for precision in PRECISIONS for level in levels)]:
@@ -104,19 +103,19 @@ def compare_precisions(
             captioner = Captioner.from_pretrained(model, "cpu", dtype, quantize=quantize)
         progress(name := " ".join(filter(None, (dtype, quantize, level))))
         answers = list(captioner.captions(images, batch_size=1))
-        right = [answer == truth for answer, truth in zip(answers, truths)]
+        right = [answer == caption(scene) for answer, scene in zip(answers, scenes)]
         ids = [[*captioner.tokenizer.encode(answer), captioner.tokenizer.eos_token_id] for answer in answers]
         prompts = [captioner.prepare(image) for image in images[:BATCH_SIZE]]
         with torch.inference_mode():
             rows = [captioner.inference.prefill(torch.tensor([ids]), torch.cat(tiles))[0] for ids, tiles in prompts]
-            logits = torch.cat(rows).float()
-        expected_right, expected_logits, expected_ids = reference = reference or (right, logits, ids)
+        reference = reference or (right, ids, torch.cat(rows))
+        pairs = [*zip(ids, reference[1])]
         results[name] = {
             "right": mean(right),
-            "kept": sum(map(min, right, expected_right)) / max(1, sum(expected_right)),
-            "logits": relative_error(logits, expected_logits),
-            "prefix": mean(map(shared_prefix, ids, expected_ids)),
-            "ratio": mean(SequenceMatcher(None, *pair, autojunk=False).ratio() for pair in zip(ids, expected_ids)),
+            "kept": sum(map(min, right, reference[0])) / max(1, sum(reference[0])),
+            "logits": relative_error(torch.cat(rows), reference[2]),
+            "prefix": mean(shared_prefix(*pair) for pair in pairs),
+            "ratio": mean(SequenceMatcher(None, *pair, autojunk=False).ratio() for pair in pairs),
         }
     return results
 
@@ -133,13 +132,10 @@ def comparison_failures(results: dict[str, dict[str, float]]) -> list[str]:
 
 
 def share(name: str, counts: dict) -> str:
-    """A line with a share and its 95% Wilson interval, which stays valid near 100%."""
-    right, n, z = counts["right"], counts["of"], 1.96
-    p = right / n
-    center = (p + z * z / (2 * n)) / (1 + z * z / n)
-    radius = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / (1 + z * z / n)
-    interval = f"{100 * max(0, center - radius):.1f} to {100 * (center + radius):.1f}"
-    return f"{name:28} {100 * p:6.2f}%  ({right} of {n}, 95% interval {interval})"
+    """A line with a share and its 95% interval."""
+    right, n = counts["right"], counts["of"]
+    low, high = intervals({name: right / n}, n)[name]
+    return f"{name:28} {right / n:7.2%}  ({right} of {n}, 95% interval {100 * low:.1f} to {100 * high:.1f})"
 
 
 def accuracy_table(results: dict, n_misses: int) -> str:
@@ -164,7 +160,7 @@ def comparison_table(results: dict[str, dict[str, float]]) -> str:
 
 
 def make_captions_parser() -> Parser:
-    parser = make_parser("captions", __doc__)
+    parser = command.make_parser("captions", __doc__)
     add = parser.add_argument
     add("--model", default=EMBEDDED, metavar="FOLDER_OR_HUB_ID", help="(default: the embedded model)")
     add("--scenes", type=positive, metavar="N", help="fresh scenes, and withheld ones (default: 1000, to compare 200)")
@@ -174,8 +170,8 @@ def make_captions_parser() -> Parser:
     add("--compare", action="store_true", help="compare all precisions at all levels of the CPU")
     add("--seed", default="1", help="which scenes (default: 1)")
     add("--misses", type=int, default=0, metavar="N", help="show N misses")
-    add_device_flags(parser)
-    add_save_flag(parser)
+    command.add_device_flags(parser)
+    command.add_save_flag(parser)
     return parser
 
 
@@ -202,7 +198,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 text = accuracy_table(results, args.misses)
     except NanoVLMError as error:
         parser.error(str(error))
-    return report(results, text, where, args.json, failures, args.save)
+    return command.report(results, text, where, args.json, failures, args.save)
 
 
 if __name__ == "__main__":

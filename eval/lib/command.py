@@ -1,4 +1,4 @@
-"""What the evaluation commands share: their parser, progress lines, tables, and the report with its exit code."""
+"""Shared by the evaluation commands: flags, progress lines, tables, and the report with its exit code."""
 
 import argparse
 import json
@@ -10,16 +10,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from eval.lib.cpu_levels import levels_here
-from eval.lib.hardware import cpu_name
+from eval.lib.hardware import cpu_name, levels_here
 from nanovlm.cli.main import Parser
 from nanovlm.device import DTYPES
 
 RESULTS = Path(__file__).parent.parent / "results"  # CPU.txt, a file for each processor
+DEVICES = ("auto", "cpu", "cuda", "mps")
 
 
-def make_parser(name: str, doc: str) -> Parser:
+def make_parser(name: str, doc: str | None) -> Parser:
     """The parser of `python -m eval.NAME`; its help text is the module's docstring."""
     parser = Parser(prog=f"eval.{name}", description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print all results as one JSON object")
@@ -43,8 +44,7 @@ def use_threads(text: str) -> int:
 def add_device_flags(parser: Parser, dtype: str = "auto") -> None:
     """--device, --dtype and --threads."""
     add_threads_flag(parser)
-    devices = ("auto", "cpu", "cuda", "mps")
-    parser.add_argument("--device", default="auto", choices=devices, help="where to compute (default: auto)")
+    parser.add_argument("--device", default="auto", choices=DEVICES, help="where to compute (default: auto)")
     parser.add_argument("--dtype", default=dtype, choices=("auto", *DTYPES), help=f"precision (default: {dtype})")
 
 
@@ -64,6 +64,12 @@ def positive(text: str) -> int:
 def progress(line: str) -> None:
     """Print a progress line on stderr; results alone go to stdout."""
     print(line, file=sys.stderr, flush=True)
+
+
+def relative_error(values: Tensor, reference: Tensor) -> float:
+    """Root mean square difference over the reference's standard deviation."""
+    values, reference = values.float(), reference.float()
+    return float((values - reference).square().mean().sqrt() / reference.std())
 
 
 def table(rows: Sequence[Sequence[str]], gap: int = 2) -> str:
@@ -86,27 +92,22 @@ def report(
 ) -> int:
     """Print results as JSON or as text, the environment once, and failed checks on stderr.
 
-    The text is also appended to a file in the folder `save`. Returns the exit code: 1 if a check failed, else 0.
+    The command line and the text are also appended to the processor's file in the folder `save`. Returns the exit
+    code: 1 if a check failed, else 0.
     """
     output = f"{text}\n{environment}"
     if save:
-        progress(f"appended to {append_output(save, output)}")
+        save.mkdir(parents=True, exist_ok=True)
+        path = save / f"{file_name([cpu_name(), *levels_here()[-1:]])}.txt"
+        with path.open("a", encoding="utf-8") as file:
+            file.write(f"$ {shlex.join(['python', *sys.orig_argv[1:]])}\n{output}\n\n")
+        progress(f"appended to {path}")
     if as_json:
-        print(json.dumps(results | {"failures": [*failures], "environment": environment}, indent=2))
-    else:
-        print(output)
+        output = json.dumps(results | {"failures": [*failures], "environment": environment}, indent=2)
+    print(output)
     for failure in failures:
         print(failure, file=sys.stderr)
     return 1 if failures else 0
-
-
-def append_output(folder: Path, output: str) -> Path:
-    """Append this process's command line and its output to the processor's file in folder, which is returned."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{file_name([cpu_name(), *levels_here()[-1:]])}.txt"
-    with path.open("a", encoding="utf-8") as file:
-        file.write(f"$ {shlex.join(['python', *sys.orig_argv[1:]])}\n{output}\n\n")
-    return path
 
 
 def file_name(names: Sequence[str]) -> str:

@@ -1,31 +1,48 @@
-"""The machine a figure was measured on: its name, its two speed limits, and the least time that a stage needs there.
+"""The machine that a figure is measured on: its CPU levels, its name in a line, its speed limits, timing in turns."""
 
-The last is the roofline model's (Williams et al. 2009).
-"""
-
+import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
 from importlib.metadata import version
+from typing import Any
+from unittest.mock import patch
 
 import torch
-from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import linear
 from torch.utils.flop_counter import FlopCounterMode
 
-from eval.lib.cpu_levels import current_level
-from models.config import VLMConfig
-from models.inference.kernels.load import cpu_info
-from models.vision_language_model import PrefillState, VisionLanguageModel
+from models.inference.kernels.load import FOR_TESTS, available_levels, chosen_level, cpu_info, load_library
 
-PACKAGES = {  # by the module whose presence says that the package was used
-    "llama_cpp": "llama-cpp-python", "openvino": "openvino",
-}  # fmt: skip
+LEVEL = "NANOVLM_CPU_LEVEL"
+PACKAGES = {"llama_cpp": "llama-cpp-python", "openvino": "openvino"}  # named in `environment` once imported
+CPU = torch.device("cpu")
+
+
+def levels_here() -> list[str]:
+    """The kernels' levels on this CPU, lowest first; empty where there are no kernels or no compiler."""
+    levels = [level for level in available_levels() if level not in FOR_TESTS]
+    return levels if levels and load_library(levels[-1]) is not None else []
+
+
+def current_level() -> str:
+    """The level of an InferenceModel made now; "none" is PyTorch's own operations."""
+    level = chosen_level()
+    return level if level is not None and load_library(level) is not None else "none"
+
+
+def at_level(level: str) -> AbstractContextManager[Any]:
+    """Make InferenceModels at a level, or with "none" of plain modules."""
+    return patch.dict(os.environ, {LEVEL: level})
+
+
+def cpu_name() -> str:
+    """The processor's model name, or where that is unknown its architecture."""
+    return cpu_info("model name") or platform.machine()
 
 
 def environment(
@@ -38,11 +55,6 @@ def environment(
     parts += [f"{package} {version(package)}" for module, package in PACKAGES.items() if module in sys.modules]
     parts += [str(dtype)] if dtype else []
     return ", ".join([*parts, torch.cuda.get_device_name(device) if device.type == "cuda" else device.type])
-
-
-def cpu_name() -> str:
-    """The processor's model name, or where that is unknown its architecture."""
-    return cpu_info("model name") or platform.machine()
 
 
 @cache
@@ -64,6 +76,14 @@ def matmul_flops(dtype: torch.dtype, n: int = 2048) -> float:
     return flops if dtype == torch.float32 else max(flops, matmul_flops(torch.float32, n))
 
 
+def _fastest(function: Callable[[], object], rounds: int = 9) -> float:
+    """Seconds of the fastest of several calls within a second: the speed without interference from other programs."""
+    seconds: list[float] = []
+    while len(seconds) < rounds and sum(seconds) < 1:
+        seconds.append(measure_seconds(function))
+    return min(seconds)
+
+
 @contextmanager
 def count_flops() -> Iterator[FlopCounterMode]:
     """Count the operations of matmuls and attention, as PyTorch does.
@@ -74,47 +94,36 @@ def count_flops() -> Iterator[FlopCounterMode]:
         yield counter
 
 
-def _fastest(function: Callable[[], object], rounds: int = 9) -> float:
-    """Seconds of the fastest of several calls within a second: the speed without interference from other programs."""
-    seconds: list[float] = []
-    while len(seconds) < rounds and sum(seconds) < 1:
-        started = time.perf_counter()
-        function()
-        seconds.append(time.perf_counter() - started)
-    return min(seconds)
+def synchronize(device: torch.device) -> None:
+    """Wait until all work queued on an accelerator has finished; a CPU queues none."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
-@dataclass(frozen=True)
-class StageCost:
-    """Weights that a stage reads once, and its floating-point operations."""
-
-    weights: int
-    flops: int
-
-    def roofline_s(self, weight_bytes: float, bytes_per_s: float, flops_per_s: float) -> float:
-        """Seconds to read the weights, or to compute, whichever is longer; weight_bytes is of one entry."""
-        return max(self.weights * weight_bytes / bytes_per_s, self.flops / flops_per_s)
+def measure_seconds(function: Callable[[], object], device: torch.device = CPU) -> float:
+    """Seconds of one call, work queued on the device included."""
+    synchronize(device)
+    started = time.perf_counter()
+    function()
+    synchronize(device)
+    return time.perf_counter() - started
 
 
-@torch.inference_mode()
-def stage_costs(cfg: VLMConfig, prompt_tokens: int, batch_size: int = 1) -> dict[str, StageCost]:
-    """Costs of encoding one image, of prefill and of one decode step, counted by torch on the meta device."""
-    with torch.device("meta"):
-        model = VisionLanguageModel(cfg, -1).eval()
-        image = torch.zeros(1, 3, cfg.vit_img_size, cfg.vit_img_size)
-        ids = torch.ones(batch_size, prompt_tokens, dtype=torch.long)
-        embeddings = model.decoder.token_embedding(ids)
-        state = PrefillState(model.decoder(embeddings)[1])
-    encoder = nn.ModuleList([model.vision_encoder, model.MP])
-    stages: dict[str, tuple[nn.Module, Callable[[], object]]] = {
-        "encode": (encoder, lambda: model.MP(model.vision_encoder(image))),
-        "prefill": (model.decoder, lambda: model.decoder.head(model.decoder(embeddings)[0][:, -1])),
-        "decode": (model.decoder, lambda: model.decode(ids[:, 0], state)),
-    }
-    costs = {}
-    for name, (module, run) in stages.items():
-        with count_flops() as counter:
-            run()
-        weights = sum(parameter.numel() for parameter in module.parameters())  # a tied head counts once
-        costs[name] = StageCost(weights, counter.get_total_flops())
-    return costs
+def interleave(
+    contestants: Mapping[str, Callable[[], float]],
+    rounds: int,
+    warmup: int = 1,
+    log: Callable[[str], None] = lambda line: None,
+) -> dict[str, list[float]]:
+    """Call every contestant once per round, after `warmup` rounds that do not count; the seconds of each round.
+
+    A busy machine so slows all alike. A contestant returns the seconds it took, so that it can prepare untimed.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    for turn in range(1 - warmup, rounds + 1):
+        for name, run in contestants.items():
+            elapsed = run()
+            if turn > 0:
+                seconds[name].append(elapsed)
+                log(f"round {turn}/{rounds}: {name}, {elapsed:.3f} s")
+    return seconds

@@ -10,18 +10,16 @@ from typing import NamedTuple
 from nanovlm import PROMPT
 from nanovlm.synthetic import Scene, caption, draw, questions, random_scene
 
-Counts = dict[str, int]  # "right" and "of"
-
 IMAGE_SIZES = (96, 512)  # pixels
 N_COMPARED = 3  # relation questions of each kind about one scene
 OBJECT_ROWS = ("one object", "two objects", "three objects", "four objects")
+RELATIONS, NEIGHBORS = "Is X left of Y?", "What is left of X?"
 QUESTION_KINDS = {  # every other kind is named by its first two words
-    "Is X left of Y?": r"Is the .+ (left of|right of|above|below) the ",
-    "What is left of X?": r"What is (left of|right of|above|below) the ",
+    RELATIONS: r"Is the .+ (left of|right of|above|below) the ",
+    NEIGHBORS: r"What is (left of|right of|above|below) the ",
     "What is at the top?": r"What is (at|in) the ",
     "What is the background?": r"What is the background",
 }
-RELATIONS, NEIGHBORS = "Is X left of Y?", "What is left of X?"
 SPLITS = {
     "captions": "captions",
     "withheld": "captions, withheld pairs",
@@ -64,11 +62,11 @@ def make_splits(n_scenes: int, n_questions: int, seed: str) -> dict[str, list[Ex
     for split, drawn in (("captions", zip(images, scenes)), ("withheld", zip(others, withheld))):
         splits[split] = [Example(image, PROMPT, caption(scene), object_row(scene)) for image, scene in drawn]
     for image, scene in zip(images, scenes):
-        pairs = questions(scene, rng)
-        splits["questions"] += [Example(image, q, answer, question_kind(q)) for q, answer in pairs[:n_questions]]
-        for split, kind in (("relations", RELATIONS), ("neighbors", NEIGHBORS)):
-            compared = [(q, answer) for q, answer in pairs if question_kind(q) == kind][:N_COMPARED]
-            splits[split] += [Example(image, q, answer, object_row(scene)) for q, answer in compared]
+        asked = [Example(image, *pair, question_kind(pair[0])) for pair in questions(scene, rng)]
+        splits["questions"] += asked[:n_questions]
+        for split in ("relations", "neighbors"):
+            compared = [example for example in asked if example.row == SPLITS[split]][:N_COMPARED]
+            splits[split] += [example._replace(row=object_row(scene)) for example in compared]
     return splits
 
 
@@ -79,14 +77,12 @@ def object_row(scene: Scene) -> str:
 
 def question_kind(question: str) -> str:
     """The name of a question's kind, such as "How many"."""
-    for kind, pattern in QUESTION_KINDS.items():
-        if re.match(pattern, question):
-            return kind
-    return " ".join(question.split()[:2])
+    kinds = (kind for kind, pattern in QUESTION_KINDS.items() if re.match(pattern, question))
+    return next(kinds, " ".join(question.split()[:2]))
 
 
-def count_by_row(rows: Sequence[str], right: Sequence[bool]) -> dict[str, Counts]:
-    """Right answers of each row: numbers of objects in order, any other rows by size."""
+def count_by_row(rows: Sequence[str], right: Sequence[bool]) -> dict[str, dict[str, int]]:
+    """Right answers of each row, "right" and "of": numbers of objects in order, any other rows by size."""
     hits, totals = Counter(row for row, is_right in zip(rows, right) if is_right), Counter(rows)
     numbered = set(totals) <= set(OBJECT_ROWS)
     ordered = sorted(totals, key=OBJECT_ROWS.index if numbered else lambda row: -totals[row])

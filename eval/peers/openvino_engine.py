@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eval.peers import import_peer
+from eval.peers import Engine, import_peer
 from models.checkpoint import atomic_dir
 from models.config import VLMConfig
 from models.formats.base import format_of
@@ -24,25 +24,21 @@ CALIBRATION_INPUTS = 8
 CALIBRATION_TOKENS = 80
 
 
-class OpenVINOEngine:
-    """In int8, dtype is that of everything but the matrix products.
+class OpenVINOEngine(Engine):
+    """A model's exported graphs; in int8, dtype is that of everything but the matrix products.
 
     The decoder is made stateful, as OpenVINO's own export of language models is: it keeps keys and values itself.
-    `logits` (B, vocabulary) are those of the last step.
     """
 
     def __init__(self, captioner: Captioner, dtype: torch.dtype, folder: Path, int8: bool = False):
         openvino = import_peer("openvino", "OpenVINO")
         from openvino._offline_transformations import apply_make_stateful_transformation
 
-        kind = torch.int8 if int8 else dtype
-        self.name = f"openvino {str(kind).removeprefix('torch.')}"
-        self.dtype = kind
-        self.weight_bytes: float = kind.itemsize
-        self.cfg = captioner.model.cfg
+        self.dtype = torch.int8 if int8 else dtype
+        self.name = f"openvino {str(self.dtype).removeprefix('torch.')}"
+        self.weight_bytes = self.dtype.itemsize
+        self.cfg, self.length = captioner.model.cfg, 0
         self.embedding = captioner.model.decoder.token_embedding
-        self.length = 0  # of the cache, in tokens
-        self.logits = torch.empty(0)
         graphs = export_graphs(captioner.model, folder)
         if int8:
             graphs = quantize_graphs(captioner, graphs)
@@ -61,25 +57,20 @@ class OpenVINOEngine:
         self.decoder = core.compile_model(decoder, "CPU", settings).create_infer_request()
 
     def encode_image(self, image: Tensor) -> Tensor:
-        """Embeddings (1, T, C) of one preprocessed image (1, 3, S, S)."""
         return torch.from_numpy(self.vision(image_feeds(self.cfg, image), share_inputs=True)["image_features"])
 
-    def prefill(self, ids: list[list[int]]) -> list[int]:
+    def clear(self) -> None:
         self.length = 0
-        empty = self.tensor(empty_past(self.cfg, len(ids)))
-        for state in self.decoder.query_state():
-            state.state = empty
-        return self._next(ids)
 
-    def decode(self, ids: list[int]) -> list[int]:
-        return self._next([[token] for token in ids])
-
-    def _next(self, ids: list[list[int]]) -> list[int]:
-        with torch.inference_mode():
-            feeds = text_feeds(self.embedding(torch.tensor(ids)).numpy(), self.length)
-        self.logits = torch.from_numpy(self.decoder.infer(feeds, share_inputs=True)["logits"]).squeeze(1)
+    @torch.inference_mode()
+    def append(self, ids: list[list[int]]) -> Tensor:
+        if not self.length:
+            empty = self.tensor(empty_past(self.cfg, len(ids)))
+            for state in self.decoder.query_state():
+                state.state = empty
+        feeds = text_feeds(self.embedding(torch.tensor(ids)).numpy(), self.length)
         self.length += len(ids[0])
-        return self.logits.argmax(-1).tolist()
+        return torch.from_numpy(self.decoder.infer(feeds, share_inputs=True)["logits"]).squeeze(1)
 
 
 def image_feeds(cfg: VLMConfig, image: Tensor) -> Feeds:
