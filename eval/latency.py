@@ -32,18 +32,19 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain, groupby
 from pathlib import Path
 from random import Random
 from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from eval.lib import command
-from eval.lib.command import at_level, current_level, levels_here, measure_seconds, positive, progress, table
+from eval.lib.command import measure_seconds, positive, progress, relative_error, table
 from eval.lib.random_model import SHAPES, random_model_folder
 from eval.peers import Engine, NanoVLMEngine
 from eval.peers.llama_cpp_engine import LlamaCppEngine
@@ -70,7 +71,6 @@ TEXT_TOKENS = 16  # of the prompt, after the image
 MAX_IMAGE_SIZE = 2048  # pixels; larger images are reduced
 ANSWER_TOKENS = 16
 MAX_FLOAT32_ERROR = 1e-3
-COLUMNS = ("median", "min", "speedup", "of roofline", "memory", "error", "same ids")
 ISAS = {  # by level, read once, when oneDNN (in PyTorch and in OpenVINO), MKL and ATen start
     "avx2": {"ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"},
     "avx2-vnni": {"ONEDNN_MAX_CPU_ISA": "AVX2_VNNI", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"},
@@ -133,12 +133,12 @@ def make_engines(plain: NanoVLMEngine, folder: Path, files: Path, args: argparse
         types = [GGUF_TYPES[key] for key in (*dtypes, args.quantize) if key]
         engines += [LlamaCppEngine(captioner, name, files, args.batch_size) for name in types]
     if "openvino" in args.baselines:
-        if current_level() in WITHOUT_BF16_DOT:  # OpenVINO computes bfloat16 in float32, but not if oneDNN is held
+        if command.current_level() in WITHOUT_BF16_DOT:  # bfloat16 would be float32, but not if oneDNN is held
             dtypes = list(dict.fromkeys(torch.float32 if dtype == torch.bfloat16 else dtype for dtype in dtypes))
         engines += [OpenVINOEngine(captioner, dtype, files) for dtype in dtypes]
         engines += [OpenVINOEngine(captioner, dtypes[-1], files, int8=True)] if args.quantize == "int8" else []
     for level in args.level:
-        with at_level(level):
+        with command.at_level(level):
             for dtype in choose_dtypes(args.dtype, folder):
                 for quantize in dict.fromkeys((None, args.quantize)):
                     name = str(dtype).removeprefix("torch.")
@@ -181,10 +181,8 @@ def greedy(engine: Engine, prompts: list[list[int]], tokens: int) -> tuple[list[
 def cold_start(folder: Path, dtype: str = "auto") -> dict[str, list[str]]:
     """Command lines of generate.py on the model's folder, and of a process that imports torch only."""
     flags = ["--model", str(folder), "--max-new-tokens", str(ANSWER_TOKENS), "--dtype", dtype]
-    return {
-        "import torch": [sys.executable, "-c", "import torch"],
-        "generate.py": [sys.executable, str(GENERATE), *flags],
-    }
+    programs = {"import torch": ["-c", "import torch"], "generate.py": [str(GENERATE), *flags]}
+    return {name: [sys.executable, *argv] for name, argv in programs.items()}
 
 
 def run_process(argv: Sequence[str]) -> int | None:
@@ -203,24 +201,24 @@ def run_process(argv: Sequence[str]) -> int | None:
     return peak
 
 
-def timed(calls: Mapping[str, Callable[[], object]]) -> Contestants:
-    return {name: partial(measure_seconds, call) for name, call in calls.items()}
-
-
-def measure(
-    engines: Sequence[Engine], plain: NanoVLMEngine, folder: Path, args: argparse.Namespace
-) -> tuple[list[Result], Ids]:
+def measure(engines: Sequence[Engine], plain: NanoVLMEngine, folder: Path, args: Any) -> tuple[list[Result], Ids]:
     """Time every stage in interleaved rounds; also the decoded ids."""
     cfg, results, ids = plain.model.cfg, [], {}
     prompts, image = make_inputs(cfg, plain.model.image_token_id, args.batch_size)
     costs, by_name = stage_costs(cfg, len(prompts[0]), args.batch_size), {engine.name: engine for engine in engines}
-    programs = cold_start(folder, args.dtype[0])
+
+    def timed(run: Callable[[Any], object], what: Mapping[str, Any] = by_name) -> Contestants:
+        return {name: partial(measure_seconds, partial(run, one)) for name, one in what.items()}
 
     def decode(engine: Engine) -> float:
         ids[engine.name], seconds = greedy(engine, prompts, args.tokens)
         return seconds
 
-    def add(stage: str, contestants: Contestants, warmup: int = 1) -> None:
+    def logits(engine: Engine) -> Tensor:
+        engine.prefill(prompts)
+        return engine.logits
+
+    def add(stage: str, contestants: Contestants, errors: Mapping = {}, memory: Mapping = {}, warmup: int = 1) -> None:
         progress(f"{stage}: {', '.join(contestants)}")
         for name, seconds in command.interleave(contestants, args.rounds, warmup).items():
             least = None
@@ -228,23 +226,18 @@ def measure(
                 (weights, flops), engine = costs[stage], by_name[name]
                 reading = weights * engine.weight_bytes / command.memory_bandwidth()
                 least = 1000 * max(reading, flops / command.matmul_flops(engine.dtype))
-            results.append(Result(stage, name, 1000 * median(seconds), 1000 * min(seconds), least))
-
-    def add_errors(values: Mapping[str, Tensor], expected: Tensor) -> None:
-        for i, result in enumerate(results):
-            if result.stage == stage and result.engine in values:
-                error = command.relative_error(values[result.engine], expected)
-                results[i] = replace(result, error=error)
+            times = 1000 * median(seconds), 1000 * min(seconds)
+            results.append(Result(stage, name, *times, least, errors.get(name), memory.get(name)))
 
     for stage in args.stages:
         if stage == "encode":
-            add(stage, timed({engine.name: partial(engine.encode_image, image) for engine in engines}))
-            exact = [engine for engine in engines if not engine.resizes_images]
-            add_errors({engine.name: engine.encode_image(image) for engine in exact}, plain.encode_image(image))
+            expected, exact = plain.encode_image(image), [engine for engine in engines if not engine.resizes_images]
+            errors = {engine.name: relative_error(engine.encode_image(image), expected) for engine in exact}
+            add(stage, timed(lambda engine: engine.encode_image(image)), errors)
         elif stage == "prefill":
-            add(stage, timed({engine.name: partial(engine.prefill, prompts) for engine in engines}))
-            plain.prefill(prompts)
-            add_errors({engine.name: engine.logits for engine in engines}, plain.logits)
+            expected = logits(plain).clone()
+            errors = {engine.name: relative_error(logits(engine), expected) for engine in engines}
+            add(stage, timed(logits), errors)
         elif stage == "decode":
             add(stage, {engine.name: partial(decode, engine) for engine in engines})
         elif stage == "first-token":
@@ -252,11 +245,11 @@ def measure(
             for side in args.image_size:
                 drawn = draw(random_scene(Random("images")), side, side)
                 title = f"first token, {side} px, {len(plain.captioner.prepare(drawn)[0]):,} tokens"
-                add(title, timed({name: partial(read, drawn) for name, read in readers.items()}))
+                add(title, timed(lambda read, drawn=drawn: read(drawn), readers))
         else:
-            add("cold start", timed({name: partial(run_process, argv) for name, argv in programs.items()}), warmup=0)
-            peaks = {name: run_process(argv) for name, argv in programs.items()}
-            results[-2:] = [replace(result, memory_bytes=peaks[result.engine]) for result in results[-2:]]
+            programs = cold_start(folder, args.dtype[0])
+            memory = {name: run_process(argv) for name, argv in programs.items()}
+            add("cold start", timed(run_process, programs), memory=memory, warmup=0)
     return results, ids
 
 
@@ -276,43 +269,39 @@ def results_table(results: Sequence[Result], ids: Ids) -> str:
     """A block of lines per stage; speedups are relative to its first contestant."""
     blocks = []
     for stage, group in groupby(results, key=lambda result: result.stage):
-        block = list(group)
-        rows = {f"  {result.engine}": cells(result, block[0], ids) for result in block}
-        columns = [name for name in COLUMNS if any(name in row for row in rows.values())]
-        lines = [[name, *(row.get(column, "") for column in columns)] for name, row in rows.items()]
-        blocks.append(table([[stage, *columns], *lines]))
+        block, rows = list(group), []
+        for result in block:
+            row = {
+                stage: f"  {result.engine}",
+                "median": f"{result.median_ms:,.2f} ms",
+                "min": f"{result.min_ms:,.2f} ms",
+                "speedup": f"{block[0].median_ms / result.median_ms:.2f}x",
+            }
+            if result.roofline_ms is not None:
+                row["of roofline"] = f"{result.roofline_ms / result.median_ms:.0%}"
+            if result.memory_bytes is not None:
+                row["memory"] = f"{result.memory_bytes / 2**20:,.0f} MiB"
+            if result.error is not None:
+                row["error"] = f"{result.error:.1e}" if result.error < 1e-3 else f"{result.error:.3f}"
+            if stage == "decode":
+                pairs = [*zip(chain(*ids[result.engine]), chain(*ids[block[0].engine]))]
+                row["same ids"] = f"{sum(a == b for a, b in pairs)} of {len(pairs)}"
+            rows.append(row)
+        columns = list(dict.fromkeys(chain(*rows)))
+        blocks.append(table([columns, *([row.get(column, "") for column in columns] for row in rows)]))
     return "\n".join(blocks)
-
-
-def cells(result: Result, first: Result, ids: Ids) -> dict[str, str]:
-    """What a line says, by column."""
-    row = {
-        "median": f"{result.median_ms:,.2f} ms",
-        "min": f"{result.min_ms:,.2f} ms",
-        "speedup": f"{first.median_ms / result.median_ms:.2f}x",
-    }
-    if result.roofline_ms is not None:
-        row["of roofline"] = f"{result.roofline_ms / result.median_ms:.0%}"
-    if result.memory_bytes is not None:
-        row["memory"] = f"{result.memory_bytes / 2**20:,.0f} MiB"
-    if result.error is not None:
-        row["error"] = f"{result.error:.1e}" if result.error < 1e-3 else f"{result.error:.3f}"
-    if result.stage == "decode":
-        pairs = [*zip(chain(*ids[result.engine]), chain(*ids[first.engine]))]
-        row["same ids"] = f"{sum(a == b for a, b in pairs)} of {len(pairs)}"
-    return row
 
 
 def level_here(text: str) -> str:
     """argparse type: one of `levels_here`."""
-    if text not in (levels := levels_here()):
+    if text not in (levels := command.levels_here()):
         raise argparse.ArgumentTypeError(f"this CPU has no level {text}; use {', '.join(levels) or 'another one'}")
     return text
 
 
 def lowering(levels: Sequence[str]) -> dict[str, str]:
     """Environment variables that hold all engines that can be held to the level, if it is one below this CPU's best."""
-    if len(levels) > 1 or levels[0] not in ISAS or levels[0] == levels_here()[-1]:
+    if len(levels) > 1 or levels[0] not in ISAS or levels[0] == command.levels_here()[-1]:
         return {}
     return {command.LEVEL: levels[0], **ISAS[levels[0]]}
 
@@ -365,7 +354,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser, argv = make_latency_parser(), sys.argv[1:] if argv is None else argv
     args = parser.parse_args(argv)
     try:
-        args.level = list(dict.fromkeys(args.level or [current_level()]))
+        args.level = list(dict.fromkeys(args.level or [command.current_level()]))
         if (settings := lowering(args.level)).items() <= os.environ.items():
             return run(args)
     except NanoVLMError as error:

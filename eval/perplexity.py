@@ -17,8 +17,7 @@ import argparse
 import math
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -39,18 +38,6 @@ PRECISIONS = [("float32", None), ("bfloat16", None), ("float32", "int8"), ("floa
 GGUF_TYPES = ("f32", "q8_0", "q4_0")
 
 
-@contextmanager
-def model_folder(model: str | None) -> Iterator[Path]:
-    """A model's folder, by default a temporary one of SmolLM2 in SmolVLM's layout."""
-    if model is not None:
-        yield snapshot_path(model)
-        return
-    with tempfile.TemporaryDirectory() as temporary:
-        write_smollm2(language := Path(temporary, "language"))
-        join_with_random_vision(Path(temporary, "vision"), language).save_pretrained(folder := Path(temporary, "model"))
-        yield folder
-
-
 def compare(append: Append, ids: list[int], reference: Tensor, step: int) -> dict[str, float]:
     """Append ids in steps, and compare what is predicted after each with the reference's log-probabilities (T, V)."""
     losses, divergences, same = [], [], []
@@ -65,10 +52,10 @@ def compare(append: Append, ids: list[int], reference: Tensor, step: int) -> dic
 
 
 @torch.inference_mode()
-def measure(folder: Path, text: str, tokens: int, step: int, with_llama_cpp: bool) -> dict[str, dict[str, float]]:
+def measure(folder: Path, text: str, args: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Figures by engine, means over its predictions; the first is float32 by plain modules, all tokens at once."""
     plain = Captioner.from_pretrained(folder, "cpu", "float32")
-    ids = plain.tokenizer.encode(text)[:tokens]
+    ids, step = plain.tokenizer.encode(text)[: args.tokens], args.step
     if len(ids) <= step:
         raise InputError(f"the text has {len(ids)} tokens, which a step of {step} leaves nothing to predict from")
     reference = plain.model(torch.tensor([ids]))[0][0].float().log_softmax(-1)
@@ -78,7 +65,7 @@ def measure(folder: Path, text: str, tokens: int, step: int, with_llama_cpp: boo
         progress(name := " ".join(filter(None, (dtype, quantize))))
         engine: Engine = NanoVLMEngine(Captioner.from_pretrained(folder, "cpu", dtype, quantize=quantize), quantize)
         results[name] = compare(engine.append, ids, reference, step)
-    for gguf_type in GGUF_TYPES if with_llama_cpp else ():
+    for gguf_type in GGUF_TYPES if "llama.cpp" in args.baselines else ():
         progress(name := f"llama.cpp {gguf_type}")
         with tempfile.TemporaryDirectory() as files:
             engine = LlamaCppEngine(plain, gguf_type, Path(files, "gguf"))
@@ -103,20 +90,25 @@ def add_flags(parser: Parser) -> None:
     add_threads_flag(parser)
 
 
-def measure_text(args: argparse.Namespace) -> Measured:
+def measure_flags(args: argparse.Namespace) -> Measured:
+    """What the flags ask for, by default of SmolLM2 in SmolVLM's layout."""
     what = args.text or f"pydoc EXECUTION of Python {'.'.join(map(str, sys.version_info[:2]))}"
     try:
         text = topics["execmodel"] if args.text is None else args.text.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"--text {args.text}: {error}") from None
-    with model_folder(args.model) as folder:
-        results = measure(folder, text, args.tokens, args.step, "llama.cpp" in args.baselines)
+    with tempfile.TemporaryDirectory() as temporary:
+        vision, language, folder = (Path(temporary, name) for name in ("vision", "language", "model"))
+        if args.model is None:
+            write_smollm2(language)
+            join_with_random_vision(vision, language).save_pretrained(folder)
+        results = measure(folder if args.model is None else snapshot_path(args.model), text, args)
     where = f"{what}, {args.tokens} tokens, {args.step} at a time; {environment()}"
     return {"results": results}, results_table(results), where, ()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return run("perplexity", __doc__, add_flags, measure_text, argv)
+    return run("perplexity", __doc__, add_flags, measure_flags, argv)
 
 
 if __name__ == "__main__":

@@ -245,12 +245,8 @@ class Study:
     @property
     def failures(self) -> list[str]:
         """Designs that promise the ids of their reference and chose others; true for float32 only."""
-        longest = max(self.sizes.lengths)
-        return [
-            f"{self.model}: {row.design} differs from {UNCACHED} after {row.same_ids} tokens"
-            for row in self.rows
-            if not row.is_rounded and row.same_ids < longest
-        ]
+        wrong = [row for row in self.rows if not row.is_rounded and row.same_ids < max(self.sizes.lengths)]
+        return [f"{self.model}: {row.design} differs from {UNCACHED} after {row.same_ids} tokens" for row in wrong]
 
 
 def timeline(
@@ -275,54 +271,13 @@ def exponent(lengths: Sequence[int], after_first: Sequence[float]) -> float:
     return round(math.log(high / low) / math.log((n - 1) / (m - 1)), 2)
 
 
-def time_designs(name: str, designs: Sequence[Design], ids: Tensor, images: Tensor, sizes: Sizes) -> list[Row]:
-    """Generate the longest length with every design; ids (1, T) are the prompt."""
-    lengths, longest = sizes.lengths, max(sizes.lengths)
-    flops: dict[str, list[float]] = {}  # operations up to each token
-    times: dict[str, list[list[float]]] = {}  # milliseconds up to each token, by round
-    last: dict[str, tuple[list[int], Run]] = {}  # ids and state of the newest round
-
-    def generate(design: Design) -> float:
-        chosen, seconds, run = timeline(design.start, ids, images, longest)
-        times.setdefault(design.name, []).append([1000 * s for s in seconds])
-        last[design.name] = chosen, run
-        progress(f"{name}, round {len(times[design.name])}/{sizes.rounds}: {design.name}, {seconds[-1]:.3f} s")
-        return seconds[-1]
-
-    for design in designs:  # this also warms up
-        progress(f"{name}: counting the operations of {design.name}")
-        with count_flops() as counter:
-            flops[design.name] = timeline(design.start, ids, images, longest, counter.get_total_flops)[1]
-    interleave({design.name: partial(generate, design) for design in designs}, sizes.rounds, warmup=0)
-    rows = []
-    for design in designs:
-        (chosen, held), counted, runs = last[design.name], flops[design.name], times[design.name]
-        expected = timeline(design.reference, ids, images, longest)[0] if design.reference else last[UNCACHED][0]
-        totals = [[run[n - 1] for run in runs] for n in lengths]
-        rows.append(
-            Row(
-                design=design.name,
-                total_ms=[round(median(total), 3) for total in totals],
-                spread_ms=[round((max(total) - min(total)) / 2, 3) for total in totals],
-                token_ms=round(median((run[-1] - run[0]) / (len(run) - 1) for run in runs), 3),
-                exponent=exponent(lengths, [median(run[n - 1] - run[0] for run in runs) for n in lengths]),
-                flops=[int(counted[n - 1]) for n in lengths],
-                flops_exponent=exponent(lengths, [counted[n - 1] - counted[0] for n in lengths]),
-                bytes_per_token=round(held.bytes_used() / (ids.size(1) + longest - 1), 1),  # the last is not read
-                cross_bytes=storage_bytes(tensor for pair in held.cross for tensor in pair),
-                is_rounded=design.is_rounded,
-                same_ids=next((i for i, (a, b) in enumerate(zip(chosen, expected)) if a != b), longest),
-            )
-        )
-    return rows
-
-
 @torch.inference_mode()
 def measure_designs(
     model: VisionLanguageModel | EncoderDecoder, ids: Tensor, images: Tensor, sizes: Sizes, *, export: bool = True
 ) -> Study:
-    """Measure all designs: the product's model on ids (1, T) with image tokens, or the encoder-decoder on text."""
-    capacity = ids.size(1) + max(sizes.lengths)
+    """Generate the longest length with all designs: the product's, of ids (1, T) with image tokens, or the twin's."""
+    lengths, longest = sizes.lengths, max(sizes.lengths)
+    capacity = ids.size(1) + longest
     progress("exporting graphs" if export else "making designs")
     if isinstance(model, EncoderDecoder):
         name, encode = "encoder-decoder of the same size", model.encode
@@ -330,7 +285,43 @@ def measure_designs(
     else:
         name, encode = "language model on image and text", model.encode_images
         designs = language_model_designs(model, capacity, sizes.window, export)
-    rows = time_designs(name, designs, ids, images, sizes)
+    times: dict[str, list[list[float]]] = {design.name: [] for design in designs}  # ms up to each token, by round
+    last: dict[str, tuple[list[int], Run]] = {}  # ids and state of the newest round
+
+    def generate(design: Design) -> float:
+        chosen, seconds, run = timeline(design.start, ids, images, longest)
+        times[design.name].append([1000 * s for s in seconds])
+        last[design.name] = chosen, run
+        progress(f"{name}, round {len(times[design.name])}/{sizes.rounds}: {design.name}, {seconds[-1]:.3f} s")
+        return seconds[-1]
+
+    def count(design: Design) -> list[float]:
+        """Operations up to each token; this also warms up."""
+        progress(f"{name}: counting the operations of {design.name}")
+        with count_flops() as counter:
+            return timeline(design.start, ids, images, longest, counter.get_total_flops)[1]
+
+    flops = {design.name: count(design) for design in designs}
+    interleave({design.name: partial(generate, design) for design in designs}, sizes.rounds, warmup=0)
+    rows = []
+    for design in designs:
+        (chosen, held), counted, rounds = last[design.name], flops[design.name], times[design.name]
+        expected = timeline(design.reference, ids, images, longest)[0] if design.reference else last[UNCACHED][0]
+        totals = [[run[n - 1] for run in rounds] for n in lengths]
+        row = Row(
+            design=design.name,
+            total_ms=[round(median(total), 3) for total in totals],
+            spread_ms=[round((max(total) - min(total)) / 2, 3) for total in totals],
+            token_ms=round(median((run[-1] - run[0]) / (len(run) - 1) for run in rounds), 3),
+            exponent=exponent(lengths, [median(run[n - 1] - run[0] for run in rounds) for n in lengths]),
+            flops=[int(counted[n - 1]) for n in lengths],
+            flops_exponent=exponent(lengths, [counted[n - 1] - counted[0] for n in lengths]),
+            bytes_per_token=round(held.bytes_used() / (ids.size(1) + longest - 1), 1),  # the last token is not read
+            cross_bytes=storage_bytes(tensor for pair in held.cross for tensor in pair),
+            is_rounded=design.is_rounded,
+            same_ids=next((i for i, (a, b) in enumerate(zip(chosen, expected)) if a != b), longest),
+        )
+        rows.append(row)
     vision = partial(measure_seconds, partial(encode, images), ids.device)
     vision_ms = round(1000 * median(interleave({"": vision}, sizes.rounds)[""]), 3)
     parameters = sum(parameter.numel() for parameter in model.parameters())

@@ -1,4 +1,7 @@
-"""Engines with the same weights decode the same tokens in float32, alone and in a batch, from files made once."""
+"""Engines with the same weights decode the same tokens in float32, alone and in a batch, from files made once.
+
+One after another in a process of its own (see conftest.py): OpenVINO, NNCF and llama.cpp share its memory.
+"""
 
 import copy
 import importlib.util
@@ -7,13 +10,14 @@ import sys
 import pytest
 import torch
 
-from eval.latency import greedy_ids
-from eval.lib.accuracy import relative_error
-from eval.lib.cpu_levels import current_level, levels_here
-from eval.lib.random_model import write_random_model
-from eval.peers.engines import BASELINES, EngineOptions, make_engines, plain_engine
+from eval import latency
+from eval.latency import greedy
+from eval.lib.command import current_level, levels_here, relative_error
+from eval.lib.random_model import SHAPES, write_random_model
+from eval.peers import NanoVLMEngine, with_head
 from eval.peers.llama_cpp_engine import LlamaCppEngine
 from eval.peers.openvino_engine import export_graphs
+from models.checkpoint import load_config
 from models.inference.kernels.load import WITHOUT_BF16_DOT
 from nanovlm.captioner import Captioner
 from nanovlm.errors import InputError, MissingExtraError
@@ -28,15 +32,12 @@ needs_llama_cpp = pytest.mark.skipif(not importlib.util.find_spec("llama_cpp"), 
 
 
 @pytest.fixture(scope="module")
-def folder(small_230m, tmp_path_factory):
-    write_random_model(path := tmp_path_factory.mktemp("models") / "small", small_230m)
-    return path
-
-
-@pytest.fixture(scope="module")
-def smolvlm_folder(tmp_path_factory):
-    write_folder(path := tmp_path_factory.mktemp("models") / "smolvlm")
-    return path
+def folders(small_230m, tmp_path_factory):
+    """A model of nanoVLM's layout, and one of SmolVLM's."""
+    folder = tmp_path_factory.mktemp("models")
+    write_random_model(folder / "nanovlm", small_230m)
+    write_folder(folder / "smolvlm")
+    return {name: folder / name for name in ("nanovlm", "smolvlm")}
 
 
 @pytest.fixture(scope="module")
@@ -44,77 +45,83 @@ def cache(tmp_path_factory):
     return tmp_path_factory.mktemp("cache")
 
 
-def make(folder, tmp_path, **options):
-    engines = make_engines(plain_engine(folder), folder, tmp_path, EngineOptions(**options))
-    return {engine.name: engine for engine in engines}
+def make(folder, files, flags):
+    args = latency.make_latency_parser().parse_args(flags.split())
+    args.level = args.level or [LEVEL]
+    plain = NanoVLMEngine(Captioner.from_pretrained(folder, "cpu", "float32"), plain=True)
+    return {engine.name: engine for engine in latency.make_engines(plain, folder, files, args)}
 
 
-def test_every_configuration_is_an_engine(folder, tmp_path):
-    options = {"dtypes": ["float32", "bfloat16"], "quantize": "int8", "baselines": ["plain"]}
-    engines = make(folder, tmp_path, **options)
+def test_every_configuration_is_an_engine(folders, tmp_path):
+    small = load_config(folders["nanovlm"])
+    block = small.lm_hidden_dim * (2 * small.lm_hidden_dim + 2 * small.lm_n_kv_heads * small.lm_head_dim)
+    layers = small.lm_n_blocks * (block + 3 * small.lm_hidden_dim * small.lm_inter_dim + 2 * small.lm_hidden_dim)
+    head = small.lm_vocab_size * small.lm_hidden_dim
+    int4 = (0.625 * (layers + small.lm_hidden_dim) + head) / (layers + small.lm_hidden_dim + head)
+    engines = make(folders["nanovlm"], tmp_path, "--dtype float32 bfloat16 --quantize int8")
     assert {name: engine.weight_bytes for name, engine in engines.items()} == {
         "plain float32": 4,
         f"nanovlm float32 {LEVEL}": 4, f"nanovlm float32 int8 {LEVEL}": 1,
         f"nanovlm bfloat16 {LEVEL}": 2, f"nanovlm bfloat16 int8 {LEVEL}": 1,
     }  # fmt: skip
     assert engines[f"nanovlm bfloat16 int8 {LEVEL}"].dtype == (torch.bfloat16 if LEVEL == "none" else torch.int8)
-    engines = make(folder, tmp_path, dtypes=["bfloat16"], quantize="int4", baselines=[])
-    assert {name: engine.weight_bytes for name, engine in engines.items()} == {
-        f"nanovlm bfloat16 {LEVEL}": 2, f"nanovlm bfloat16 int4 {LEVEL}": 0.625,
-    }  # fmt: skip
+    engines = make(folders["nanovlm"], tmp_path, "--dtype bfloat16 --quantize int4 --baselines")
+    bytes_of = {name: engine.weight_bytes for name, engine in engines.items()}
+    assert bytes_of == {f"nanovlm bfloat16 {LEVEL}": 2, f"nanovlm bfloat16 int4 {LEVEL}": pytest.approx(int4)}
+    assert with_head(0.625, 1, SHAPES["230M"][0]) == pytest.approx(0.70, abs=0.01), "four bits, but the head's eight"
 
 
-def test_every_level_is_an_engine_with_the_dtype_that_is_best_there(folder, tmp_path):
-    levels = [*levels_here(), "none"]
-    engines = make(folder, tmp_path, levels=levels, baselines=[])
+def test_every_level_is_an_engine_with_the_dtype_that_is_best_there(folders, tmp_path):
+    levels = levels_here()
+    engines = make(folders["nanovlm"], tmp_path, f"--baselines --level {' '.join(levels)}")
     assert [name.split()[-1] for name in engines] == levels
     for name, engine in engines.items():
-        assert getattr(engine.model.network, "level", "none") == name.split()[-1]
-        assert "none" in name or ("bfloat16" in name) == name.endswith(("bf16", "amx"))
+        assert engine.model.network.level == name.split()[-1]
+        assert ("bfloat16" in name) == name.endswith(("bf16", "amx"))
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
 @needs_llama_cpp
-def test_float32_decodes_the_same_tokens_everywhere(smolvlm_folder, tmp_path, batch_size):
-    options = {"dtypes": ["float32"], "baselines": ["plain", "llama.cpp"], "batch_size": batch_size}
-    engines = make(smolvlm_folder, tmp_path, **options)
+def test_float32_decodes_the_same_tokens_everywhere(folders, tmp_path, batch_size):
+    flags = f"--dtype float32 --baselines plain llama.cpp --batch-size {batch_size}"
+    engines = make(folders["smolvlm"], tmp_path, flags)
     prompts = [[token + row for token in PROMPT] for row in range(batch_size)]
-    ids = {name: greedy_ids(engine, prompts, 12) for name, engine in engines.items()}
+    ids = {name: greedy(engine, prompts, 12)[0] for name, engine in engines.items()}
     expected = ids["plain float32"]
     assert len(ids) == 3 and list(ids)[1].startswith("llama.cpp")
     assert len(expected) == 13 and all(len(step) == batch_size for step in expected)
     assert len({step[0] for step in expected}) > 1, "not one token again and again"
     assert all(steps == expected for steps in ids.values())
     for engine in engines.values():
-        assert greedy_ids(engine, prompts, 12) == expected, "a prefill starts with an empty cache"
+        assert greedy(engine, prompts, 12)[0] == expected, "a prefill starts with an empty cache"
 
 
 @pytest.mark.parametrize(
     ("module", "engine"),
-    [*((name.replace(".", "_"), name) for name in BASELINES[1:]), pytest.param("nncf", "openvino", marks=needs_onnx)],
+    [("llama_cpp", "llama.cpp"), ("openvino", "openvino"), pytest.param("nncf", "openvino", marks=needs_onnx)],
 )
-def test_a_missing_package_names_its_extra(folder, cache, monkeypatch, module, engine):
+def test_a_missing_package_names_its_extra(folders, cache, monkeypatch, module, engine):
     if module == "nncf":
         pytest.importorskip("openvino")
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(MissingExtraError, match=r"needs the extra peers: pip install \"nanovlm\[peers\]\""):
-        make(folder, cache, baselines=[engine], quantize="int8")
+        make(folders["nanovlm"], cache, f"--baselines {engine} --quantize int8")
 
 
 @needs_onnx
-@pytest.mark.parametrize("layout", ["folder", "smolvlm_folder"])
-def test_openvino_computes_what_the_plain_model_computes(request, cache, layout):
+@pytest.mark.parametrize("layout", ["nanovlm", "smolvlm"])
+def test_openvino_computes_what_the_plain_model_computes(folders, cache, layout):
     pytest.importorskip("openvino")
     pytest.importorskip("nncf")
-    options = {"dtypes": ["float32", "bfloat16"], "quantize": "int8", "baselines": ["plain", "openvino"]}
-    engines = make(request.getfixturevalue(layout), cache, **options)
+    flags = "--dtype float32 bfloat16 --quantize int8 --baselines plain openvino"
+    engines = make(folders[layout], cache, flags)
     plain = engines["plain float32"]
     engines = {name: engine for name, engine in engines.items() if name.startswith("openvino")}
     assert list(engines) == [f"openvino {precision}" for precision in OPENVINO_PRECISIONS]
     size = plain.model.cfg.vit_img_size
     image = torch.rand(1, 3, size, size, generator=torch.Generator().manual_seed(0))
     prompts = [PROMPT, [8, 2, 40, 41, 6, 5]]
-    expected, embeddings = greedy_ids(plain, prompts, 6), plain.encode_image(image)
+    (expected, _), embeddings = greedy(plain, prompts, 6), plain.encode_image(image)
     plain.prefill(prompts)
     for name, engine in engines.items():
         limit = {"float32": 1e-4, "bfloat16": 0.1, "int8": 0.5}[name.split()[-1]]
@@ -123,14 +130,14 @@ def test_openvino_computes_what_the_plain_model_computes(request, cache, layout)
         assert engine.logits.shape == (2, plain.model.cfg.lm_vocab_size)
         assert relative_error(engine.logits, plain.logits) < limit
         if "float32" in name:
-            assert greedy_ids(engine, prompts, 6) == expected
-            alone = greedy_ids(engine, prompts[:1], 6)
+            assert greedy(engine, prompts, 6)[0] == expected
+            alone, _ = greedy(engine, prompts[:1], 6)
             assert alone == [step[:1] for step in expected], "a prefill starts with an empty cache"
 
 
 @needs_onnx
-def test_graphs_are_written_once_for_the_same_weights(folder, cache):
-    model = plain_engine(folder).captioner.model
+def test_graphs_are_written_once_for_the_same_weights(folders, cache):
+    model = Captioner.from_pretrained(folders["nanovlm"], "cpu", "float32").model
     graphs = export_graphs(model, cache)
     written = {path: path.stat().st_mtime_ns for path in cache.rglob("*")}
     assert export_graphs(model, cache) == export_graphs(copy.deepcopy(model), cache) == graphs
@@ -141,15 +148,11 @@ def test_graphs_are_written_once_for_the_same_weights(folder, cache):
     assert export_graphs(other, cache) != graphs, "in a folder of their own"
 
 
-def test_llama_cpp_refuses_nanovlms_layout(folder, tmp_path):
-    pytest.importorskip("llama_cpp")
-    with pytest.raises(InputError, match="nanovlm's layout of tiles"):
-        make(folder, tmp_path, baselines=["llama.cpp"])
-
-
 @needs_llama_cpp
-def test_llama_cpp_encodes_the_same_image(smolvlm_folder, tmp_path):
-    engines = make(smolvlm_folder, tmp_path, dtypes=["float32"], baselines=["plain", "llama.cpp"])
+def test_llama_cpp_encodes_the_same_image_and_refuses_nanovlms_layout(folders, tmp_path):
+    with pytest.raises(InputError, match="nanovlm's layout of tiles"):
+        make(folders["nanovlm"], tmp_path, "--baselines llama.cpp")
+    engines = make(folders["smolvlm"], tmp_path, "--dtype float32 --baselines plain llama.cpp")
     size = engines["plain float32"].model.cfg.vit_img_size
     for color in ([200, 10, 90], [0, 255, 30]):  # one color: llama.cpp resizes every image
         image = (torch.tensor(color) / 127.5 - 1).view(1, 3, 1, 1).expand(1, 3, size, size)
@@ -159,8 +162,8 @@ def test_llama_cpp_encodes_the_same_image(smolvlm_folder, tmp_path):
 
 @needs_llama_cpp
 @pytest.mark.parametrize("gguf_type", ["f32", "f16", "bf16", "q8_0", "q4_0"])
-def test_llama_cpp_runs_every_type(smolvlm_folder, tmp_path, gguf_type):
-    captioner = Captioner.from_pretrained(smolvlm_folder, "cpu", "float32")
+def test_llama_cpp_runs_every_type(folders, tmp_path, gguf_type):
+    captioner = Captioner.from_pretrained(folders["smolvlm"], "cpu", "float32")
     engine = LlamaCppEngine(captioner, gguf_type, tmp_path)
     assert engine.name == f"llama.cpp {gguf_type}"
     assert 0 <= engine.prefill([PROMPT])[0] < captioner.model.cfg.lm_vocab_size
