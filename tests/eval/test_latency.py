@@ -7,12 +7,14 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from eval import latency
 from eval.latency import Result, cold_start, failures, lowering, main, results_table, run_process, stage_costs
 from eval.lib import command
 from eval.lib.command import current_level, levels_here
 from eval.lib.random_model import SHAPES
+from models.checkpoint import checkpoint_dtype
 from nanovlm import EMBEDDED
 from support.smolvlm import write_folder
 
@@ -75,6 +77,14 @@ def test_the_roofline_is_the_longer_of_reading_and_computing(results_of, small_2
         (result,) = results_of(main, *FAST, "--model-size", "230M", "--baselines", "--stages", "prefill")["results"]
         weights, flops = costs["prefill"]
         assert result["roofline_ms"] == pytest.approx(4 * weights if speeds[0] == 1e3 else flops)
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "stored"), [(["bfloat16"], torch.bfloat16), (["bfloat16", "float32"], torch.float32)]
+)
+def test_random_weights_are_stored_in_the_widest_precision_measured(dtypes, stored):
+    with latency.model_folder(None, "230M", dtypes) as folder:
+        assert checkpoint_dtype(folder) == stored
 
 
 @pytest.mark.full

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from eval import speedup
 from eval.captions import make_splits
 from eval.lib import cache_quality
 from eval.lib.cache_designs import Sizes, language_model_designs, measure_designs, timeline
@@ -127,6 +128,15 @@ def test_tokens_per_step_are_counted_after_the_prefill():
     assert all(row["identical"] == row["answers"] == 2 and row["ms_per_token"] > 0 for row in results)
     assert [row["tokens_per_step"] for row in results] == [1, 4, 4, 1], "8 tokens: steps of 6 and 2, of 4 and 4"
     assert "2 of 2" in cache_quality.speculation_table("", results)
+
+
+def test_guesses_that_change_an_answer_fail_the_command(capsys, monkeypatch):
+    row = {"task": "captions", "guess": "draft", "tokens_per_step": 2.0, "ms_per_token": 1.0, "identical": 1}
+    rows = [row | {"answers": 1}, row | {"answers": 2}]
+    monkeypatch.setitem(speedup.QUALITY, "guess", (lambda *_: rows, cache_quality.speculation_table))
+    assert main(["--quality", "guess", "--scenes", "1", "--device", "cpu"]) == 1
+    out, err = capsys.readouterr()
+    assert "1 of 2" in out and err == "captions, draft: 1 of 2 are plain decoding's\n"
 
 
 def test_the_bytes_of_models_that_share_are_those_of_each_design():
