@@ -23,16 +23,8 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from eval.lib.command import (
-    DEVICES,
-    add_threads_flag,
-    environment,
-    interleave,
-    measure_seconds,
-    positive,
-    progress,
-    table,
-)
+from eval.lib import command
+from eval.lib.command import interleave, measure_seconds, positive, progress, table
 from models.checkpoint import atomic_write
 from models.mingpt import GPT, SIZES, GPT_kv, GPTConfig
 from nanovlm.cli.main import Parser
@@ -102,7 +94,7 @@ def benchmark(
     sizes: Sequence[str], contexts: Sequence[int], device: torch.device, rounds: int = 15, vocab_size: int = VOCAB_SIZE
 ) -> Iterator[str]:
     """Yield the lines of benchmark_results.txt, each once it is known: the header before the first step is timed."""
-    progress(environment(device))
+    progress(command.environment(device))
     yield f"device: {device.type}"
     for size in sizes:
         gpt, gpt_kv = make_models(size, device, vocab_size)
@@ -115,12 +107,9 @@ def benchmark(
 
 
 def attribute(
-    device: torch.device,
-    contexts: Sequence[int] = ATTRIBUTED_CONTEXTS,
-    size: str = ATTRIBUTED_SIZE,
-    rounds: int = 5,
-    vocab: int = GPT2_VOCAB_SIZE,
-) -> list[dict[str, float]]:
+    device: torch.device, contexts: Sequence[int] = ATTRIBUTED_CONTEXTS, size: str = ATTRIBUTED_SIZE,
+    rounds: int = 5, vocab: int = GPT2_VOCAB_SIZE,
+) -> list[dict[str, float]]:  # fmt: skip
     """Milliseconds of each of STEPS at each context, of a size of minGPT with random weights."""
     gpt, gpt_kv = make_models(size, device, vocab)
     ids = random_ids(vocab, contexts, device)
@@ -150,12 +139,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     add, sizes = parser.add_argument, ["gpt-mini", "gpt2"]
     out, contexts = Path("benchmark_results.txt"), " ".join(map(str, CONTEXTS))
     add("--out", type=Path, default=out, metavar="FILE", help=f"(default: {out})")
-    add("--device", default="auto", choices=DEVICES, help="(default: auto)")
+    add("--device", default="auto", choices=command.DEVICES, help="(default: auto)")
     add("--sizes", nargs="+", default=sizes, choices=tuple(SIZES), help=f"(default: {' '.join(sizes)})")
     add("--contexts", nargs="+", type=int, default=CONTEXTS, metavar="T", help=f"(default: {contexts})")
     add("--rounds", type=positive, default=15, metavar="N", help="timings of each step (default: 15)")
     add("--vocabulary", type=positive, default=VOCAB_SIZE, metavar="N", help=f"tokens (default: {VOCAB_SIZE})")
-    add_threads_flag(parser)
+    command.add_threads_flag(parser)
     args = parser.parse_args(argv)
     if not all(3 <= T <= BLOCK_SIZE for T in args.contexts):
         parser.error(f"--contexts {' '.join(map(str, args.contexts))}: each must be from 3 to {BLOCK_SIZE}")

@@ -22,16 +22,8 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from eval.lib.command import (
-    Measured,
-    add_threads_flag,
-    environment,
-    interleave,
-    measure_seconds,
-    positive,
-    progress,
-    run,
-)
+from eval.lib import command
+from eval.lib.command import interleave, measure_seconds, positive, progress
 from models.mingpt import GPT, GPT_kv, GPTConfig
 from nanovlm.cli.main import Parser
 
@@ -127,15 +119,9 @@ def time_long_generation(rounds: int, n_tokens: int) -> tuple[list[float], list[
 
 
 def sort_task(
-    max_steps: int = 5000,
-    length: int = 6,
-    n_digits: int = 3,
-    seed: int = 0,
-    log: Callable[[str], None] = progress,
-    rounds: int = 10,
-    n_tokens: int = N_TOKENS,
-    threads: int = 1,
-) -> SortTask:
+    max_steps: int = 5000, length: int = 6, n_digits: int = 3, *, seed: int = 0, threads: int = 1,
+    rounds: int = 10, n_tokens: int = N_TOKENS, log: Callable[[str], None] = progress,
+) -> SortTask:  # fmt: skip
     """Train gpt-nano to sort, compare `generate` and `generate_kv` on every input, and time a long generation."""
     started, before = time.perf_counter(), torch.get_num_threads()
     train, test = splits(length, n_digits)
@@ -181,16 +167,16 @@ def add_flags(parser: Parser) -> None:
     add("--steps", type=positive, default=5000, metavar="N", help="training steps at most (default: 5000)")
     add("--seed", type=int, default=0, metavar="N", help="of weights and batches (default: 0)")
     add("--rounds", type=positive, default=10, metavar="N", help="timings of the long generation (default: 10)")
-    add_threads_flag(parser, default="1")
+    command.add_threads_flag(parser, default="1")
 
 
-def measure(args: argparse.Namespace) -> Measured:
+def measure(args: argparse.Namespace) -> command.Measured:
     result = sort_task(args.steps, seed=args.seed, rounds=args.rounds, threads=args.threads)
-    return asdict(result), summary(result), f"{environment()}; {result.seconds:.0f} s in all", result.failures
+    return asdict(result), summary(result), f"{command.environment()}; {result.seconds:.0f} s in all", result.failures
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return run("sort_task", __doc__, add_flags, measure, argv)
+    return command.run("sort_task", __doc__, add_flags, measure, argv)
 
 
 if __name__ == "__main__":

@@ -196,12 +196,9 @@ def table(rows: Sequence[Sequence[str]], gap: int = 2) -> str:
 
 
 def run(
-    name: str,
-    doc: str | None,
-    add_flags: Callable[[Parser], None],
-    measure: Callable[[argparse.Namespace], Measured],
-    argv: Sequence[str] | None,
-) -> int:
+    name: str, doc: str | None, add_flags: Callable[[Parser], None],
+    measure: Callable[[argparse.Namespace], Measured], argv: Sequence[str] | None,
+) -> int:  # fmt: skip
     """A whole command: measure returns what `report` prints. A NanoVLMError is one line and exit code 2."""
     parser = make_parser(name, doc)
     add_flags(parser)
@@ -215,12 +212,7 @@ def run(
 
 
 def report(
-    results: dict,
-    text: str,
-    environment: str,
-    as_json: bool,
-    failures: Sequence[str] = (),
-    save: Path | None = None,
+    results: dict, text: str, environment: str, as_json: bool, failures: Sequence[str] = (), save: Path | None = None
 ) -> int:
     """Print results as JSON or as text, the environment once, and failed checks on stderr.
 
