@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from eval import latency
-from eval.latency import Result, cold_start, failures, lowering, main, results_table, run_process, stage_costs
+from eval.latency import Result, cold_start, failures, lowering, main, results_table, run_process
 from eval.lib import command
 from eval.lib.command import current_level, levels_here
 from eval.lib.random_model import SHAPES
@@ -53,30 +53,29 @@ def test_every_stage_of_every_engine_is_reported(results_of, tmp_path):
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
-def test_weights_and_operations_are_the_models(small_230m, batch_size):
-    cfg, T = small_230m, 20
-    costs = stage_costs(cfg, T, batch_size)
+def test_the_roofline_is_the_longer_of_reading_and_computing_what_theory_counts(
+    small_230m, batch_size, results_of, monkeypatch
+):
+    cfg, T = small_230m, small_230m.mp_image_token_length + latency.TEXT_TOKENS
+    costs = latency.stage_costs(cfg, T, batch_size)
     assert list(costs) == ["encode", "prefill", "decode"]
     width, kv = cfg.lm_hidden_dim, cfg.lm_n_kv_heads * cfg.lm_head_dim
-    block, head = width * (2 * width + 2 * kv) + 3 * width * cfg.lm_inter_dim, cfg.lm_vocab_size * width
-    layers = cfg.lm_n_blocks * block
-    weights = layers + cfg.lm_n_blocks * 2 * width + width + head  # the head is the embedding
+    layers = cfg.lm_n_blocks * (width * (2 * width + 2 * kv) + 3 * width * cfg.lm_inter_dim)
+    head = cfg.lm_vocab_size * width  # it is the embedding
+    weights = layers + cfg.lm_n_blocks * 2 * width + width + head
     assert costs["prefill"][0] == costs["decode"][0] == weights and costs["encode"][0] > 0
     products = 2 * (layers * T + head)  # two operations per weight and token; the head once
     attention = cfg.lm_n_blocks * 4 * T * (T + 1) * width
-    assert batch_size * products < costs["prefill"][1] <= batch_size * (products + attention)
+    flops = costs["prefill"][1]
+    assert batch_size * products < flops <= batch_size * (products + attention)
     decode = 2 * (layers + head) + cfg.lm_n_blocks * 4 * (T + 1) * width
     assert costs["decode"][1] == pytest.approx(batch_size * decode)
-
-
-def test_the_roofline_is_the_longer_of_reading_and_computing(results_of, small_230m, monkeypatch):
-    costs = stage_costs(small_230m, small_230m.mp_image_token_length + latency.TEXT_TOKENS)
-    for speeds in ((1e3, 1e15), (1e15, 1e3)):
-        monkeypatch.setattr(command, "memory_bandwidth", lambda speeds=speeds: speeds[0])
-        monkeypatch.setattr(command, "matmul_flops", lambda dtype, speeds=speeds: speeds[1])
-        (result,) = results_of(main, *FAST, "--model-size", "230M", "--baselines", "--stages", "prefill")["results"]
-        weights, flops = costs["prefill"]
-        assert result["roofline_ms"] == pytest.approx(4 * weights if speeds[0] == 1e3 else flops)
+    flags = ["--model-size", "230M", "--baselines", "--stages", "prefill", "--batch-size", str(batch_size)]
+    for bandwidth, speed, expected in ((1e3, 1e15, 4 * weights), (1e15, 1e3, flops)):
+        monkeypatch.setattr(command, "memory_bandwidth", lambda bandwidth=bandwidth: bandwidth)
+        monkeypatch.setattr(command, "matmul_flops", lambda dtype, speed=speed: speed)
+        (result,) = results_of(main, *FAST, *flags)["results"]
+        assert result["roofline_ms"] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(

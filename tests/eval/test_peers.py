@@ -52,32 +52,40 @@ def make(folder, files, flags):
     return {engine.name: engine for engine in latency.make_engines(plain, folder, files, args)}
 
 
-def test_every_configuration_is_an_engine(folders, tmp_path):
-    small = load_config(folders["nanovlm"])
-    block = small.lm_hidden_dim * (2 * small.lm_hidden_dim + 2 * small.lm_n_kv_heads * small.lm_head_dim)
-    layers = small.lm_n_blocks * (block + 3 * small.lm_hidden_dim * small.lm_inter_dim + 2 * small.lm_hidden_dim)
-    head = small.lm_vocab_size * small.lm_hidden_dim
-    int4 = (0.625 * (layers + small.lm_hidden_dim) + head) / (layers + small.lm_hidden_dim + head)
-    engines = make(folders["nanovlm"], tmp_path, "--dtype float32 bfloat16 --quantize int8")
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--dtype float32 bfloat16 --quantize int8", {
+            "plain float32": 4, f"nanovlm float32 {LEVEL}": 4, f"nanovlm float32 int8 {LEVEL}": 1,
+            f"nanovlm bfloat16 {LEVEL}": 2, f"nanovlm bfloat16 int8 {LEVEL}": 1,
+        }),
+        ("--dtype bfloat16 --quantize int4 --baselines", {
+            f"nanovlm bfloat16 {LEVEL}": 2, f"nanovlm bfloat16 int4 {LEVEL}": None,  # by its head
+        }),
+    ],
+)  # fmt: skip
+def test_every_configuration_is_an_engine(folders, tmp_path, flags, expected):
+    cfg = load_config(folders["nanovlm"])
+    width, kv = cfg.lm_hidden_dim, cfg.lm_n_kv_heads * cfg.lm_head_dim
+    block = width * (2 * width + 2 * kv) + 3 * width * cfg.lm_inter_dim + 2 * width
+    layers, head = cfg.lm_n_blocks * block + width, cfg.lm_vocab_size * width
+    engines = make(folders["nanovlm"], tmp_path, flags)
+    mixed = pytest.approx((0.625 * layers + head) / (layers + head))
     assert {name: engine.weight_bytes for name, engine in engines.items()} == {
-        "plain float32": 4,
-        f"nanovlm float32 {LEVEL}": 4, f"nanovlm float32 int8 {LEVEL}": 1,
-        f"nanovlm bfloat16 {LEVEL}": 2, f"nanovlm bfloat16 int8 {LEVEL}": 1,
-    }  # fmt: skip
-    assert engines[f"nanovlm bfloat16 int8 {LEVEL}"].dtype == (torch.bfloat16 if LEVEL == "none" else torch.int8)
-    engines = make(folders["nanovlm"], tmp_path, "--dtype bfloat16 --quantize int4 --baselines")
-    bytes_of = {name: engine.weight_bytes for name, engine in engines.items()}
-    assert bytes_of == {f"nanovlm bfloat16 {LEVEL}": 2, f"nanovlm bfloat16 int4 {LEVEL}": pytest.approx(int4)}
+        name: mixed if n_bytes is None else n_bytes for name, n_bytes in expected.items()
+    }
+    for name, engine in engines.items():
+        assert (engine.dtype == torch.int8) == ("int8" in name and LEVEL != "none")
     assert with_head(0.625, 1, SHAPES["230M"][0]) == pytest.approx(0.70, abs=0.01), "four bits, but the head's eight"
 
 
 def test_every_level_is_an_engine_with_the_dtype_that_is_best_there(folders, tmp_path):
     levels = levels_here()
     engines = make(folders["nanovlm"], tmp_path, f"--baselines --level {' '.join(levels)}")
-    assert [name.split()[-1] for name in engines] == levels
-    for name, engine in engines.items():
-        assert engine.model.network.level == name.split()[-1]
-        assert ("bfloat16" in name) == name.endswith(("bf16", "amx"))
+    assert (
+        [name.split()[-1] for name in engines] == [engine.model.network.level for engine in engines.values()] == levels
+    )
+    assert all(("bfloat16" in name) == name.endswith(("bf16", "amx")) for name in engines)
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
