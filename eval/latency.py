@@ -53,7 +53,6 @@ from models.checkpoint import snapshot_path
 from models.config import VLMConfig
 from models.formats.base import format_of
 from models.inference.kernels.load import WITHOUT_BF16_DOT
-from models.vision_language_model import PrefillState, VisionLanguageModel
 from nanovlm import EMBEDDED
 from nanovlm.captioner import Captioner
 from nanovlm.cli.main import Parser
@@ -147,25 +146,19 @@ def make_engines(plain: NanoVLMEngine, folder: Path, files: Path, args: argparse
     return engines
 
 
-@torch.inference_mode()
-def stage_costs(cfg: VLMConfig, prompt_tokens: int, batch_size: int = 1) -> dict[str, tuple[int, int]]:
-    """Weights read once, and operations, of encoding one image, a prefill and a decode step: those of PyTorch."""
-    with torch.device("meta"):
-        model = VisionLanguageModel(cfg, -1).eval()
-        image = torch.zeros(1, 3, cfg.vit_img_size, cfg.vit_img_size)
-        ids = torch.ones(batch_size, prompt_tokens, dtype=torch.long)
-        embeddings = model.decoder.token_embedding(ids)
-        state = PrefillState(model.decoder(embeddings)[1])
-    stages: dict[str, tuple[nn.Module, Callable[[], object]]] = {
-        "encode": (nn.ModuleList([model.vision_encoder, model.MP]), lambda: model.encode_images(image)),
-        "prefill": (model.decoder, lambda: model.prefill_embeds(embeddings)),
-        "decode": (model.decoder, lambda: model.decode(ids[:, 0], state)),
+def stage_costs(plain: NanoVLMEngine, prompts: list[list[int]], image: Tensor) -> dict[str, tuple[int, int]]:
+    """Weights that a stage reads once, and its operations, as PyTorch counts them in the plain model."""
+    model, first = plain.model, [0] * len(prompts)
+    stages: dict[str, tuple[list[nn.Module], Callable[[], object]]] = {
+        "encode": ([model.vision_encoder, model.MP], lambda: plain.encode_image(image)),
+        "prefill": ([model.decoder], lambda: plain.prefill(prompts)),
+        "decode": ([model.decoder], lambda: plain.decode(first)),
     }
     costs = {}
-    for name, (module, run) in stages.items():
+    for name, (modules, run) in stages.items():
         with command.count_flops() as counter:
             run()
-        weights = sum(parameter.numel() for parameter in module.parameters())  # a tied head counts once
+        weights = sum(parameter.numel() for parameter in nn.ModuleList(modules).parameters())  # a tied head once
         costs[name] = weights, counter.get_total_flops()
     return costs
 
@@ -205,7 +198,7 @@ def measure(engines: Sequence[Engine], plain: NanoVLMEngine, folder: Path, args:
     """Time every stage in interleaved rounds; also the decoded ids."""
     cfg, results, ids = plain.model.cfg, [], {}
     prompts, image = make_inputs(cfg, plain.model.image_token_id, args.batch_size)
-    costs, by_name = stage_costs(cfg, len(prompts[0]), args.batch_size), {engine.name: engine for engine in engines}
+    costs, by_name = stage_costs(plain, prompts, image), {engine.name: engine for engine in engines}
 
     def timed(run: Callable[[Any], object], what: Mapping[str, Any] = by_name) -> Contestants:
         return {name: partial(measure_seconds, partial(run, one)) for name, one in what.items()}
