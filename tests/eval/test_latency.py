@@ -1,6 +1,5 @@
 """eval.latency with a small model: every stage is compared, and disagreement in float32 fails."""
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -16,7 +15,6 @@ from eval.lib.command import current_level, levels_here
 from eval.lib.random_model import SHAPES
 from models.checkpoint import checkpoint_dtype
 from nanovlm import EMBEDDED
-from support.smolvlm import write_folder
 
 FAST = ["--rounds", "1", "--tokens", "3", "--dtype", "float32"]
 two_levels = pytest.mark.skipif(len(levels_here()) < 2, reason="needs two levels")
@@ -105,18 +103,6 @@ def test_several_levels_are_compared_in_one_process(results_of):
     assert lowering([current_level()]) == lowering(["none"]) == lowering(["avx2", "vnni"]) == {}
     for level in levels_here()[:-1]:
         assert lowering([level])["NANOVLM_CPU_LEVEL"] == level and "ONEDNN_MAX_CPU_ISA" in lowering([level])
-
-
-@pytest.mark.full
-@pytest.mark.skipif(not importlib.util.find_spec("llama_cpp"), reason="needs llama_cpp")
-def test_llama_cpp_runs_end_to_end_on_a_model_of_smolvlms_layout(results_of, tmp_path):
-    write_folder(folder := tmp_path / "model")
-    flags = f"--model {folder} --baselines llama.cpp --stages decode first-token --quantize int8".split()
-    data = results_of(main, *FAST, *flags)
-    ours = f"nanovlm float32 {current_level()}", f"nanovlm float32 int8 {current_level()}"
-    engines = ["llama.cpp f32", "llama.cpp q8_0", *ours]
-    assert [result["engine"] for result in data["results"]] == 2 * engines
-    assert data["ids"]["llama.cpp f32"] == data["ids"][ours[0]]
 
 
 @pytest.mark.full
