@@ -66,7 +66,8 @@ def test_the_roofline_is_the_longer_of_reading_and_computing_what_theory_counts(
             rows = results_of(main, *FAST, *flags, "encode", "prefill", "decode")["results"]
         found[limit] = {row["stage"]: row["roofline_ms"] for row in rows}
     n_bytes, flops = found.values()
-    assert n_bytes["prefill"] == n_bytes["decode"] == 4 * (layers + (2 * cfg.lm_n_blocks + 1) * width + head)
+    weights = layers + (2 * cfg.lm_n_blocks + 1) * width + head
+    assert n_bytes["prefill"] == n_bytes["decode"] == pytest.approx(4 * weights)
     products = 2 * (layers * T + head)  # two operations per weight and token; the head once
     attention = cfg.lm_n_blocks * 4 * T * (T + 1) * width
     assert batch_size * products < flops["prefill"] <= batch_size * (products + attention)
