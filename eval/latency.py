@@ -238,7 +238,8 @@ def measure(engines: Sequence[Engine], plain: NanoVLMEngine, folder: Path, args:
             for side in args.image_size:
                 drawn = draw(random_scene(Random("images")), side, side)
                 title = f"first token, {side} px, {len(plain.captioner.prepare(drawn)[0]):,} tokens"
-                add(title, timed(lambda read, drawn=drawn: read(drawn), readers))
+                calls = {name: partial(read, drawn) for name, read in readers.items()}
+                add(title, timed(lambda call: call(), calls))
         else:
             programs = cold_start(folder, args.dtype[0])
             memory = {name: run_process(argv) for name, argv in programs.items()}

@@ -96,7 +96,8 @@ def learn(model: GPT, train: Tensor, test: Tensor, max_steps: int, log: Callable
 
 def compare(model: GPT, twin: GPT_kv, inputs: Tensor, sampled: bool) -> tuple[int, float, float]:
     """How many inputs (n, length) get the same output from both, one by one, and the median ms of each."""
-    n_identical, times = 0, ([], [])
+    n_identical = 0
+    times: tuple[list[float], list[float]] = ([], [])
     for seed, row in enumerate(inputs):
         outputs = []
         for generate, elapsed in zip((model.generate, twin.generate_kv), times):

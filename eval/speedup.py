@@ -88,8 +88,8 @@ def measure(args: argparse.Namespace, device: torch.device) -> list[Study]:
     ids, images = ids.to(device), images.to(device, model.dtype)
     twin = EncoderDecoder(model.cfg).to(device, model.dtype).eval()
     text = ids[ids != model.image_token_id][None]  # its image is read by cross-attention
-    cases = [(model, ids, images), (twin, text, images[:1])]
-    return [measure_designs(*case, sizes, export=args.export) for case in cases]
+    study = measure_designs(model, ids, images, sizes, export=args.export)
+    return [study, measure_designs(twin, text, images[:1], sizes, export=args.export)]
 
 
 def measure_quality(args: argparse.Namespace, device: torch.device) -> tuple[dict, str, list[str]]:

@@ -280,10 +280,10 @@ def measure_designs(
     capacity = ids.size(1) + longest
     progress("exporting graphs" if export else "making designs")
     if isinstance(model, EncoderDecoder):
-        name, encode = "encoder-decoder of the same size", model.encode
+        name, encode = "encoder-decoder of the same size", partial(model.encode, images)
         designs = encoder_decoder_designs(model, capacity, export)
     else:
-        name, encode = "language model on image and text", model.encode_images
+        name, encode = "language model on image and text", partial(model.encode_images, images)
         designs = language_model_designs(model, capacity, sizes.window, export)
     times: dict[str, list[list[float]]] = {design.name: [] for design in designs}  # ms up to each token, by round
     last: dict[str, tuple[list[int], Run]] = {}  # ids and state of the newest round
@@ -322,7 +322,7 @@ def measure_designs(
             same_ids=next((i for i, (a, b) in enumerate(zip(chosen, expected)) if a != b), longest),
         )
         rows.append(row)
-    vision = partial(measure_seconds, partial(encode, images), ids.device)
+    vision = partial(measure_seconds, encode, ids.device)
     vision_ms = round(1000 * median(interleave({"": vision}, sizes.rounds)[""]), 3)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     return Study(name, parameters, ids.size(1), vision_ms, sizes, rows)
