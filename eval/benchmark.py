@@ -8,14 +8,13 @@ token behind a cache of T - 1. Both read the same ids with the same random weigh
 the highest logit; that their logits agree is checked before timing.
 
 Figures are medians of interleaved rounds. Every timed step with a cache starts from the same T - 1 tokens, which an
-untimed step has just cached, so that the cache has room for one more token. Growing it is not timed: each time a cache
-has doubled, its tokens are copied once.
+untimed step has just cached, so that the cache has room for one more token: growing it, which copies its tokens once
+each time it has doubled, is not timed.
 """
 
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -24,9 +23,8 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from eval.lib.command import add_threads_flag, positive, progress, table
-from eval.lib.hardware import environment
-from eval.lib.timing import interleave, measure_seconds
+from eval.lib import command
+from eval.lib.command import interleave, measure_seconds, positive, progress, table
 from models.checkpoint import atomic_write
 from models.mingpt import GPT, SIZES, GPT_kv, GPTConfig
 from nanovlm.cli.main import Parser
@@ -88,90 +86,73 @@ def time_steps(gpt: GPT, gpt_kv: GPT_kv, idx: Tensor, rounds: int, names: Sequen
     return [round(1000 * median(timings[name]), 4) for name in names]
 
 
+def random_ids(vocab_size: int, contexts: Sequence[int], device: torch.device) -> Tensor:
+    return torch.randint(vocab_size, (1, max(contexts)), generator=torch.Generator().manual_seed(1)).to(device)
+
+
 def benchmark(
     sizes: Sequence[str], contexts: Sequence[int], device: torch.device, rounds: int = 15, vocab_size: int = VOCAB_SIZE
 ) -> Iterator[str]:
     """Yield the lines of benchmark_results.txt, each once it is known: the header before the first step is timed."""
-    progress(environment(device))
+    progress(command.environment(device))
     yield f"device: {device.type}"
     for size in sizes:
         gpt, gpt_kv = make_models(size, device, vocab_size)
         n_parameters = sum(parameter.numel() for parameter in gpt.parameters())
         yield from ("", f"{size}  ({n_parameters / 1e6:.1f}M params)", HEADER, LINE)
-        ids = torch.randint(vocab_size, (1, max(contexts)), generator=torch.Generator().manual_seed(1)).to(device)
+        ids = random_ids(vocab_size, contexts, device)
         for T in contexts:
             uncached_ms, cached_ms = time_steps(gpt, gpt_kv, ids[:, :T], rounds, ("explicit", "cached"))
             yield f"{T:>10}{uncached_ms:>14.2f}{cached_ms:>14.2f}{uncached_ms / cached_ms:>10.2f}x"
 
 
-@dataclass(frozen=True)
-class Attribution:
-    """Median milliseconds of one step at context T, one more thing switched at a time."""
-
-    context: int
-    explicit_ms: float  # GPT: explicit attention, the head at every position, no cache
-    fused_ms: float  # fused attention (SDPA)
-    last_position_ms: float  # and the head at the last position only
-    cached_ms: float  # and a cache of T - 1 tokens
-
-    @property
-    def factors(self) -> list[float]:
-        """The time before over the time after: of the kernel, the last position and the cache, and their product."""
-        times = (self.explicit_ms, self.fused_ms, self.last_position_ms, self.cached_ms)
-        return [*(before / after for before, after in pairwise(times)), self.explicit_ms / self.cached_ms]
-
-
 def attribute(
-    device: torch.device,
-    contexts: Sequence[int] = ATTRIBUTED_CONTEXTS,
-    size: str = ATTRIBUTED_SIZE,
-    rounds: int = 5,
-    vocab: int = GPT2_VOCAB_SIZE,
-) -> list[Attribution]:
-    """Attribute the speedup of a size of minGPT, random weights, at each context."""
+    device: torch.device, contexts: Sequence[int] = ATTRIBUTED_CONTEXTS, size: str = ATTRIBUTED_SIZE,
+    rounds: int = 5, vocab: int = GPT2_VOCAB_SIZE,
+) -> list[dict[str, float]]:  # fmt: skip
+    """Milliseconds of each of STEPS at each context, of a size of minGPT with random weights."""
     gpt, gpt_kv = make_models(size, device, vocab)
-    ids = torch.randint(vocab, (1, max(contexts)), generator=torch.Generator().manual_seed(1)).to(device)
-    progress(f"attribution: {size}")
-    return [Attribution(T, *time_steps(gpt, gpt_kv, ids[:, :T], rounds)) for T in contexts]
+    ids = random_ids(vocab, contexts, device)
+    names = [f"{name.replace(' ', '_')}_ms" for name in STEPS]
+    rows = []
+    for T in contexts:
+        progress(f"the causes of {size}'s speedup, {T} tokens")
+        rows.append({"context": T} | dict(zip(names, time_steps(gpt, gpt_kv, ids[:, :T], rounds))))
+    return rows
 
 
-def attribution_table(rows: Sequence[Attribution]) -> str:
-    """The factors, whose product is the whole, beside the times of both ends."""
-    parts = "fused attention, the head at the last token, the cache"
-    title = f"{ATTRIBUTED_SIZE}'s step, vocabulary of {GPT2_VOCAB_SIZE:,}: {parts}"
+def attribution_table(rows: Sequence[dict[str, float]]) -> str:
+    """The factors of the kernel, the last position and the cache, and their product, beside the times of both ends."""
+    title = f"{ATTRIBUTED_SIZE}'s step, vocabulary of {GPT2_VOCAB_SIZE:,}: "
+    title += "fused attention, the head at the last token, the cache"
     cells = [["context", "no cache, ms", "cache, ms", "kernel", "last position", "cache alone", "product"]]
     for row in rows:
-        times = [f"{ms:,.2f}" for ms in (row.explicit_ms, row.cached_ms)]
-        cells.append([str(row.context), *times, *(f"{factor:.2f}x" for factor in row.factors)])
+        context, *times = row.values()
+        factors = [*(before / after for before, after in pairwise(times)), times[0] / times[-1]]
+        ends = [f"{ms:,.2f}" for ms in (times[0], times[-1])]
+        cells.append([str(context), *ends, *(f"{factor:.2f}x" for factor in factors)])
     return f"{title}\n{table(cells)}"
 
 
-def make_benchmark_parser() -> Parser:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="eval.benchmark", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    out, sizes = Path("benchmark_results.txt"), ["gpt-mini", "gpt2"]
+    add, sizes = parser.add_argument, ["gpt-mini", "gpt2"]
+    out, contexts = Path("benchmark_results.txt"), " ".join(map(str, CONTEXTS))
     add("--out", type=Path, default=out, metavar="FILE", help=f"(default: {out})")
-    add("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"), help="(default: auto)")
+    add("--device", default="auto", choices=command.DEVICES, help="(default: auto)")
     add("--sizes", nargs="+", default=sizes, choices=tuple(SIZES), help=f"(default: {' '.join(sizes)})")
-    contexts = " ".join(map(str, CONTEXTS))
     add("--contexts", nargs="+", type=int, default=CONTEXTS, metavar="T", help=f"(default: {contexts})")
     add("--rounds", type=positive, default=15, metavar="N", help="timings of each step (default: 15)")
     add("--vocabulary", type=positive, default=VOCAB_SIZE, metavar="N", help=f"tokens (default: {VOCAB_SIZE})")
-    add_threads_flag(parser)
-    return parser
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = make_benchmark_parser()
+    command.add_threads_flag(parser)
     args = parser.parse_args(argv)
     if not all(3 <= T <= BLOCK_SIZE for T in args.contexts):
         parser.error(f"--contexts {' '.join(map(str, args.contexts))}: each must be from 3 to {BLOCK_SIZE}")
     if not args.out.parent.is_dir():
         parser.error(f"--out {args.out}: there is no folder {args.out.parent}")
     try:
-        device = choose_device(args.device)
         lines = []
-        for line in benchmark(args.sizes, args.contexts, device, args.rounds, args.vocabulary):
+        for line in benchmark(args.sizes, args.contexts, choose_device(args.device), args.rounds, args.vocabulary):
             print(line, flush=True)
             lines.append(f"{line}\n")
         with atomic_write(args.out) as path:

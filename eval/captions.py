@@ -12,43 +12,122 @@ pixels a side.
 --compare measures float32, bfloat16, int8 and int4 at every level of CPU instructions here (see eval.latency) beside
 float32 by plain modules ("none"), one image at a time: the share of right captions, the share of that reference's
 right captions that stay right ("kept"), and the root mean square difference of the first token's logits from the
-reference's, relative to their standard deviation. Two more figures compare the greedy texts, as OpenVINO's
-who-what-benchmark does, but without its sentence embeddings, which are a download: means of the share of the
-reference's tokens before the first one that differs ("prefix", its "FDT norm"), and of difflib's similarity of the
-tokens ("ratio"). These need no right answers, so they suit any model. The command fails if int8 keeps less than 99%.
+reference's, relative to their standard deviation. Two more figures suit any model, as they need no right answers; as
+in OpenVINO's who-what-benchmark they compare the greedy texts: means of the share of the reference's tokens before the
+first one that differs ("prefix", its "FDT norm"), and of difflib's similarity of the tokens ("ratio"). The command
+fails if int8 keeps less than 99%.
 """
 
-import math
+import argparse
+import io
 import os
+import re
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from difflib import SequenceMatcher
 from itertools import zip_longest
 from random import Random
 from statistics import mean
+from typing import NamedTuple
 
 import torch
 
-from eval.lib.accuracy import relative_error
-from eval.lib.command import add_device_flags, add_save_flag, make_parser, positive, progress, report, table
-from eval.lib.cpu_levels import at_level, levels_here
-from eval.lib.hardware import environment
-from eval.lib.scene_splits import SPLITS, count_by_row, make_splits, png
+from eval.lib import command
+from eval.lib.command import Measured, at_level, environment, levels_here, positive, progress, relative_error, table
 from nanovlm import EMBEDDED, PROMPT
 from nanovlm.captioner import Captioner
 from nanovlm.chat_session import ChatSession
 from nanovlm.cli.main import Parser
-from nanovlm.errors import NanoVLMError
+from nanovlm.errors import UsageError
+from nanovlm.evaluation.metrics import intervals
 from nanovlm.options import QUANTIZATIONS
-from nanovlm.synthetic import caption, questions, random_scene
+from nanovlm.synthetic import Scene, caption, draw, questions, random_scene
 
 BATCH_SIZE = 64
 MAX_TURNS = 20  # every scene has at least as many questions
 MIN_KEPT = 0.99  # by int8, of the captions that float32 has right
 PRECISIONS = [(dtype, quantize) for quantize in (None, "int8", "int4") for dtype in ("float32", "bfloat16")]
 REFERENCE = ("float32", None, "none")  # dtype, quantization and level
+IMAGE_SIZES = (96, 512)  # pixels
+N_COMPARED = 3  # relation questions of each kind about one scene
+OBJECT_ROWS = ("one object", "two objects", "three objects", "four objects")
+RELATIONS, NEIGHBORS = "Is X left of Y?", "What is left of X?"
+QUESTION_KINDS = {  # every other kind is named by its first two words
+    RELATIONS: r"Is the .+ (left of|right of|above|below) the ",
+    NEIGHBORS: r"What is (left of|right of|above|below) the ",
+    "What is at the top?": r"What is (at|in) the ",
+    "What is the background?": r"What is the background",
+}
+SPLITS = {
+    "captions": "captions",
+    "withheld": "captions, withheld pairs",
+    "questions": "answers to questions",
+    "relations": RELATIONS,
+    "neighbors": NEIGHBORS,
+}
 COLUMNS = {"right": ".1%", "kept": ".1%", "logits": ".2%", "prefix": ".1%", "ratio": ".1%"}
+
+
+class Example(NamedTuple):
+    """An image file, a prompt, the right answer, and the row of the results that it counts in."""
+
+    image: bytes
+    prompt: str
+    truth: str
+    row: str
+
+
+def png(scene: Scene, rng: Random) -> bytes:
+    """The scene as a PNG file of random size, from 4:3 to 3:4."""
+    width = rng.randint(*IMAGE_SIZES)
+    height = min(IMAGE_SIZES[1], max(IMAGE_SIZES[0], round(width * rng.uniform(0.75, 1.33))))
+    file = io.BytesIO()
+    draw(scene, width, height).save(file, "png")
+    return file.getvalue()
+
+
+def make_splits(n_scenes: int, n_questions: int, seed: str) -> dict[str, list[Example]]:
+    """Captions of n_scenes scenes, captions of as many withheld ones, and questions about the former.
+
+    "questions" has n_questions of all kinds about each scene, "relations" and "neighbors" up to N_COMPARED of their
+    kind about each scene of two objects or more.
+    """
+    rng = Random(f"eval {seed}")
+    scenes = [random_scene(rng) for _ in range(n_scenes)]
+    images = [png(scene, rng) for scene in scenes]
+    withheld = [random_scene(rng, withheld=True) for _ in range(n_scenes)]
+    others = [png(scene, rng) for scene in withheld]
+    splits: dict[str, list[Example]] = {name: [] for name in SPLITS}
+    for split, drawn in (("captions", zip(images, scenes)), ("withheld", zip(others, withheld))):
+        splits[split] = [Example(image, PROMPT, caption(scene), object_row(scene)) for image, scene in drawn]
+    for image, scene in zip(images, scenes):
+        asked = [Example(image, *pair, question_kind(pair[0])) for pair in questions(scene, rng)]
+        splits["questions"] += asked[:n_questions]
+        for split in ("relations", "neighbors"):
+            compared = [example for example in asked if example.row == SPLITS[split]][:N_COMPARED]
+            splits[split] += [example._replace(row=object_row(scene)) for example in compared]
+    return splits
+
+
+def object_row(scene: Scene) -> str:
+    """The name of the row for scenes of this many objects."""
+    return OBJECT_ROWS[len(scene.shapes) - 1]
+
+
+def question_kind(question: str) -> str:
+    """The name of a question's kind, such as "How many"."""
+    kinds = (kind for kind, pattern in QUESTION_KINDS.items() if re.match(pattern, question))
+    return next(kinds, " ".join(question.split()[:2]))
+
+
+def count_by_row(rows: Sequence[str], right: Sequence[bool]) -> dict[str, dict[str, int]]:
+    """Right answers of each row, "right" and "of": numbers of objects in order, any other rows by size."""
+    hits, totals = Counter(row for row, is_right in zip(rows, right) if is_right), Counter(rows)
+    numbered = set(totals) <= set(OBJECT_ROWS)
+    ordered = sorted(totals, key=OBJECT_ROWS.index if numbered else lambda row: -totals[row])
+    return {row: {"right": hits[row], "of": totals[row]} for row in ordered}
 
 
 def measure(captioner: Captioner, n_scenes: int, n_questions: int, seed: str) -> dict:
@@ -56,13 +135,16 @@ def measure(captioner: Captioner, n_scenes: int, n_questions: int, seed: str) ->
     results: dict = {"missed": []}
     for split, examples in make_splits(n_scenes, n_questions, seed).items():
         started = time.perf_counter()
-        images, prompts, truths, rows = zip(*examples) if examples else 4 * ((),)
+        images, prompts = [example.image for example in examples], [example.prompt for example in examples]
         answers = list(captioner.captions(images, prompts, batch_size=BATCH_SIZE))
-        right = [answer == truth for answer, truth in zip(answers, truths)]
-        results[split] = {"right": sum(right), "of": len(right), "rows": count_by_row(rows, right)}
+        right = [answer == example.truth for example, answer in zip(examples, answers)]
+        rows = count_by_row([example.row for example in examples], right)
+        results[split] = {"right": sum(right), "of": len(right), "rows": rows}
         results[split]["seconds"] = round(time.perf_counter() - started, 1)
-        misses = zip(prompts, truths, answers)
-        results["missed"] += [(split, *miss) for miss, is_right in zip(misses, right) if not is_right]
+        misses = zip(examples, answers, right)
+        results["missed"] += [
+            (split, one.prompt, one.truth, answer) for one, answer, is_right in misses if not is_right
+        ]
     return results
 
 
@@ -77,15 +159,12 @@ def measure_turns(captioner: Captioner, n_scenes: int, n_turns: int, seed: str) 
         scene = random_scene(rng)
         image = png(scene, rng)
         prompts, truths = zip(*questions(scene, rng)[:n_turns])
-        chat, captioned_chat = ChatSession(captioner, [image]), ChatSession(captioner, [image])
-        "".join(captioned_chat.ask(PROMPT))
-        answers = {
-            "alone": captioner.ask(image, prompts),
-            "one after another": ["".join(chat.ask(prompt)) for prompt in prompts],
-            "after a caption": ["".join(captioned_chat.ask(prompt)) for prompt in prompts],
-        }
-        for mode, counts in right.items():
-            for turn, (answer, truth) in enumerate(zip(answers[mode], truths)):
+        chat, captioned = ChatSession(captioner, [image]), ChatSession(captioner, [image])
+        "".join(captioned.ask(PROMPT))
+        answers = [captioner.ask(image, prompts)]
+        answers += [["".join(session.ask(prompt)) for prompt in prompts] for session in (chat, captioned)]
+        for counts, given in zip(right.values(), answers):
+            for turn, (answer, truth) in enumerate(zip(given, truths)):
                 counts[turn] += answer == truth
     return right
 
@@ -96,7 +175,7 @@ def compare_precisions(
     """The figures of --compare by dtype, quantization and level, of which REFERENCE is the first."""
     rng = Random(f"quantised {seed}")
     scenes = [random_scene(rng) for _ in range(n_scenes)]
-    images, truths = [png(scene, rng) for scene in scenes], [caption(scene) for scene in scenes]
+    images = [png(scene, rng) for scene in scenes]
     results, reference = {}, None
     levels = levels_here() or ["none"]
     for dtype, quantize, level in [REFERENCE, *((*precision, level) for precision in PRECISIONS for level in levels)]:
@@ -104,19 +183,19 @@ def compare_precisions(
             captioner = Captioner.from_pretrained(model, "cpu", dtype, quantize=quantize)
         progress(name := " ".join(filter(None, (dtype, quantize, level))))
         answers = list(captioner.captions(images, batch_size=1))
-        right = [answer == truth for answer, truth in zip(answers, truths)]
+        right = [answer == caption(scene) for answer, scene in zip(answers, scenes)]
         ids = [[*captioner.tokenizer.encode(answer), captioner.tokenizer.eos_token_id] for answer in answers]
         prompts = [captioner.prepare(image) for image in images[:BATCH_SIZE]]
         with torch.inference_mode():
             rows = [captioner.inference.prefill(torch.tensor([ids]), torch.cat(tiles))[0] for ids, tiles in prompts]
-            logits = torch.cat(rows).float()
-        expected_right, expected_logits, expected_ids = reference = reference or (right, logits, ids)
+        reference = reference or (right, ids, torch.cat(rows))
+        pairs = [*zip(ids, reference[1])]
         results[name] = {
             "right": mean(right),
-            "kept": sum(map(min, right, expected_right)) / max(1, sum(expected_right)),
-            "logits": relative_error(logits, expected_logits),
-            "prefix": mean(map(shared_prefix, ids, expected_ids)),
-            "ratio": mean(SequenceMatcher(None, *pair, autojunk=False).ratio() for pair in zip(ids, expected_ids)),
+            "kept": sum(map(min, right, reference[0])) / max(1, sum(reference[0])),
+            "logits": relative_error(torch.cat(rows), reference[2]),
+            "prefix": mean(shared_prefix(*pair) for pair in pairs),
+            "ratio": mean(SequenceMatcher(None, *pair, autojunk=False).ratio() for pair in pairs),
         }
     return results
 
@@ -133,13 +212,10 @@ def comparison_failures(results: dict[str, dict[str, float]]) -> list[str]:
 
 
 def share(name: str, counts: dict) -> str:
-    """A line with a share and its 95% Wilson interval, which stays valid near 100%."""
-    right, n, z = counts["right"], counts["of"], 1.96
-    p = right / n
-    center = (p + z * z / (2 * n)) / (1 + z * z / n)
-    radius = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / (1 + z * z / n)
-    interval = f"{100 * max(0, center - radius):.1f} to {100 * (center + radius):.1f}"
-    return f"{name:28} {100 * p:6.2f}%  ({right} of {n}, 95% interval {interval})"
+    """A line with a share and its 95% interval."""
+    right, n = counts["right"], counts["of"]
+    low, high = intervals({name: right / n}, n)[name]
+    return f"{name:28} {right / n:7.2%}  ({right} of {n}, 95% interval {100 * low:.1f} to {100 * high:.1f})"
 
 
 def accuracy_table(results: dict, n_misses: int) -> str:
@@ -163,8 +239,7 @@ def comparison_table(results: dict[str, dict[str, float]]) -> str:
     return table([["", *COLUMNS], *rows])
 
 
-def make_captions_parser() -> Parser:
-    parser = make_parser("captions", __doc__)
+def add_flags(parser: Parser) -> None:
     add = parser.add_argument
     add("--model", default=EMBEDDED, metavar="FOLDER_OR_HUB_ID", help="(default: the embedded model)")
     add("--scenes", type=positive, metavar="N", help="fresh scenes, and withheld ones (default: 1000, to compare 200)")
@@ -174,35 +249,28 @@ def make_captions_parser() -> Parser:
     add("--compare", action="store_true", help="compare all precisions at all levels of the CPU")
     add("--seed", default="1", help="which scenes (default: 1)")
     add("--misses", type=int, default=0, metavar="N", help="show N misses")
-    add_device_flags(parser)
-    add_save_flag(parser)
-    return parser
+    command.add_device_flags(parser)
+
+
+def measure_flags(args: argparse.Namespace) -> Measured:
+    """What the flags ask for."""
+    n = args.scenes or (200 if args.compare else 1000)
+    if args.compare:
+        results = compare_precisions(n, args.seed, args.model)
+        return results, comparison_table(results), environment(levels=levels_here()), comparison_failures(results)
+    if args.turns and args.turns > MAX_TURNS:
+        raise UsageError(f"--turns {args.turns} is more than {MAX_TURNS}, for which every scene has questions")
+    captioner = Captioner.from_pretrained(args.model, args.device, args.dtype, quantize=args.quantize)
+    where = environment(captioner.inference.device, captioner.inference.dtype)
+    if args.turns:
+        right = measure_turns(captioner, n, args.turns, args.seed)
+        return {"of": n, "right": right}, turns_table(right, n), where, ()
+    results = measure(captioner, n, args.questions, args.seed)
+    return results, accuracy_table(results, args.misses), where, ()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = make_captions_parser()
-    args = parser.parse_args(argv)
-    n, seed = args.scenes or (200 if args.compare else 1000), args.seed
-    if args.turns and args.turns > MAX_TURNS:
-        parser.error(f"--turns {args.turns} is more than {MAX_TURNS}, for which every scene has questions")
-    results: dict
-    failures: list[str] = []
-    try:
-        if args.compare:
-            where, results = environment(levels=levels_here()), compare_precisions(n, seed, args.model)
-            text, failures = comparison_table(results), comparison_failures(results)
-        else:
-            captioner = Captioner.from_pretrained(args.model, args.device, args.dtype, quantize=args.quantize)
-            where = environment(captioner.inference.device, captioner.inference.dtype)
-            if args.turns:
-                results = {"of": n, "right": measure_turns(captioner, n, args.turns, seed)}
-                text = turns_table(results["right"], n)
-            else:
-                results = measure(captioner, n, args.questions, seed)
-                text = accuracy_table(results, args.misses)
-    except NanoVLMError as error:
-        parser.error(str(error))
-    return report(results, text, where, args.json, failures, args.save)
+    return command.run("captions", __doc__, add_flags, measure_flags, argv)
 
 
 if __name__ == "__main__":

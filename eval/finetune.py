@@ -22,8 +22,7 @@ from statistics import fmean
 import torch
 from PIL import Image
 
-from eval.lib.command import add_threads_flag, make_parser, progress, report, table
-from eval.lib.hardware import environment
+from eval.lib.command import add_threads_flag, environment, make_parser, progress, report, table
 from nanovlm import EMBEDDED
 from nanovlm.captioner import Captioner
 from nanovlm.cli.main import Parser, run_verb

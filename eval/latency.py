@@ -7,15 +7,14 @@
     python -m eval.latency --level vnni --baselines openvino --save       # oneDNN held to that level, too
 
 Stages: encode (one preprocessed image), prefill (as many tokens as an image and a short prompt), decode (one token of
-every sequence), first-token (from the image) and cold-start (a whole process). All engines read the same weights, which
-are random for a published size, and take turns in every round. Figures are milliseconds.
+every sequence), first-token (from the image) and cold-start (a whole process). All engines read the same weights, for a
+published size random ones in the widest precision measured, and take turns in every round. Figures are milliseconds.
 
 Engines of this project are named by dtype, quantization and level of CPU instructions, by default the highest here. A
-single lower level also holds PyTorch and the oneDNN in OpenVINO to it, in a process of its own.
-
-Other engines: "plain" is nanoVLM's computation, float32 and layer by layer. Those of the extra `peers` run exported
-files: OpenVINO those of `nanovlm export --onnx`; llama.cpp, for models of SmolVLM's layout, those of `--gguf`. With
---quantize int8 both are also measured in 8 bits, with int4 llama.cpp.
+single lower level also holds PyTorch and the oneDNN in OpenVINO to it, in a process of its own. Other engines: "plain"
+is nanoVLM's computation, float32 and layer by layer. Those of the extra `peers` run exported files: OpenVINO those of
+`nanovlm export --onnx`; llama.cpp, for models of SmolVLM's layout, those of `--gguf`. With --quantize int8 both are
+also measured in 8 bits, with int4 llama.cpp.
 
 "of roofline" relates a median to the least time in which this machine reads the stage's weights once and does its
 operations. "memory" is the largest resident size of a cold-start process. "error" is the root mean square difference
@@ -31,45 +30,54 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain, groupby
 from pathlib import Path
 from random import Random
 from statistics import median
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
-from eval.lib.accuracy import inexact_engines, stage_errors
-from eval.lib.command import add_save_flag, add_threads_flag, make_parser, positive, progress, report, table
-from eval.lib.cpu_levels import current_level, level_here, lowering, peers_note
-from eval.lib.hardware import environment, matmul_flops, memory_bandwidth, stage_costs
-from eval.lib.random_model import random_model_folder
-from eval.lib.shapes import SHAPES
-from eval.lib.timing import interleave, measure_seconds
-from eval.peers.engines import BASELINES, Engine, EngineOptions, ImageEngine, NanoVLMEngine, make_engines, plain_engine
+from eval.lib import command
+from eval.lib.command import measure_seconds, positive, progress, relative_error, table
+from eval.lib.random_model import SHAPES, random_model_folder
+from eval.peers import Engine, NanoVLMEngine
 from eval.peers.llama_cpp_engine import LlamaCppEngine
-from models.checkpoint import load_config, snapshot_path
+from eval.peers.openvino_engine import OpenVINOEngine
+from models.checkpoint import snapshot_path
 from models.config import VLMConfig
 from models.formats.base import format_of
+from models.inference.kernels.load import WITHOUT_BF16_DOT
 from nanovlm import EMBEDDED
-from nanovlm.captioner import ImageInput
+from nanovlm.captioner import Captioner
 from nanovlm.cli.main import Parser
-from nanovlm.device import DTYPES
+from nanovlm.device import DTYPES, choose_dtype
 from nanovlm.errors import NanoVLMError
 from nanovlm.options import QUANTIZATIONS
 from nanovlm.processing.image_loading import as_tensor
 from nanovlm.synthetic import draw, random_scene
 
 GENERATE = Path(__file__).parent.parent / "generate.py"
+BASELINES = ("plain", "llama.cpp", "openvino")
+GGUF_TYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16", "int8": "q8_0", "int4": "q4_0"}
 STAGES = ("encode", "prefill", "decode", "first-token", "cold-start")
 TEXT_TOKENS = 16  # of the prompt, after the image
 MAX_IMAGE_SIZE = 2048  # pixels; larger images are reduced
 ANSWER_TOKENS = 16
-COLUMNS = ("median", "min", "speedup", "of roofline", "memory", "error", "same ids")
+MAX_FLOAT32_ERROR = 1e-3
+ISAS = {  # by level, read once, when oneDNN (in PyTorch and in OpenVINO), MKL and ATen start
+    "avx2": {"ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"},
+    "avx2-vnni": {"ONEDNN_MAX_CPU_ISA": "AVX2_VNNI", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"},
+    "vnni": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI"},
+    "bf16": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"},
+}
 
+Ids = dict[str, list[list[int]]]  # by engine, for each step those of all sequences
 Contestants = dict[str, Callable[[], float]]  # name -> a call that returns the seconds it took
 
 
@@ -86,52 +94,87 @@ class Result:
     memory_bytes: int | None = None  # the largest resident size of a process
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """What all engines read."""
-
-    prompts: list[list[int]]  # one per sequence, of equal length
-    image: torch.Tensor  # (1, 3, S, S)
-    images: Mapping[int, ImageInput]  # by their size in pixels
-
-    @classmethod
-    def make(cls, cfg: VLMConfig, image_token_id: int, batch_size: int, image_sizes: Sequence[int]) -> "Inputs":
-        generator = torch.Generator().manual_seed(1)
-        size = (batch_size, cfg.mp_image_token_length + TEXT_TOKENS)
-        prompts = torch.randint(min(1000, cfg.lm_vocab_size), size, generator=generator)
-        prompts += prompts == image_token_id  # no image is given with these
-        image = as_tensor(draw(random_scene(Random("image")), cfg.vit_img_size, cfg.vit_img_size))[None] / 255
-        image = image if format_of(cfg).unit_pixels else image * 2 - 1
-        images = {side: draw(random_scene(Random("images")), side, side) for side in image_sizes}
-        return cls(prompts.tolist(), image, images)
+def make_inputs(cfg: VLMConfig, image_token_id: int, batch_size: int) -> tuple[list[list[int]], Tensor]:
+    """A prompt of random text for each sequence, and a drawn image (1, 3, S, S)."""
+    size = (batch_size, cfg.mp_image_token_length + TEXT_TOKENS)
+    prompts = torch.randint(min(1000, cfg.lm_vocab_size), size, generator=torch.Generator().manual_seed(1))
+    prompts += prompts == image_token_id  # no image is given with these
+    image = as_tensor(draw(random_scene(Random("image")), cfg.vit_img_size, cfg.vit_img_size))[None] / 255
+    return prompts.tolist(), image if format_of(cfg).unit_pixels else image * 2 - 1
 
 
-def model_folder(size: str) -> AbstractContextManager[Path]:
-    """The embedded model's folder, or a temporary one with random weights of a published size."""
-    if size == "embedded":
-        return nullcontext(EMBEDDED)
+def model_folder(model: str | None, size: str, dtypes: Sequence[str]) -> AbstractContextManager[Path]:
+    """A model's folder: the one named, the embedded one, or a temporary one with random weights of a published size.
+
+    Random weights are stored in the widest of the dtypes that are measured.
+    """
+    if model is not None or size == "embedded":
+        return nullcontext(EMBEDDED if model is None else snapshot_path(model))
     changes = {} if SHAPES[size][0].max_img_size is None else {"max_img_size": MAX_IMAGE_SIZE}
-    return random_model_folder(size, **changes)
+    dtype = max(choose_dtypes(dtypes, None), key=lambda dtype: dtype.itemsize)
+    return random_model_folder(size, dtype, **changes)
 
 
-def greedy_ids(engine: Engine, prompts: list[list[int]], tokens: int) -> list[list[int]]:
-    """The first token of each sequence and `tokens` more, one list per step."""
-    steps = [engine.prefill(prompts)]
+def choose_dtypes(names: Sequence[str], folder: Path | None) -> list[torch.dtype]:
+    """The dtypes for the model in folder, of which auto depends on the current level."""
+    return list(dict.fromkeys(choose_dtype(name, torch.device("cpu"), folder) for name in names))
+
+
+def make_engines(plain: NanoVLMEngine, folder: Path, files: Path, args: argparse.Namespace) -> list[Engine]:
+    """Baselines on the model in folder, and this project in every dtype and at every level; with --quantize in both.
+
+    Other engines' files go to `files`. Raises MissingExtraError if a baseline's package is not installed, InputError
+    for a model that llama.cpp cannot run.
+    """
+    captioner, dtypes = plain.captioner, choose_dtypes(args.dtype, folder)
+    engines: list[Engine] = [plain] if "plain" in args.baselines else []
+    if "llama.cpp" in args.baselines:
+        types = [GGUF_TYPES[key] for key in (*dtypes, args.quantize) if key]
+        engines += [LlamaCppEngine(captioner, name, files, args.batch_size) for name in types]
+    if "openvino" in args.baselines:
+        if command.current_level() in WITHOUT_BF16_DOT:  # bfloat16 would be float32, but not if oneDNN is held
+            dtypes = list(dict.fromkeys(torch.float32 if dtype == torch.bfloat16 else dtype for dtype in dtypes))
+        engines += [OpenVINOEngine(captioner, dtype, files) for dtype in dtypes]
+        engines += [OpenVINOEngine(captioner, dtypes[-1], files, int8=True)] if args.quantize == "int8" else []
+    for level in args.level:
+        with command.at_level(level):
+            for dtype in choose_dtypes(args.dtype, folder):
+                for quantize in dict.fromkeys((None, args.quantize)):
+                    name = str(dtype).removeprefix("torch.")
+                    own = Captioner.from_pretrained(folder, "cpu", name, quantize=quantize)
+                    engines.append(NanoVLMEngine(own, quantize))
+    return engines
+
+
+def stage_costs(plain: NanoVLMEngine, prompts: list[list[int]], image: Tensor) -> dict[str, tuple[int, int]]:
+    """Weights that a stage reads once, and its operations, as PyTorch counts them in the plain model."""
+    model, first = plain.model, [0] * len(prompts)
+    stages: dict[str, tuple[list[nn.Module], Callable[[], object]]] = {
+        "encode": ([model.vision_encoder, model.MP], lambda: plain.encode_image(image)),
+        "prefill": ([model.decoder], lambda: plain.prefill(prompts)),
+        "decode": ([model.decoder], lambda: plain.decode(first)),
+    }
+    costs = {}
+    for name, (modules, run) in stages.items():
+        with command.count_flops() as counter:
+            run()
+        weights = sum(parameter.numel() for parameter in nn.ModuleList(modules).parameters())  # a tied head once
+        costs[name] = weights, counter.get_total_flops()
+    return costs
+
+
+def greedy(engine: Engine, prompts: list[list[int]], tokens: int) -> tuple[list[list[int]], float]:
+    """Ids of all sequences by step, `tokens` of them after the prefill's, and the median seconds of a step."""
+    steps, seconds = [engine.prefill(prompts)], []
     for _ in range(tokens):
-        steps.append(engine.decode(steps[-1]))
-    return steps
+        seconds.append(measure_seconds(lambda: steps.append(engine.decode(steps[-1]))))
+    return steps, median(seconds)
 
 
-def decode_seconds(engine: Engine, prompts: list[list[int]], tokens: int) -> float:
-    """Median seconds of a decode step, after an untimed prefill."""
-    ids = engine.prefill(prompts)
-    return median(measure_seconds(partial(engine.decode, ids)) for _ in range(tokens))
-
-
-def cold_start(folder: Path) -> dict[str, list[str]]:
+def cold_start(folder: Path, dtype: str = "auto") -> dict[str, list[str]]:
     """Command lines of generate.py on the model's folder, and of a process that imports torch only."""
-    generate = [str(GENERATE), "--model", str(folder), "--max-new-tokens", str(ANSWER_TOKENS)]
-    programs = {"import torch": ["-c", "import torch"], "generate.py": generate}
+    flags = ["--model", str(folder), "--max-new-tokens", str(ANSWER_TOKENS), "--dtype", dtype]
+    programs = {"import torch": ["-c", "import torch"], "generate.py": [str(GENERATE), *flags]}
     return {name: [sys.executable, *argv] for name, argv in programs.items()}
 
 
@@ -151,92 +194,114 @@ def run_process(argv: Sequence[str]) -> int | None:
     return peak
 
 
-def stage_contestants(
-    stage: str, engines: Sequence[Engine], inputs: Inputs, tokens: int, folder: Path
-) -> Iterator[tuple[str, Contestants]]:
-    """Titles and contestants of a stage: one title, or one per image."""
+def measure(engines: Sequence[Engine], plain: NanoVLMEngine, folder: Path, args: Any) -> tuple[list[Result], Ids]:
+    """Time every stage in interleaved rounds; also the decoded ids."""
+    cfg, results, ids = plain.model.cfg, [], {}
+    prompts, image = make_inputs(cfg, plain.model.image_token_id, args.batch_size)
+    costs, by_name = stage_costs(plain, prompts, image), {engine.name: engine for engine in engines}
 
-    def timed(calls: Mapping[str, Callable[[], object]]) -> Contestants:
-        return {name: partial(measure_seconds, call) for name, call in calls.items()}
+    def timed(run: Callable[[Any], object], what: Mapping[str, Any] = by_name) -> Contestants:
+        return {name: partial(measure_seconds, partial(run, one)) for name, one in what.items()}
 
-    if stage == "encode":
-        encoders = [engine for engine in engines if isinstance(engine, ImageEngine)]
-        yield stage, timed({engine.name: partial(engine.encode_image, inputs.image) for engine in encoders})
-    elif stage == "prefill":
-        yield stage, timed({engine.name: partial(engine.prefill, inputs.prompts) for engine in engines})
-    elif stage == "decode":
-        yield stage, {engine.name: partial(decode_seconds, engine, inputs.prompts, tokens) for engine in engines}
-    elif stage == "first-token":
-        readers = [engine for engine in engines if isinstance(engine, (NanoVLMEngine, LlamaCppEngine))]
-        captioner = next(engine.captioner for engine in readers if isinstance(engine, NanoVLMEngine))
-        for side, image in inputs.images.items():
-            first = {engine.name: partial(engine.first_token, image) for engine in readers}
-            yield f"first token, {side} px, {len(captioner.prepare(image)[0]):,} tokens", timed(first)
-    else:
-        yield "cold start", timed({name: partial(run_process, argv) for name, argv in cold_start(folder).items()})
+    def decode(engine: Engine) -> float:
+        ids[engine.name], seconds = greedy(engine, prompts, args.tokens)
+        return seconds
+
+    def logits(engine: Engine) -> Tensor:
+        engine.prefill(prompts)
+        return engine.logits
+
+    def add(stage: str, contestants: Contestants, errors: Mapping = {}, memory: Mapping = {}, warmup: int = 1) -> None:
+        progress(f"{stage}: {', '.join(contestants)}")
+        for name, seconds in command.interleave(contestants, args.rounds, warmup).items():
+            least = None
+            if stage in costs:  # the roofline (Williams et al. 2009): reading or computing, whichever takes longer
+                (weights, flops), engine = costs[stage], by_name[name]
+                reading = weights * engine.weight_bytes / command.memory_bandwidth()
+                least = 1000 * max(reading, flops / command.matmul_flops(engine.dtype))
+            times = 1000 * median(seconds), 1000 * min(seconds)
+            results.append(Result(stage, name, *times, least, errors.get(name), memory.get(name)))
+
+    for stage in args.stages:
+        if stage == "encode":
+            expected, exact = plain.encode_image(image), [engine for engine in engines if not engine.resizes_images]
+            errors = {engine.name: relative_error(engine.encode_image(image), expected) for engine in exact}
+            add(stage, timed(lambda engine: engine.encode_image(image)), errors)
+        elif stage == "prefill":
+            expected = logits(plain).clone()
+            errors = {engine.name: relative_error(logits(engine), expected) for engine in engines}
+            add(stage, timed(logits), errors)
+        elif stage == "decode":
+            add(stage, {engine.name: partial(decode, engine) for engine in engines})
+        elif stage == "first-token":
+            readers = {engine.name: engine.first_token for engine in engines if hasattr(engine, "first_token")}
+            for side in args.image_size:
+                drawn = draw(random_scene(Random("images")), side, side)
+                title = f"first token, {side} px, {len(plain.captioner.prepare(drawn)[0]):,} tokens"
+                calls = {name: partial(read, drawn) for name, read in readers.items()}
+                add(title, timed(lambda call: call(), calls))
+        else:
+            programs = cold_start(folder, args.dtype[0])
+            memory = {name: run_process(argv) for name, argv in programs.items()}
+            add("cold start", timed(run_process, programs), memory=memory, warmup=0)
+    return results, ids
 
 
-def measure(
-    stages: Sequence[str], engines: Sequence[Engine], inputs: Inputs, tokens: int, rounds: int, folder: Path
-) -> list[Result]:
-    """Time every stage in interleaved rounds."""
-    costs = stage_costs(load_config(folder), len(inputs.prompts[0]), len(inputs.prompts))
-    by_name = {engine.name: engine for engine in engines}
-    results = []
-    for stage in stages:
-        for title, contestants in stage_contestants(stage, engines, inputs, tokens, folder):
-            progress(f"{title}: {', '.join(contestants)}")
-            for name, seconds in interleave(contestants, rounds, warmup=0 if stage == "cold-start" else 1).items():
-                roofline_ms = None
-                if title in costs:
-                    engine = by_name[name]
-                    limits = memory_bandwidth(), matmul_flops(engine.dtype)
-                    roofline_ms = 1000 * costs[title].roofline_s(engine.weight_bytes, *limits)
-                memory = run_process(cold_start(folder)[name]) if stage == "cold-start" else None
-                times = 1000 * median(seconds), 1000 * min(seconds)
-                results.append(Result(title, name, *times, roofline_ms, memory_bytes=memory))
-    return results
+def failures(engines: Sequence[Engine], results: Sequence[Result], ids: Ids) -> list[str]:
+    """Engines in float32 whose errors are more than rounding, or that decode other tokens than the first of them."""
+    exact = [engine.name for engine in engines if engine.weight_bytes == 4]
+    lines = [
+        f"{row.engine}: {row.stage} is {row.error:.1e} off the plain model, more than {MAX_FLOAT32_ERROR:g}"
+        for row in results
+        if row.engine in exact and row.error is not None and not row.error <= MAX_FLOAT32_ERROR  # NaN fails, too
+    ]
+    others = [name for name in exact[1:] if ids and ids[name] != ids[exact[0]]]
+    return lines + [f"{name} decodes other tokens than {exact[0]}" for name in others]
 
 
-def failures(engines: Sequence[Engine], ids: dict[str, list[list[int]]]) -> list[str]:
-    """Engines in float32 that decode other tokens than the first one in float32."""
-    exact = [engine.name for engine in engines if engine.weight_bytes == 4 and ids]
-    return [f"{name} decodes other tokens than {exact[0]}" for name in exact[1:] if ids[name] != ids[exact[0]]]
-
-
-def results_table(results: Sequence[Result], ids: dict[str, list[list[int]]]) -> str:
+def results_table(results: Sequence[Result], ids: Ids) -> str:
     """A block of lines per stage; speedups are relative to its first contestant."""
     blocks = []
     for stage, group in groupby(results, key=lambda result: result.stage):
-        block = list(group)
-        rows = {f"  {result.engine}": cells(result, block[0], ids) for result in block}
-        columns = [name for name in COLUMNS if any(name in row for row in rows.values())]
-        lines = [[name, *(row.get(column, "") for column in columns)] for name, row in rows.items()]
-        blocks.append(table([[stage, *columns], *lines]))
+        block, rows = list(group), []
+        for result in block:
+            row = {
+                stage: f"  {result.engine}",
+                "median": f"{result.median_ms:,.2f} ms",
+                "min": f"{result.min_ms:,.2f} ms",
+                "speedup": f"{block[0].median_ms / result.median_ms:.2f}x",
+            }
+            if result.roofline_ms is not None:
+                row["of roofline"] = f"{result.roofline_ms / result.median_ms:.0%}"
+            if result.memory_bytes is not None:
+                row["memory"] = f"{result.memory_bytes / 2**20:,.0f} MiB"
+            if result.error is not None:
+                row["error"] = f"{result.error:.1e}" if result.error < 1e-3 else f"{result.error:.3f}"
+            if stage == "decode":
+                pairs = [*zip(chain(*ids[result.engine]), chain(*ids[block[0].engine]))]
+                row["same ids"] = f"{sum(a == b for a, b in pairs)} of {len(pairs)}"
+            rows.append(row)
+        columns = list(dict.fromkeys(chain(*rows)))
+        blocks.append(table([columns, *([row.get(column, "") for column in columns] for row in rows)]))
     return "\n".join(blocks)
 
 
-def cells(result: Result, first: Result, ids: dict[str, list[list[int]]]) -> dict[str, str]:
-    """What a line says, by column."""
-    row = {
-        "median": f"{result.median_ms:,.2f} ms",
-        "min": f"{result.min_ms:,.2f} ms",
-        "speedup": f"{first.median_ms / result.median_ms:.2f}x",
-    }
-    if result.roofline_ms is not None:
-        row["of roofline"] = f"{result.roofline_ms / result.median_ms:.0%}"
-    if result.memory_bytes is not None:
-        row["memory"] = f"{result.memory_bytes / 2**20:,.0f} MiB"
-    if result.error is not None:
-        row["error"] = f"{result.error:.1e}" if result.error < 1e-3 else f"{result.error:.3f}"
-    if result.stage == "decode":
-        pairs = [*zip(chain(*ids[result.engine]), chain(*ids[first.engine]))]
-        row["same ids"] = f"{sum(a == b for a, b in pairs)} of {len(pairs)}"
-    return row
+def level_here(text: str) -> str:
+    """argparse type: one of `levels_here`."""
+    if text not in (levels := command.levels_here()):
+        raise argparse.ArgumentTypeError(f"this CPU has no level {text}; use {', '.join(levels) or 'another one'}")
+    return text
+
+
+def lowering(levels: Sequence[str]) -> dict[str, str]:
+    """Environment variables that hold all engines that can be held to the level, if it is one below this CPU's best."""
+    if len(levels) > 1 or levels[0] not in ISAS or levels[0] == command.levels_here()[-1]:
+        return {}
+    return {command.LEVEL: levels[0], **ISAS[levels[0]]}
 
 
 def make_latency_parser() -> Parser:
-    parser = make_parser("latency", __doc__)
+    parser = command.make_parser("latency", __doc__)
     add = parser.add_argument
     which, sizes = parser.add_mutually_exclusive_group().add_argument, ("embedded", *SHAPES)
     which("--model-size", default="embedded", choices=sizes, help="which model (default: embedded)")
@@ -252,41 +317,38 @@ def make_latency_parser() -> Parser:
     add("--tokens", type=positive, default=32, metavar="N", help="decode steps in a round (default: 32)")
     add("--rounds", type=positive, default=5, metavar="N", help="interleaved rounds (default: 5)")
     add("--cache", type=Path, metavar="FOLDER", help="keep the files made for other engines here, and reuse them")
-    add_threads_flag(parser)
-    add_save_flag(parser)
+    command.add_threads_flag(parser)
+    command.add_save_flag(parser)
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure in this process, whose libraries the environment variables of `lowering` may hold to a level."""
-    options = EngineOptions(args.dtype, args.quantize, args.baselines, args.batch_size, args.level)
-    with model_folder(args.model_size) as folder, tempfile.TemporaryDirectory() as temporary:
-        folder = folder if args.model is None else snapshot_path(args.model)
+    folders = model_folder(args.model, args.model_size, args.dtype), tempfile.TemporaryDirectory()
+    with folders[0] as folder, folders[1] as temporary:
         (files := args.cache or Path(temporary)).mkdir(parents=True, exist_ok=True)
         progress("loading engines")
-        plain = plain_engine(folder)
-        engines = make_engines(plain, folder, files, options)
-        inputs = Inputs.make(plain.model.cfg, plain.model.image_token_id, args.batch_size, args.image_size)
-        errors = stage_errors(engines, plain, inputs.prompts, inputs.image, args.stages)
-        decoding = engines if "decode" in args.stages else []
-        ids = {engine.name: greedy_ids(engine, inputs.prompts, args.tokens) for engine in decoding}
-        measured = measure(args.stages, engines, inputs, args.tokens, args.rounds, folder)
-        results = [replace(result, error=errors.get((result.stage, result.engine))) for result in measured]
-    matmuls = {str(dtype): matmul_flops(dtype) for dtype in dict.fromkeys(engine.dtype for engine in engines)}
+        plain = NanoVLMEngine(Captioner.from_pretrained(folder, "cpu", "float32"), plain=True)
+        engines = make_engines(plain, folder, files, args)
+        results, ids = measure(engines, plain, folder, args)
+    matmuls = {str(dtype): command.matmul_flops(dtype) for dtype in dict.fromkeys(one.dtype for one in engines)}
     speeds = ", ".join(f"{flops / 1e9:,.0f} GFLOP/s in {name} matmuls" for name, flops in matmuls.items())
-    where = f"{environment(levels=args.level)}; {peers_note(args.level)}; memory {memory_bandwidth() / 1e9:.1f} GB/s, "
+    held, bandwidth = "other engines", command.memory_bandwidth()
+    if lowering(args.level):
+        held = f"PyTorch and oneDNN in OpenVINO held to {args.level[0]}, the rest of OpenVINO and llama.cpp"
+    where = f"{command.environment(levels=args.level)}; {held} at their best; memory {bandwidth / 1e9:.1f} GB/s, "
     where += f"{speeds}; medians of {args.rounds} rounds, batch size {args.batch_size}"
     data = {"model_size": args.model_size, "model": args.model, "results": [asdict(result) for result in results]}
-    data |= {"ids": ids, "bytes_per_s": memory_bandwidth(), "flops_per_s": matmuls}
-    failed = inexact_engines(engines, errors) + failures(engines, ids)
-    return report(data, results_table(results, ids), where, args.json, failed, args.save)
+    data |= {"ids": ids, "bytes_per_s": bandwidth, "flops_per_s": matmuls}
+    failed = failures(engines, results, ids)
+    return command.report(data, results_table(results, ids), where, args.json, failed, args.save)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser, argv = make_latency_parser(), sys.argv[1:] if argv is None else argv
     args = parser.parse_args(argv)
     try:
-        args.level = list(dict.fromkeys(args.level or [current_level()]))
+        args.level = list(dict.fromkeys(args.level or [command.current_level()]))
         if (settings := lowering(args.level)).items() <= os.environ.items():
             return run(args)
     except NanoVLMError as error:

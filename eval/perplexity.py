@@ -17,111 +17,70 @@ import argparse
 import math
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from pydoc_data.topics import topics
 
 import torch
 from torch import Tensor
 
-from eval.lib.command import add_save_flag, add_threads_flag, make_parser, positive, progress, report, table
-from eval.lib.hardware import environment
+from eval.lib.command import Measured, add_threads_flag, environment, positive, progress, run, table
 from eval.lib.smollm2 import join_with_random_vision, write_smollm2
+from eval.peers import Engine, NanoVLMEngine
 from eval.peers.llama_cpp_engine import LlamaCppEngine
 from models.checkpoint import snapshot_path
-from models.vision_language_model import PrefillState
 from nanovlm.captioner import Captioner
 from nanovlm.cli.main import Parser
-from nanovlm.errors import InputError, NanoVLMError
+from nanovlm.errors import InputError
 
-Append = Callable[[list[int]], Tensor]  # append tokens to the one sequence; returns the next token's logits
+Append = Callable[[list[list[int]]], Tensor]  # see `Engine.append`
 PRECISIONS = [("float32", None), ("bfloat16", None), ("float32", "int8"), ("float32", "int4")]
 GGUF_TYPES = ("f32", "q8_0", "q4_0")
 
 
-@dataclass(frozen=True)
-class Figures:
-    """Means over an engine's predictions."""
-
-    perplexity: float
-    kl: float
-    same_choice: float
-
-
-@contextmanager
-def model_folder(model: str | None) -> Iterator[Path]:
-    """A model's folder, by default a temporary one of SmolLM2 in SmolVLM's layout."""
-    if model is not None:
-        yield snapshot_path(model)
-        return
-    with tempfile.TemporaryDirectory() as temporary:
-        write_smollm2(language := Path(temporary, "language"))
-        join_with_random_vision(Path(temporary, "vision"), language).save_pretrained(folder := Path(temporary, "model"))
-        yield folder
-
-
-def own_engine(folder: Path, dtype: str, quantize: str | None) -> Append:
-    """This project's InferenceModel."""
-    model = Captioner.from_pretrained(folder, "cpu", dtype, quantize=quantize).inference
-    state: PrefillState | None = None
-
-    def append(ids: list[int]) -> Tensor:
-        nonlocal state
-        logits, state = model.prefill(torch.tensor([ids]), prefix=state)
-        return logits[0]
-
-    return append
-
-
-def llama_cpp_engine(captioner: Captioner, gguf_type: str, files: Path) -> Append:
-    """llama.cpp with weights of one type."""
-    engine = LlamaCppEngine(captioner, gguf_type, files)
-    return lambda ids: engine.append([ids])[0]
-
-
-def compare(append: Append, ids: list[int], reference: Tensor, step: int) -> Figures:
+def compare(append: Append, ids: list[int], reference: Tensor, step: int) -> dict[str, float]:
     """Append ids in steps, and compare what is predicted after each with the reference's log-probabilities (T, V)."""
     losses, divergences, same = [], [], []
     for start in range(0, len(ids) - step, step):
         end = start + step
-        actual, expected = append(ids[start:end]).float().log_softmax(-1), reference[end - 1]
+        actual, expected = append([ids[start:end]])[0].float().log_softmax(-1), reference[end - 1]
         losses.append(-actual[ids[end]])
         divergences.append((expected.exp() * (expected - actual)).sum())
         same.append(actual.argmax() == expected.argmax())
-    mean_loss, kl, same_choice = (torch.stack(values).double().mean().item() for values in (losses, divergences, same))
-    return Figures(math.exp(mean_loss), kl, same_choice)
+    loss, kl, same_choice = (torch.stack(values).double().mean().item() for values in (losses, divergences, same))
+    return {"perplexity": math.exp(loss), "kl": kl, "same_choice": same_choice}
 
 
 @torch.inference_mode()
-def measure(folder: Path, text: str, tokens: int, step: int, with_llama_cpp: bool) -> dict[str, Figures]:
-    """Figures by engine; the first is float32 by plain modules, all tokens at once."""
+def measure(folder: Path, text: str, args: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Figures by engine, means over its predictions; the first is float32 by plain modules, all tokens at once."""
     plain = Captioner.from_pretrained(folder, "cpu", "float32")
-    ids = plain.tokenizer.encode(text)[:tokens]
+    ids, step = plain.tokenizer.encode(text)[: args.tokens], args.step
     if len(ids) <= step:
         raise InputError(f"the text has {len(ids)} tokens, which a step of {step} leaves nothing to predict from")
     reference = plain.model(torch.tensor([ids]))[0][0].float().log_softmax(-1)
     rows = iter(reference[step - 1 :: step])
-    results = {"float32, plain modules": compare(lambda _: next(rows), ids, reference, step)}
-    for precision in PRECISIONS:
-        progress(name := " ".join(filter(None, precision)))
-        results[name] = compare(own_engine(folder, *precision), ids, reference, step)
-    for gguf_type in GGUF_TYPES if with_llama_cpp else ():
+    results = {"float32, plain modules": compare(lambda _: next(rows)[None], ids, reference, step)}
+    for dtype, quantize in PRECISIONS:
+        progress(name := " ".join(filter(None, (dtype, quantize))))
+        engine: Engine = NanoVLMEngine(Captioner.from_pretrained(folder, "cpu", dtype, quantize=quantize), quantize)
+        results[name] = compare(engine.append, ids, reference, step)
+    for gguf_type in GGUF_TYPES if "llama.cpp" in args.baselines else ():
         progress(name := f"llama.cpp {gguf_type}")
         with tempfile.TemporaryDirectory() as files:
-            append = llama_cpp_engine(plain, gguf_type, Path(files, "gguf"))
-            results[name] = compare(append, ids, reference, step)
+            engine = LlamaCppEngine(plain, gguf_type, Path(files, "gguf"))
+            results[name] = compare(engine.append, ids, reference, step)
     return results
 
 
-def results_table(results: dict[str, Figures]) -> str:
-    rows = [[name, f"{row.perplexity:.3f}", f"{row.kl:.5f}", f"{row.same_choice:.1%}"] for name, row in results.items()]
-    return table([["", "perplexity", "KL", "same choice"], *rows])
+def results_table(results: dict[str, dict[str, float]]) -> str:
+    rows = [["", "perplexity", "KL", "same choice"]]
+    for name, row in results.items():
+        rows.append([name, f"{row['perplexity']:.3f}", f"{row['kl']:.5f}", f"{row['same_choice']:.1%}"])
+    return table(rows)
 
 
-def make_perplexity_parser() -> Parser:
-    parser = make_parser("perplexity", __doc__)
+def add_flags(parser: Parser) -> None:
     add = parser.add_argument
     add("--model", metavar="FOLDER_OR_HUB_ID", help="(default: SmolLM2-135M-Instruct behind a random vision encoder)")
     add("--text", type=Path, metavar="FILE", help="UTF-8 text (default: a chapter of Python's language reference)")
@@ -129,27 +88,27 @@ def make_perplexity_parser() -> Parser:
     add("--step", type=positive, default=1, metavar="N", help="tokens computed at a time (default: 1)")
     add("--baselines", nargs="*", default=[], choices=("llama.cpp",), help="other engines (default: none)")
     add_threads_flag(parser)
-    add_save_flag(parser)
-    return parser
 
 
-def run(args: argparse.Namespace) -> int:
-    text = topics["execmodel"] if args.text is None else args.text.read_text(encoding="utf-8")
-    with model_folder(args.model) as folder:
-        results = measure(folder, text, args.tokens, args.step, "llama.cpp" in args.baselines)
+def measure_flags(args: argparse.Namespace) -> Measured:
+    """What the flags ask for, by default of SmolLM2 in SmolVLM's layout."""
     what = args.text or f"pydoc EXECUTION of Python {'.'.join(map(str, sys.version_info[:2]))}"
+    try:
+        text = topics["execmodel"] if args.text is None else args.text.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"--text {args.text}: {error}") from None
+    with tempfile.TemporaryDirectory() as temporary:
+        vision, language, folder = (Path(temporary, name) for name in ("vision", "language", "model"))
+        if args.model is None:
+            write_smollm2(language)
+            join_with_random_vision(vision, language).save_pretrained(folder)
+        results = measure(folder if args.model is None else snapshot_path(args.model), text, args)
     where = f"{what}, {args.tokens} tokens, {args.step} at a time; {environment()}"
-    data = {"results": {name: asdict(row) for name, row in results.items()}}
-    return report(data, results_table(results), where, args.json, (), args.save)
+    return {"results": results}, results_table(results), where, ()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = make_perplexity_parser()
-    args = parser.parse_args(argv)
-    try:
-        return run(args)
-    except (NanoVLMError, OSError, UnicodeDecodeError) as error:
-        parser.error(str(error))
+    return run("perplexity", __doc__, add_flags, measure_flags, argv)
 
 
 if __name__ == "__main__":

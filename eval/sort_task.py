@@ -6,17 +6,14 @@ The task is Karpathy's: read six digits from 0 to 2, write them sorted. A quarte
 the input, is held out; a GPT_kv is trained until all of them are sorted. Then `GPT.generate`, with the same weights,
 and `GPT_kv.generate_kv` answer all 729 inputs, greedily and sampled, and must agree. At twelve tokens a cache saves
 little time, so gpt-mini with random weights also writes 200 tokens with and without it, in interleaved rounds, as the
-script of the homework at github.com/dataflowr/llm_efficiency does.
-
-All of it runs on one CPU thread unless --threads says otherwise: at width 48 a second one gains nothing, and on a busy
-machine it waits for its turn.
+homework at github.com/dataflowr/llm_efficiency does. At width 48 a second CPU thread gains nothing, so one is used.
 """
 
+import argparse
 import hashlib
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from statistics import fmean, median, pstdev
@@ -25,10 +22,10 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from eval.lib.command import add_threads_flag, make_parser, positive, progress, report
-from eval.lib.hardware import environment
-from eval.lib.timing import interleave, measure_seconds
+from eval.lib import command
+from eval.lib.command import interleave, measure_seconds, positive, progress
 from models.mingpt import GPT, GPT_kv, GPTConfig
+from nanovlm.cli.main import Parser
 
 BATCH_SIZE, EVAL_INTERVAL = 64, 100
 TRAIN_CONFIG = SimpleNamespace(learning_rate=5e-4, betas=(0.9, 0.95), weight_decay=0.1)  # minGPT's, as its batch size
@@ -60,17 +57,6 @@ class SortTask:
             return [f"not sorted after {self.steps} steps: raise --steps or try another --seed"]
         identical = self.n_identical == self.n_identical_sampled == self.n_inputs and self.long_identical
         return [] if identical else ["generate and generate_kv differ: the cache changes the output"]
-
-
-@contextmanager
-def cpu_threads(n: int) -> Iterator[None]:
-    """Run PyTorch on n CPU threads, then on as many as before."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(n)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def splits(length: int, n_digits: int) -> tuple[Tensor, Tensor]:
@@ -124,43 +110,39 @@ def compare(model: GPT, twin: GPT_kv, inputs: Tensor, sampled: bool) -> tuple[in
 
 
 @torch.no_grad()
-def time_long_generation(
-    rounds: int, n_tokens: int, measure: Callable[[Callable[[], Tensor]], float] = measure_seconds
-) -> tuple[list[float], list[float], bool]:
+def time_long_generation(rounds: int, n_tokens: int) -> tuple[list[float], list[float], bool]:
     """Seconds of gpt-mini with random weights, without and with a cache, and whether the greedy tokens are the same."""
     model, idx = GPT_kv(GPTConfig("gpt-mini", vocab_size=9, block_size=500)).eval(), torch.tensor([PROMPT])
-    calls = [partial(generate, idx, n_tokens) for generate in (model.generate, model.generate_kv)]
-    identical = torch.equal(*(call() for call in calls))  # warms up both
-    timings = interleave({str(call): partial(measure, call) for call in calls}, rounds, warmup=0)
-    uncached, cached = timings.values()
-    return uncached, cached, identical
+    calls = {"": partial(model.generate, idx, n_tokens), "_kv": partial(model.generate_kv, idx, n_tokens)}
+    identical = torch.equal(*(call() for call in calls.values()))  # warms up both
+    timings = interleave({name: partial(measure_seconds, call) for name, call in calls.items()}, rounds, warmup=0)
+    return timings[""], timings["_kv"], identical
 
 
 def sort_task(
-    max_steps: int = 5000,
-    length: int = 6,
-    n_digits: int = 3,
-    seed: int = 0,
-    log: Callable[[str], None] = progress,
-    rounds: int = 10,
-    n_tokens: int = N_TOKENS,
-    threads: int = 1,
-) -> SortTask:
+    max_steps: int = 5000, length: int = 6, n_digits: int = 3, *, seed: int = 0, threads: int = 1,
+    rounds: int = 10, n_tokens: int = N_TOKENS, log: Callable[[str], None] = progress,
+) -> SortTask:  # fmt: skip
     """Train gpt-nano to sort, compare `generate` and `generate_kv` on every input, and time a long generation."""
-    started, (train, test) = time.perf_counter(), splits(length, n_digits)
-    with torch.random.fork_rng(devices=[]), cpu_threads(threads):
-        torch.manual_seed(seed)
-        trained = GPT_kv(GPTConfig("gpt-nano", vocab_size=n_digits, block_size=2 * length - 1))
-        steps = learn(trained, train, test, max_steps, log)
-        model = GPT(trained.config).eval()
-        model.load_state_dict(trained.state_dict())
-        inputs = torch.cat([train, test])
-        log(f"comparing generate and generate_kv on {len(inputs)} inputs, greedily, then sampled")
-        n_identical, ms, kv_ms = compare(model, trained, inputs, sampled=False)
-        n_sampled, *_ = compare(model, trained, inputs, sampled=True)
-        log(f"timing {n_tokens} tokens of gpt-mini with and without a cache, {rounds} rounds")
-        long = time_long_generation(rounds, n_tokens)
-        share = accuracy(model, test)
+    started, before = time.perf_counter(), torch.get_num_threads()
+    train, test = splits(length, n_digits)
+    torch.set_num_threads(threads)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            trained = GPT_kv(GPTConfig("gpt-nano", vocab_size=n_digits, block_size=2 * length - 1))
+            steps = learn(trained, train, test, max_steps, log)
+            model = GPT(trained.config).eval()
+            model.load_state_dict(trained.state_dict())
+            inputs = torch.cat([train, test])
+            log(f"comparing generate and generate_kv on {len(inputs)} inputs, greedily, then sampled")
+            n_identical, ms, kv_ms = compare(model, trained, inputs, sampled=False)
+            n_sampled, *_ = compare(model, trained, inputs, sampled=True)
+            log(f"timing {n_tokens} tokens of gpt-mini with and without a cache, {rounds} rounds")
+            long = time_long_generation(rounds, n_tokens)
+            share = accuracy(model, test)
+    finally:
+        torch.set_num_threads(before)
     seconds = time.perf_counter() - started
     return SortTask(share, steps, len(test), len(inputs), n_identical, n_sampled, ms, kv_ms, *long, seconds, threads)
 
@@ -181,17 +163,21 @@ def summary(result: SortTask) -> str:
     )
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = make_parser("sort_task", __doc__)
+def add_flags(parser: Parser) -> None:
     add = parser.add_argument
     add("--steps", type=positive, default=5000, metavar="N", help="training steps at most (default: 5000)")
     add("--seed", type=int, default=0, metavar="N", help="of weights and batches (default: 0)")
     add("--rounds", type=positive, default=10, metavar="N", help="timings of the long generation (default: 10)")
-    add_threads_flag(parser, default="1")
-    args = parser.parse_args(argv)
+    command.add_threads_flag(parser, default="1")
+
+
+def measure(args: argparse.Namespace) -> command.Measured:
     result = sort_task(args.steps, seed=args.seed, rounds=args.rounds, threads=args.threads)
-    where = f"{environment()}; {result.seconds:.0f} s in all"
-    return report(asdict(result), summary(result), where, args.json, result.failures)
+    return asdict(result), summary(result), f"{command.environment()}; {result.seconds:.0f} s in all", result.failures
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return command.run("sort_task", __doc__, add_flags, measure, argv)
 
 
 if __name__ == "__main__":

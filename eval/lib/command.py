@@ -1,25 +1,42 @@
-"""What the evaluation commands share: their parser, progress lines, tables, and the report with its exit code."""
+"""Shared by the evaluation commands: flags, the machine, timing in turns, tables, and the report with its exit code."""
 
 import argparse
 import json
 import os
+import platform
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache, partial
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import linear
+from torch.utils.flop_counter import FlopCounterMode
 
-from eval.lib.cpu_levels import levels_here
-from eval.lib.hardware import cpu_name
+from models.inference.kernels.load import FOR_TESTS, available_levels, chosen_level, cpu_info, load_library
 from nanovlm.cli.main import Parser
 from nanovlm.device import DTYPES
+from nanovlm.errors import NanoVLMError
 
 RESULTS = Path(__file__).parent.parent / "results"  # CPU.txt, a file for each processor
+DEVICES = ("auto", "cpu", "cuda", "mps")
+LEVEL = "NANOVLM_CPU_LEVEL"
+PACKAGES = {"llama_cpp": "llama-cpp-python", "openvino": "openvino"}  # named in `environment` once imported
+CPU = torch.device("cpu")
+
+Measured = tuple[dict, str, str, Sequence[str]]  # see `report`
 
 
-def make_parser(name: str, doc: str) -> Parser:
+def make_parser(name: str, doc: str | None) -> Parser:
     """The parser of `python -m eval.NAME`; its help text is the module's docstring."""
     parser = Parser(prog=f"eval.{name}", description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print all results as one JSON object")
@@ -43,8 +60,7 @@ def use_threads(text: str) -> int:
 def add_device_flags(parser: Parser, dtype: str = "auto") -> None:
     """--device, --dtype and --threads."""
     add_threads_flag(parser)
-    devices = ("auto", "cpu", "cuda", "mps")
-    parser.add_argument("--device", default="auto", choices=devices, help="where to compute (default: auto)")
+    parser.add_argument("--device", default="auto", choices=DEVICES, help="where to compute (default: auto)")
     parser.add_argument("--dtype", default=dtype, choices=("auto", *DTYPES), help=f"precision (default: {dtype})")
 
 
@@ -66,6 +82,109 @@ def progress(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
+def levels_here() -> list[str]:
+    """The kernels' levels on this CPU, lowest first; empty where there are no kernels or no compiler."""
+    levels = [level for level in available_levels() if level not in FOR_TESTS]
+    return levels if levels and load_library(levels[-1]) is not None else []
+
+
+def current_level() -> str:
+    """The level of an InferenceModel made now; "none" is PyTorch's own operations."""
+    level = chosen_level()
+    return level if level is not None and load_library(level) is not None else "none"
+
+
+def at_level(level: str) -> AbstractContextManager[Any]:
+    """Make InferenceModels at a level, or with "none" of plain modules."""
+    return patch.dict(os.environ, {LEVEL: level})
+
+
+def cpu_name() -> str:
+    """The processor's model name, or where that is unknown its architecture."""
+    return cpu_info("model name") or platform.machine()
+
+
+def environment(
+    device: str | torch.device = "cpu", dtype: torch.dtype | None = None, levels: Sequence[str] = ()
+) -> str:
+    """One line: processor, levels of its instructions, threads, versions of loaded engines, precision, device."""
+    device = torch.device(device)
+    parts = [cpu_name(), f"level {' '.join(levels or [current_level()])}", f"{torch.get_num_threads()} threads"]
+    parts += [f"torch {torch.__version__}"]
+    parts += [f"{package} {version(package)}" for module, package in PACKAGES.items() if module in sys.modules]
+    parts += [str(dtype)] if dtype else []
+    return ", ".join([*parts, torch.cuda.get_device_name(device) if device.type == "cuda" else device.type])
+
+
+@cache
+def memory_bandwidth(size: int = 2**29) -> float:
+    """Bytes per second at which all threads together read `size` bytes that are in no cache."""
+    tensor = torch.ones(size // 4)
+    return size / _fastest(tensor.amax)
+
+
+@cache
+def matmul_flops(dtype: torch.dtype, n: int = 2048) -> float:
+    """Operations per second of an n x n matmul by PyTorch, in dtype or, where that is faster, in float32."""
+    a, b = torch.ones(n, n, dtype=dtype), torch.ones(n, n, dtype=dtype)
+    matmuls = [partial(torch._int_mm if dtype == torch.int8 else linear, a, b)]
+    if dtype == torch.float32 and torch.backends.mkldnn.is_available():
+        matmuls.append(partial(linear, a.to_mkldnn(), b.to_mkldnn()))  # oneDNN; MKL is slow on AMD's processors
+    with torch.inference_mode():
+        flops = 2 * n**3 / min(map(_fastest, matmuls))
+    return flops if dtype == torch.float32 else max(flops, matmul_flops(torch.float32, n))
+
+
+def _fastest(function: Callable[[], object]) -> float:
+    """Seconds of the fastest of five calls: the speed without interference from other programs."""
+    return min(measure_seconds(function) for _ in range(5))
+
+
+@contextmanager
+def count_flops() -> Iterator[FlopCounterMode]:
+    """Count the operations of matmuls and attention, as PyTorch does.
+
+    Within the context attention is computed by matmuls: torch 2.14 does not count its fused form on a CPU.
+    """
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        yield counter
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until all work queued on an accelerator has finished; a CPU queues none."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def measure_seconds(function: Callable[[], object], device: torch.device = CPU) -> float:
+    """Seconds of one call, work queued on the device included."""
+    synchronize(device)
+    started = time.perf_counter()
+    function()
+    synchronize(device)
+    return time.perf_counter() - started
+
+
+def interleave(contestants: Mapping[str, Callable[[], float]], rounds: int, warmup: int = 1) -> dict[str, list[float]]:
+    """Call every contestant once per round, after `warmup` rounds that do not count; the seconds of each round.
+
+    A busy machine so slows all alike. A contestant returns the seconds it took, so that it can prepare untimed.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    for turn in range(-warmup, rounds):
+        for name, run in contestants.items():
+            elapsed = run()
+            if turn >= 0:
+                seconds[name].append(elapsed)
+    return seconds
+
+
+def relative_error(values: Tensor, reference: Tensor) -> float:
+    """Root mean square difference over the reference's standard deviation."""
+    values, reference = values.float(), reference.float()
+    return float((values - reference).square().mean().sqrt() / reference.std())
+
+
 def table(rows: Sequence[Sequence[str]], gap: int = 2) -> str:
     """Rows of cells as lines: first column to the left, others to the right, each as wide as its longest cell."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -76,37 +195,43 @@ def table(rows: Sequence[Sequence[str]], gap: int = 2) -> str:
     return "\n".join(lines)
 
 
+def run(
+    name: str, doc: str | None, add_flags: Callable[[Parser], None],
+    measure: Callable[[argparse.Namespace], Measured], argv: Sequence[str] | None,
+) -> int:  # fmt: skip
+    """A whole command: measure returns what `report` prints. A NanoVLMError is one line and exit code 2."""
+    parser = make_parser(name, doc)
+    add_flags(parser)
+    add_save_flag(parser)
+    args = parser.parse_args(argv)
+    try:
+        results, text, where, failures = measure(args)
+    except NanoVLMError as error:
+        parser.error(str(error))
+    return report(results, text, where, args.json, failures, args.save)
+
+
 def report(
-    results: dict,
-    text: str,
-    environment: str,
-    as_json: bool,
-    failures: Sequence[str] = (),
-    save: Path | None = None,
+    results: dict, text: str, environment: str, as_json: bool, failures: Sequence[str] = (), save: Path | None = None
 ) -> int:
     """Print results as JSON or as text, the environment once, and failed checks on stderr.
 
-    The text is also appended to a file in the folder `save`. Returns the exit code: 1 if a check failed, else 0.
+    The command line and the text are also appended to the processor's file in the folder `save`. Returns the exit
+    code: 1 if a check failed, else 0.
     """
     output = f"{text}\n{environment}"
     if save:
-        progress(f"appended to {append_output(save, output)}")
+        save.mkdir(parents=True, exist_ok=True)
+        path = save / f"{file_name([cpu_name(), *levels_here()[-1:]])}.txt"
+        with path.open("a", encoding="utf-8") as file:
+            file.write(f"$ {shlex.join(['python', *sys.orig_argv[1:]])}\n{output}\n\n")
+        progress(f"appended to {path}")
     if as_json:
-        print(json.dumps(results | {"failures": [*failures], "environment": environment}, indent=2))
-    else:
-        print(output)
+        output = json.dumps(results | {"failures": [*failures], "environment": environment}, indent=2)
+    print(output)
     for failure in failures:
         print(failure, file=sys.stderr)
     return 1 if failures else 0
-
-
-def append_output(folder: Path, output: str) -> Path:
-    """Append this process's command line and its output to the processor's file in folder, which is returned."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{file_name([cpu_name(), *levels_here()[-1:]])}.txt"
-    with path.open("a", encoding="utf-8") as file:
-        file.write(f"$ {shlex.join(['python', *sys.orig_argv[1:]])}\n{output}\n\n")
-    return path
 
 
 def file_name(names: Sequence[str]) -> str:

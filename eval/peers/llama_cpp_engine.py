@@ -13,7 +13,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from PIL import Image
 from torch import Tensor
 
-from eval.peers import import_peer
+from eval.peers import Engine, import_peer, with_head
 from models.inference.kernels.load import cpu_info
 from nanovlm import PROMPT
 from nanovlm.captioner import Captioner, ImageInput
@@ -21,59 +21,48 @@ from nanovlm.processing.image_loading import load_image
 
 BATCH_TOKENS = 512  # of one call of llama_decode
 CONTEXT_TOKENS = 4096  # of one sequence
-WEIGHT_BYTES = {"f32": 4, "f16": 2, "bf16": 2, "q8_0": 1, "q4_0": 0.5}  # of an entry of a matrix; scales left out
+WEIGHT_BYTES = {  # of an entry of the layers, and of the head
+    "f32": (4, 4), "f16": (2, 2), "bf16": (2, 2), "q8_0": (1.0625, 1.0625), "q4_0": (0.5625, 1.0625),
+}  # fmt: skip
 F32 = 0  # ggml's number of the type
 
 
-class LlamaCppEngine:
+class LlamaCppEngine(Engine):
     """The model of a captioner, exported as gguf_type to a folder and loaded by llama.cpp, on the CPU."""
+
+    resizes_images = True
 
     def __init__(self, captioner: Captioner, gguf_type: str, folder: Path, batch_size: int = 1):
         self.lib, self.mtmd = (import_peer(name, "llama.cpp") for name in ("llama_cpp", "llama_cpp.mtmd_cpp"))
         from nanovlm.export.gguf import export_gguf  # here, as it needs the extra gguf
 
-        self.name = f"llama.cpp {gguf_type}"
-        self.weight_bytes = WEIGHT_BYTES[gguf_type]
+        self.name, self.cfg, self.length = f"llama.cpp {gguf_type}", captioner.model.cfg, 0
+        self.weight_bytes = with_head(*WEIGHT_BYTES[gguf_type], self.cfg)
         self.dtype = torch.float32 if gguf_type == "f32" else torch.bfloat16
-        self.cfg, self.length = captioner.model.cfg, 0
-        self.logits, self.image, self.tile = torch.empty(0), torch.empty(0), None
+        self.image, self.tile = torch.empty(0), None
         _mute()
         text, mmproj = export_gguf(captioner, folder, "model", gguf_type)
-        self.model = self._load_text_model(text, gguf_type)
-        self.vocab = self.lib.llama_model_get_vocab(self.model)
-        self.context = self._make_context(gguf_type, batch_size)
-        self.vision = self._load_mmproj(mmproj)
-        self.batch = self.lib.llama_batch_init(BATCH_TOKENS, 0, 1)
+        threads = torch.get_num_threads()
 
-    def _load_text_model(self, path: Path, gguf_type: str) -> Any:
         params = self.lib.llama_model_default_params()
         # llama.cpp's AMX kernels for q8_0 and q4_0, compiled by GCC, end the process (llama-cpp-python 0.3.36). The
         # switch turns off repacked weights, too, so it stays on where there is no AMX.
         params.use_extra_bufts = gguf_type not in ("q8_0", "q4_0") or "amx_int8" not in cpu_info("flags")
-        return _loaded(self.lib.llama_model_load_from_file(str(path).encode(), params), path)
+        self.model = _loaded(self.lib.llama_model_load_from_file(str(text).encode(), params), text)
+        self.vocab = self.lib.llama_model_get_vocab(self.model)
 
-    def _make_context(self, gguf_type: str, batch_size: int) -> Any:
         params = self.lib.llama_context_default_params()
         params.n_ctx, params.n_batch, params.n_seq_max = CONTEXT_TOKENS * batch_size, BATCH_TOKENS, batch_size
-        params.n_threads = params.n_threads_batch = torch.get_num_threads()
+        params.n_threads = params.n_threads_batch = threads
         if gguf_type == "f32":
             params.type_k = params.type_v = F32  # the default cache is float16
-        return self.lib.llama_init_from_model(self.model, params)
+        self.context = self.lib.llama_init_from_model(self.model, params)
 
-    def _load_mmproj(self, path: Path) -> Any:
         params = self.mtmd.mtmd_context_params_default()
         params.use_gpu = params.print_timings = params.warmup = False
-        params.n_threads = torch.get_num_threads()
-        return _loaded(self.mtmd.mtmd_init_from_file(str(path).encode(), self.model, params), path)
-
-    def prefill(self, ids: list[list[int]]) -> list[int]:
-        self._clear()
-        rows = self.append(ids)
-        self.logits = torch.stack(rows)
-        return self.logits.argmax(-1).tolist()
-
-    def decode(self, ids: list[int]) -> list[int]:
-        return [int(row.argmax()) for row in self.append([[token] for token in ids])]
+        params.n_threads = threads
+        self.vision = _loaded(self.mtmd.mtmd_init_from_file(str(mmproj).encode(), self.model, params), mmproj)
+        self.batch = self.lib.llama_batch_init(BATCH_TOKENS, 0, 1)
 
     def encode_image(self, image: Tensor) -> Tensor:
         """Embeddings (1, T, C) of one image (1, 3, S, S), which is read as 8-bit pixels; preprocessed once."""
@@ -95,7 +84,7 @@ class LlamaCppEngine:
 
     def first_token(self, image: ImageInput, prompt: str = PROMPT) -> int:
         """Preprocess an image, encode it and prefill a prompt, all in llama.cpp."""
-        self._clear()
+        self.clear()
         end = self.lib.llama_pos(0)
         with self.tokenized([image], prompt) as chunks:
             code = self.mtmd.mtmd_helper_eval_chunks(
@@ -140,15 +129,11 @@ class LlamaCppEngine:
         messages = [{"role": "user", "content": [text]}]
         return environment.from_string(template).render(messages=messages, add_generation_prompt=True)
 
-    def _clear(self) -> None:
+    def clear(self) -> None:
         self.lib.llama_memory_clear(self.lib.llama_get_memory(self.context), True)
         self.length = 0
 
-    def append(self, ids: list[list[int]]) -> list[Tensor]:
-        """Append equally many tokens to each sequence, in batches; returns the last logits (vocabulary,) of each.
-
-        Logits of a single batch are not copied: the next call overwrites them.
-        """
+    def append(self, ids: list[list[int]]) -> Tensor:
         tokens = [(row, i, token) for row, new in enumerate(ids) for i, token in enumerate(new)]
         logits: list[Tensor] = []
         for start in range(0, len(tokens), BATCH_TOKENS):
@@ -159,9 +144,9 @@ class LlamaCppEngine:
                 batch.seq_id[i][0], batch.logits[i] = row, offset == len(ids[row]) - 1
             _check("llama_decode", self.lib.llama_decode(self.context, batch))
             rows = [self._logits(i) for i in range(len(chunk)) if batch.logits[i]]
-            logits += rows if len(tokens) <= BATCH_TOKENS else [row.clone() for row in rows]
+            logits += rows if len(tokens) <= BATCH_TOKENS else [row.clone() for row in rows]  # the next call overwrites
         self.length += len(ids[0])
-        return logits
+        return torch.stack(logits) if len(ids) > 1 else logits[0][None]
 
     def _logits(self, i: int) -> Tensor:
         return _tensor(self.lib.llama_get_logits_ith(self.context, i), (self.cfg.lm_vocab_size,))

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eval.peers import import_peer
+from eval.peers import Engine, import_peer
 from models.checkpoint import atomic_dir
 from models.config import VLMConfig
 from models.formats.base import format_of
@@ -20,32 +20,26 @@ from nanovlm.synthetic import draw, random_scene
 Feeds = dict[str, np.ndarray]
 
 PRECISIONS = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
-CALIBRATION_INPUTS = 8
-CALIBRATION_TOKENS = 80
+CALIBRATION_INPUTS, CALIBRATION_TOKENS = 8, 80
 
 
-class OpenVINOEngine:
-    """In int8, dtype is that of everything but the matrix products.
+class OpenVINOEngine(Engine):
+    """A model's exported graphs; in int8, dtype is that of everything but the matrix products.
 
     The decoder is made stateful, as OpenVINO's own export of language models is: it keeps keys and values itself.
-    `logits` (B, vocabulary) are those of the last step.
     """
 
     def __init__(self, captioner: Captioner, dtype: torch.dtype, folder: Path, int8: bool = False):
         openvino = import_peer("openvino", "OpenVINO")
         from openvino._offline_transformations import apply_make_stateful_transformation
 
-        kind = torch.int8 if int8 else dtype
-        self.name = f"openvino {str(kind).removeprefix('torch.')}"
-        self.dtype = kind
-        self.weight_bytes: float = kind.itemsize
-        self.cfg = captioner.model.cfg
+        self.dtype = torch.int8 if int8 else dtype
+        self.name = f"openvino {str(self.dtype).removeprefix('torch.')}"
+        self.weight_bytes = self.dtype.itemsize
+        self.cfg, self.length = captioner.model.cfg, 0
         self.embedding = captioner.model.decoder.token_embedding
-        self.length = 0  # of the cache, in tokens
-        self.logits = torch.empty(0)
         graphs = export_graphs(captioner.model, folder)
-        if int8:
-            graphs = quantize_graphs(captioner, graphs)
+        graphs = quantize_graphs(captioner, graphs) if int8 else graphs
         core, self.tensor = openvino.Core(), openvino.Tensor
         settings = {
             "INFERENCE_PRECISION_HINT": PRECISIONS[dtype],
@@ -56,30 +50,26 @@ class OpenVINOEngine:
         }
         suffix = "xml" if int8 else "onnx"
         vision, decoder = (core.read_model(graphs / f"{name}.{suffix}") for name in (VISION_ENCODER, DECODER))
-        apply_make_stateful_transformation(decoder, past_names(self.cfg))
+        names = {name: name.replace("past_key_values", "present") for name in empty_past(self.cfg, 1)}
+        apply_make_stateful_transformation(decoder, names)
         self.vision = core.compile_model(vision, "CPU", settings)
         self.decoder = core.compile_model(decoder, "CPU", settings).create_infer_request()
 
     def encode_image(self, image: Tensor) -> Tensor:
-        """Embeddings (1, T, C) of one preprocessed image (1, 3, S, S)."""
         return torch.from_numpy(self.vision(image_feeds(self.cfg, image), share_inputs=True)["image_features"])
 
-    def prefill(self, ids: list[list[int]]) -> list[int]:
+    def clear(self) -> None:
         self.length = 0
-        empty = self.tensor(empty_past(self.cfg, len(ids)))
-        for state in self.decoder.query_state():
-            state.state = empty
-        return self._next(ids)
 
-    def decode(self, ids: list[int]) -> list[int]:
-        return self._next([[token] for token in ids])
-
-    def _next(self, ids: list[list[int]]) -> list[int]:
-        with torch.inference_mode():
-            feeds = text_feeds(self.embedding(torch.tensor(ids)).numpy(), self.length)
-        self.logits = torch.from_numpy(self.decoder.infer(feeds, share_inputs=True)["logits"]).squeeze(1)
+    @torch.inference_mode()
+    def append(self, ids: list[list[int]]) -> Tensor:
+        if not self.length:
+            empty, *_ = empty_past(self.cfg, len(ids)).values()
+            for state in self.decoder.query_state():
+                state.state = self.tensor(empty)
+        feeds = text_feeds(self.embedding(torch.tensor(ids)).numpy(), self.length)
         self.length += len(ids[0])
-        return self.logits.argmax(-1).tolist()
+        return torch.from_numpy(self.decoder.infer(feeds, share_inputs=True)["logits"]).squeeze(1)
 
 
 def image_feeds(cfg: VLMConfig, image: Tensor) -> Feeds:
@@ -91,23 +81,15 @@ def image_feeds(cfg: VLMConfig, image: Tensor) -> Feeds:
 def text_feeds(embeds: np.ndarray, past: int) -> Feeds:
     """The decoder's inputs for embeddings (B, T, C) behind `past` cached tokens."""
     B, T, _ = embeds.shape
-    positions = np.arange(past, past + T, dtype=np.int64)
-    return {
-        "inputs_embeds": embeds,
-        "attention_mask": np.ones((B, past + T), np.int64),
-        "position_ids": np.tile(positions, (B, 1)),
-    }
+    positions = np.tile(np.arange(past, past + T, dtype=np.int64), (B, 1))
+    return {"inputs_embeds": embeds, "attention_mask": np.ones((B, past + T), np.int64), "position_ids": positions}
 
 
-def past_names(cfg: VLMConfig) -> dict[str, str]:
-    """The decoder's inputs that hold keys and values, each with the output that continues it."""
+def empty_past(cfg: VLMConfig, batch_size: int) -> Feeds:
+    """The decoder's inputs that hold keys and values, before the first token."""
+    empty = np.zeros((batch_size, cfg.lm_n_kv_heads, 0, cfg.lm_head_dim), np.float32)
     parts = [f"{i}.{part}" for i in range(cfg.lm_n_blocks) for part in ("key", "value")]
-    return {f"past_key_values.{part}": f"present.{part}" for part in parts}
-
-
-def empty_past(cfg: VLMConfig, batch_size: int) -> np.ndarray:
-    """Keys or values of a layer before the first token."""
-    return np.zeros((batch_size, cfg.lm_n_kv_heads, 0, cfg.lm_head_dim), np.float32)
+    return {f"past_key_values.{part}": empty for part in parts}
 
 
 def export_graphs(model: VisionLanguageModel, folder: Path) -> Path:
@@ -128,34 +110,27 @@ def export_graphs(model: VisionLanguageModel, folder: Path) -> Path:
     return graphs
 
 
+@torch.inference_mode()
 def quantize_graphs(captioner: Captioner, graphs: Path) -> Path:
     """The graphs with int8 weights and activations, in a folder beside them; written if missing.
 
-    NNCF's post-training quantization for transformers, calibrated on drawn images and on random text.
+    NNCF's post-training quantization for transformers, calibrated on drawn images and on random text, as eval.latency
+    measures.
     """
     nncf, openvino = (import_peer(module, "int8 in OpenVINO") for module in ("nncf", "openvino"))
-    folder = graphs.with_name(f"{graphs.name}-nncf")
+    folder, cfg = graphs.with_name(f"{graphs.name}-nncf"), captioner.model.cfg
     if folder.exists():
         return folder
-    images, prompts = calibration_feeds(captioner)
-    with atomic_dir(folder) as new:
-        for name, feeds in ((VISION_ENCODER, images), (DECODER, prompts)):
-            model = openvino.Core().read_model(graphs / f"{name}.onnx")
-            settings = {"model_type": nncf.ModelType.TRANSFORMER, "subset_size": len(feeds)}
-            openvino.save_model(nncf.quantize(model, nncf.Dataset(feeds), **settings), new / f"{name}.xml", False)
-    return folder
-
-
-@torch.inference_mode()
-def calibration_feeds(captioner: Captioner) -> tuple[list[Feeds], list[Feeds]]:
-    """Inputs of the vision encoder and of the decoder: drawn images, and random text, as eval.latency measures."""
-    cfg, generator = captioner.model.cfg, torch.Generator().manual_seed(2)
-    images, prompts = [], []
+    feeds: dict[str, list[Feeds]] = {VISION_ENCODER: [], DECODER: []}
+    generator, embedding = torch.Generator().manual_seed(2), captioner.model.decoder.token_embedding
     for i in range(CALIBRATION_INPUTS):
-        scene = random_scene(Random(f"calibration {i}"))
-        image = captioner.processor.preprocess(draw(scene, cfg.vit_img_size, cfg.vit_img_size))[0][:1]
-        images.append(image_feeds(cfg, image))
+        drawn = draw(random_scene(Random(f"calibration {i}")), cfg.vit_img_size, cfg.vit_img_size)
+        feeds[VISION_ENCODER].append(image_feeds(cfg, captioner.processor.preprocess(drawn)[0][:1]))
         ids = torch.randint(min(1000, cfg.lm_vocab_size), (1, CALIBRATION_TOKENS), generator=generator)
-        past = dict.fromkeys(past_names(cfg), empty_past(cfg, 1))
-        prompts.append(text_feeds(captioner.model.decoder.token_embedding(ids).numpy(), 0) | past)
-    return images, prompts
+        feeds[DECODER].append(text_feeds(embedding(ids).numpy(), 0) | empty_past(cfg, 1))
+    with atomic_dir(folder) as new:
+        for name, inputs in feeds.items():
+            model = openvino.Core().read_model(graphs / f"{name}.onnx")
+            settings = {"model_type": nncf.ModelType.TRANSFORMER, "subset_size": len(inputs)}
+            openvino.save_model(nncf.quantize(model, nncf.Dataset(inputs), **settings), new / f"{name}.xml", False)
+    return folder

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from eval.lib.shapes import SHAPES
+from eval.lib.random_model import SHAPES
 from support.checkpoints import small
 
 

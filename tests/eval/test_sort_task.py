@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from eval.sort_task import SortTask, accuracy, compare, cpu_threads, main, sort_task, splits
+from eval.sort_task import SortTask, accuracy, compare, main, sort_task, splits
 
 
 def test_the_split_covers_all_inputs_and_is_the_same_in_every_run():
@@ -37,12 +37,14 @@ def test_whole_outputs_are_counted_and_so_are_different_ones():
     assert compare(Oracle(), Oracle(fails_on=2), inputs, sampled=False)[0] == 18
 
 
-def test_a_short_sorting_task_is_learned_and_keeps_the_random_state():
+def test_a_short_sorting_task_is_learned_on_its_threads_and_keeps_the_random_state():
+    counts, before = [], torch.get_num_threads()
     torch.manual_seed(5)
     expected = torch.rand(1)
     torch.manual_seed(5)
-    result = sort_task(max_steps=1000, length=3, n_digits=2, log=lambda line: None, rounds=1, n_tokens=4)
-    assert torch.equal(torch.rand(1), expected)
+    log = lambda line: counts.append(torch.get_num_threads())  # noqa: E731
+    result = sort_task(max_steps=1000, length=3, n_digits=2, log=log, rounds=1, n_tokens=4, threads=2)
+    assert torch.equal(torch.rand(1), expected) and set(counts) == {2} and torch.get_num_threads() == before
     assert result.accuracy == 1 and not result.failures
     assert result.n_inputs == result.n_identical == result.n_identical_sampled == 8
 
@@ -52,6 +54,7 @@ def test_a_short_sorting_task_is_learned_and_keeps_the_random_state():
     [
         ({"accuracy": 0.5}, "sorts 50.0% of 193", "not sorted after 300 steps: raise --steps"),
         ({"n_identical": 728}, "728 of 729", "the cache changes the output"),
+        ({"n_identical_sampled": 727}, "727 of 729", "the cache changes the output"),
         ({"long_identical": False}, "OTHER TOKENS", "the cache changes the output"),
     ],
 )
@@ -62,21 +65,6 @@ def test_a_failure_is_a_sentence_and_exit_code_1(capsys, monkeypatch, changes, m
     out, err = capsys.readouterr()
     assert message in out and failure in err and "torch" in out
     assert "without KV caching: 2.000 +- 0.100 s" in out and "with KV caching:    0.500 +- 0.000 s, 4.00x" in out
-
-
-def test_it_runs_on_one_thread_unless_told_otherwise_and_restores_the_count():
-    counts = []
-
-    def interrupt(line):
-        counts.append(torch.get_num_threads())
-        raise KeyboardInterrupt
-
-    with cpu_threads(2):
-        with pytest.raises(KeyboardInterrupt):
-            sort_task(max_steps=1, log=interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            sort_task(max_steps=1, log=interrupt, threads=3)
-        assert counts == [1, 3] and torch.get_num_threads() == 2
 
 
 @pytest.mark.slow

@@ -8,8 +8,7 @@ import pytest
 from huggingface_hub import metadata_load
 from PIL import Image, ImageChops
 
-from eval.captions import measure
-from eval.lib.scene_splits import SPLITS
+from eval.captions import SPLITS, measure
 from nanovlm import EMBEDDED, SAMPLE
 from nanovlm.captioner import Captioner
 from nanovlm.data.examples import encode

@@ -8,9 +8,8 @@ import pytest
 import tokenizers
 import torch
 
-from eval.lib.random_model import make_tokenizer, random_model_folder, write_random_model
-from eval.lib.shapes import SHAPES
-from models.checkpoint import load_config
+from eval.lib.random_model import SHAPES, make_tokenizer, random_model_folder, write_random_model
+from models.checkpoint import checkpoint_dtype, load_config
 from models.kv_study.encoder_decoder import EncoderDecoder
 from models.vision_language_model import VisionLanguageModel
 from support.checkpoints import raw_config, small
@@ -29,11 +28,11 @@ def test_shapes_have_as_many_parameters_as_the_published_models(name):
 
 @pytest.mark.parametrize("name", [name for name, (cfg, _) in SHAPES.items() if cfg.format_name == "nanovlm"])
 def test_config_and_tokenizer_are_those_of_the_release(name, tmp_path):
-    cfg = small(SHAPES[name][0], 1000)
-    write_random_model(tmp_path, cfg)
-    raw = json.loads((tmp_path / "config.json").read_text())
-    assert raw.keys() == raw_config(1 if name == "222M" else 5).keys()
-    assert load_config(tmp_path).format_version == cfg.format_version == (1 if name == "222M" else 5)
+    cfg, version = small(SHAPES[name][0], 1000), 1 if name == "222M" else 5
+    write_random_model(tmp_path, cfg, torch.bfloat16)
+    assert json.loads((tmp_path / "config.json").read_text()).keys() == raw_config(version).keys()
+    assert load_config(tmp_path).format_version == cfg.format_version == version
+    assert checkpoint_dtype(tmp_path) == torch.bfloat16
     tokenizer = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     assert tokenizer.get_vocab_size() == cfg.lm_vocab_size == max(tokenizer.get_vocab().values()) + 1
     assert tokenizer.token_to_id("<|im_end|>") == 2
@@ -42,9 +41,7 @@ def test_config_and_tokenizer_are_those_of_the_release(name, tmp_path):
     assert len(tokenizer.encode("abab").ids) == 2
 
 
-@pytest.mark.parametrize(
-    "name", [name if "SmolVLM" in name else pytest.param(name, marks=pytest.mark.full) for name in SHAPES]
-)
+@pytest.mark.parametrize("name", ["SmolVLM-256M", *(pytest.param(n, marks=pytest.mark.full) for n in SHAPES)])
 def test_full_size_tokenizers_fill_the_vocabulary_with_the_published_ids(name):
     cfg, _ = SHAPES[name]
     tokenizer = tokenizers.Tokenizer.from_str(make_tokenizer(cfg))
@@ -56,9 +53,8 @@ def test_full_size_tokenizers_fill_the_vocabulary_with_the_published_ids(name):
 
 
 def test_a_temporary_model_is_removed_after_sigterm(monkeypatch):
-    cfg, published = SHAPES["222M"]
-    monkeypatch.setitem(SHAPES, "222M", (small(cfg, 1000), published))
-    with pytest.raises(SystemExit, match="143"), random_model_folder("222M") as folder:
+    monkeypatch.setitem(SHAPES, "222M", (small(SHAPES["222M"][0], 1000), 0))
+    with pytest.raises(SystemExit, match="143"), random_model_folder("222M", torch.float32) as folder:
         assert folder.exists()
         os.kill(os.getpid(), signal.SIGTERM)
     assert not folder.exists() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
