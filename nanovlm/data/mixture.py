@@ -5,7 +5,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from random import Random
 from typing import Any
@@ -13,19 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanovlm.data.examples import EncodedExample, Example, ExampleError, collate, encode_checked
-from nanovlm.data.packing import pack
-from nanovlm.data.rows import open_rows
-from nanovlm.data.source import Source, Stream, open_stream, read_source
+from nanovlm.data.examples import EncodedExample, Example, ExampleError, collate, encode, pack
+from nanovlm.data.rows import open_source
+from nanovlm.data.source import Source, Stream
 from nanovlm.errors import DataError, UsageError
 from nanovlm.options import ReadOptions
 from nanovlm.processing.image_loading import augment
 from nanovlm.processing.processor import Processor
 
-SHARE_BLOCK = 1000  # positions within which each share is kept exactly
 MIN_TO_HOLD_OUT = 100  # of fewer examples none are held out by default
 MAX_HELD_OUT = 200  # by default, of a tenth of all examples, and of a stream
-STREAMS = "streams"  # key of a batch
 MAX_CONSECUTIVE_ERRORS = 100  # more bad examples in a row than this are not skipped but raise
 
 logger = logging.getLogger(__name__)
@@ -35,7 +32,7 @@ logger = logging.getLogger(__name__)
 class Subset:
     """Some examples of a source by index, or all of a stream; weight is the share that the user gave the source."""
 
-    source: Source | Stream
+    source: Source
     indices: Sequence[int] = ()
     weight: float | None = None
 
@@ -44,18 +41,21 @@ class Subset:
 
     def usable(self, errors: list[str] | None = None) -> Iterator[Example]:
         """Yield the examples; a row of a stream that is none is an ExampleError, or adds its message to errors."""
-        if isinstance(self.source, Source):
+        if not isinstance(self.source, Stream):
             yield from map(self.source.__getitem__, self.indices)
             return
-        for example in self.source.all_rows():
-            if isinstance(example, Example):
-                yield example
+        for found in self.source.read_all():
+            if not isinstance(found, ExampleError):
+                yield found[0]
             elif errors is None:
-                raise example
+                raise found
             else:
-                errors.append(str(example))
+                errors.append(str(found))
 
     __iter__ = usable
+
+
+# ------------------------------------------------------------------------------------------- what the flags name
 
 
 def open_data(
@@ -66,23 +66,15 @@ def open_data(
     validation may also be the path of a set of its own. With check, rows that cannot be used are listed in their
     source's errors and do not raise.
     """
-    sources = []
-    for text in data:
-        path, weight = parse_data(text)
-        sources.append((open_source(path, read, check), weight))
+    sources = [(open_source(path, read, check), weight) for path, weight in map(parse_data, data)]
     _check_options(read, [source for source, _ in sources])
     own_path, number = parse_validation(validation)
     train, held_out = split(sources, 0 if own_path else number)
     if own_path:
-        own = open_source(own_path, read, check)
-        if isinstance(own, Stream):
-            raise DataError(f"--validation {own_path} is streamed; name a file or a folder that can be read whole")
+        own = open_source(own_path, replace(read, stream=False), check)
         held_out = [Subset(own, own.usable)]
-        trained = {
-            key for source, _ in sources if isinstance(source, Source) for i in source.usable for key in source.keys(i)
-        }
-        both = {key for i in own.usable for key in own.keys(i)} & trained
-        if both:
+        trained = {key for source, _ in sources for keys in source.keys.values() for key in keys}
+        if both := trained & {key for keys in own.keys.values() for key in keys}:
             own.lines.append(f"{len(both)} of its images are also trained on")
     return train, held_out
 
@@ -123,33 +115,23 @@ def parse_validation(validation: float | str | os.PathLike[str] | None) -> tuple
     return None, number
 
 
-def open_source(path: str, read: ReadOptions, check: bool = False) -> Source | Stream:
-    """The examples at a path, all of which are read once unless they are streamed."""
-    if path == "scenes" and not os.path.exists(path):
-        from nanovlm.synthetic.recipe import scene_source  # here: other data do without the drawer
-
-        return scene_source()
-    opened = open_rows(path, read)
-    source = open_stream(opened, read) if opened.stream is not None else read_source(opened, read, check)
-    source.reads_json = opened.reads_json
-    return source
-
-
-def _check_options(read: ReadOptions, sources: Sequence[Source | Stream]) -> None:
+def _check_options(read: ReadOptions, sources: Sequence[Source]) -> None:
     """UsageError for an option that has no effect on any of the sources."""
-    asks = any("--prompt" in line for source in sources for line in source.lines)
-    is_set = {
-        "--images": read.images and not any(source.reads_json for source in sources),
-        "--stream": read.stream and not any(isinstance(source, Stream) for source in sources),
-        "--prompt": read.prompt is not None and not asks,
-    }
-    for flag, unused in is_set.items():
-        if unused:
-            raise UsageError(f"{flag} has no effect on {', '.join(source.path for source in sources)}; omit it")
+    paths = ", ".join(source.path for source in sources)
+    asks = any("question --prompt" in line for source in sources for line in source.lines)
+    if read.images and all(source.folder != read.images for source in sources):
+        raise UsageError(f"--images has no effect on {paths}; omit it")
+    if read.stream and not any(isinstance(source, Stream) for source in sources):
+        raise UsageError(f"--stream has no effect on {paths}; omit it")
+    if read.prompt is not None and not asks:
+        raise UsageError(f"--prompt has no effect on {paths}; omit it")
+
+
+# -------------------------------------------------------------------------------------------------- holding out
 
 
 def split(
-    sources: Sequence[tuple[Source | Stream, float | None]], validation: float | None
+    sources: Sequence[tuple[Source, float | None]], validation: float | None
 ) -> tuple[list[Subset], list[Subset]]:
     """Split (source, weight) pairs into training and held-out subsets; validation is a number, or below 1 a share.
 
@@ -158,12 +140,12 @@ def split(
     The hashes of the images' bytes decide, so that an image is on one side, and stays there when others come or go.
     Endless sources are not held out, and of a stream the first examples only are asked.
     """
-    counted = [source for source, _ in sources if isinstance(source, Source) and not source.endless]
-    streams = [source for source, _ in sources if isinstance(source, Stream)]
+    counted = [source for source, _ in sources if not source.endless]
+    is_streamed = any(isinstance(source, Stream) for source, _ in sources)
     n = sum(len(source.usable) for source in counted)
     if validation is None:
-        wanted = 0 if n < MIN_TO_HOLD_OUT or streams else min(n // 10, MAX_HELD_OUT)
-    elif validation >= 1 and streams:
+        wanted = 0 if n < MIN_TO_HOLD_OUT or is_streamed else min(n // 10, MAX_HELD_OUT)
+    elif validation >= 1 and is_streamed:
         raise DataError(f"--validation {validation:g} counts examples, but a stream has no size; name a fraction")
     elif validation >= n and validation >= 1:
         raise DataError(f"--validation {validation:g} of {n} examples leaves none to learn from; lower it")
@@ -173,31 +155,25 @@ def split(
     train: list[Subset] = []
     held_out: list[Subset] = []
     for source, weight in sources:
+        held = [i for i in source.usable if source.keys[i][0] in chosen]
+        kept = [i for i in source.usable if source.keys[i][0] not in chosen]
         if isinstance(source, Stream):
             source.share = validation or 0.0
+            examples = source.held_out(MAX_HELD_OUT) if validation else []
             train.append(Subset(source, (), weight))
-            if examples := source.held_out(MAX_HELD_OUT) if validation else []:
-                numbers = range(len(examples))
-                asked = Source(
-                    source.path, examples, _as_it_is, usable=numbers, hashes={i: examples[i].hashes for i in numbers}
-                )
-                held_out.append(Subset(asked, numbers))
-            continue
-        held = [i for i in source.usable if source.keys(i)[0] in chosen]
-        kept = [i for i in source.usable if source.keys(i)[0] not in chosen]
-        if not (kept or source.endless):
-            if validation is None:
-                return split(sources, 0)
+            held_out += [Subset(Source(source.path, examples, replace), range(len(examples)))] if examples else []
+        elif source.endless:
+            train.append(Subset(source, range(len(source)), weight))
+        elif kept:
+            train.append(Subset(source, kept, weight))
+            held_out += [Subset(source, held)] if held else []
+        elif validation is None:
+            return split(sources, 0)
+        else:
             raise DataError(f"--validation {validation:g} leaves no example of {source.path} to learn from; lower it")
-        train.append(Subset(source, range(len(source.rows)) if source.endless else kept, weight))
-        held_out += [Subset(source, held)] if held else []
     if validation and not held_out:
         raise DataError(f"--validation {validation:g} holds nothing out of so few examples or images; raise it")
     return train, held_out
-
-
-def _as_it_is(example: Example) -> Example:
-    return example
 
 
 def _choose(sources: Sequence[Source], wanted: int) -> set[str]:
@@ -209,7 +185,7 @@ def _choose(sources: Sequence[Source], wanted: int) -> set[str]:
             parent[key] = key = parent[parent[key]]
         return key
 
-    examples = [source.keys(i) for source in sources for i in source.usable]
+    examples = [source.keys[i] for source in sources for i in source.usable]
     for keys in examples:
         for key in keys[1:]:
             low, high = sorted((find(keys[0]), find(key)))
@@ -217,12 +193,13 @@ def _choose(sources: Sequence[Source], wanted: int) -> set[str]:
     sizes = Counter(find(keys[0]) for keys in examples)
     chosen, total = set(), 0
     for group in sorted(sizes):
-        if total >= wanted:
-            break
-        if 2 * sizes[group] <= len(examples):
+        if total < wanted and 2 * sizes[group] <= len(examples):
             chosen.add(group)
             total += sizes[group]
     return {key for key in parent if find(key) in chosen}
+
+
+# ------------------------------------------------------------------------------------------- order and batches
 
 
 class Mixture:
@@ -249,19 +226,21 @@ class Mixture:
             self.groups.append(unweighted)
             weights.append(1 - sum(weights))
         self.shares = [weight / sum(weights) for weight in weights]
-        self.counts = _apportion(self.shares)
-        if 0 in self.counts:
-            path = self.groups[self.counts.index(0)][0].source.path
-            raise DataError(f"the share of {path} is less than one example in {SHARE_BLOCK}; raise it, or leave it out")
 
     def locate(self, position: int) -> tuple[int, int]:
-        """The group whose example is at a position, and how many examples that group has shown before."""
-        if len(self.groups) == 1:
-            return 0, position
-        block, offset = divmod(position, SHARE_BLOCK)
-        order = _group_order(tuple(self.counts), f"{self.seed} {block}")
-        group = order[offset]
-        return group, block * self.counts[group] + order[:offset].count(group)
+        """The group whose example is at a position, and how many examples that group has shown before.
+
+        Each group takes its share of the positions that the groups before it leave, as evenly spread as can be
+        (Bresenham 1965).
+        """
+        left = 1.0
+        for group, share in enumerate(self.shares[:-1]):
+            shown = math.floor(position * share / left)
+            if math.floor((position + 1) * share / left) > shown:
+                return group, shown
+            position -= shown
+            left -= share
+        return len(self.groups) - 1, position
 
     def pick(self, group: int, turn: int) -> tuple[Source, int]:
         """The source of a group's turn-th example, counted over all epochs, and its index; not for streams."""
@@ -271,26 +250,9 @@ class Mixture:
         i = int(_permutation(size, f"{self.seed} {group} {epoch}")[k])
         for subset in subsets:
             if i < len(subset):
-                assert isinstance(subset.source, Source)
                 return subset.source, subset.indices[i]
             i -= len(subset)
         raise AssertionError("a permutation holds indices below its size")
-
-
-def _apportion(shares: Sequence[float]) -> list[int]:
-    """SHARE_BLOCK divided by shares, the remainder going to the largest fractions (Hamilton's method)."""
-    counts = [int(share * SHARE_BLOCK) for share in shares]
-    by_fraction = sorted(range(len(shares)), key=lambda i: counts[i] - shares[i] * SHARE_BLOCK)
-    for i in by_fraction[: SHARE_BLOCK - sum(counts)]:
-        counts[i] += 1
-    return counts
-
-
-@lru_cache(maxsize=4)
-def _group_order(counts: tuple[int, ...], seed: str) -> list[int]:
-    order = [group for group, count in enumerate(counts) for _ in range(count)]
-    Random(seed).shuffle(order)
-    return order
 
 
 @lru_cache(maxsize=16)
@@ -303,9 +265,9 @@ def _permutation(n: int, seed: str) -> Tensor:
 class Batches:
     """A function step -> batch, see `collate`, which can be pickled.
 
-    It is pure, except for streams, which are read on: batch n is of part n % n_parts, so a process that
-    makes every n_parts-th batch reads one part. Such a batch has its stream's states under STREAMS; `states` holds
-    those to go on from.
+    It is pure, except for streams, which are read on: batch n is of part n % n_parts, so a process that makes every
+    n_parts-th batch reads one part. Such a batch has its stream's states under "streams"; `states` holds those to go
+    on from.
     """
 
     mixture: Mixture
@@ -322,10 +284,10 @@ class Batches:
     def __post_init__(self) -> None:
         self._readers: dict[str, Iterator[tuple[Example | ExampleError, Any]]] = {}
 
-    def __getstate__(
-        self,
-    ) -> dict[str, Any]:  # an open iterator cannot be pickled: the other process starts from states
-        return self.__dict__ | {"_readers": {}}
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {
+            "_readers": {}
+        }  # an open iterator cannot be pickled: another process starts from states
 
     def __call__(self, step: int) -> dict[str, Any]:
         numbers = range(step * self.batch_size, (step + 1) * self.batch_size)
@@ -333,7 +295,7 @@ class Batches:
         rows = [self.row(position) for position in positions]
         limit = self.processor.cfg.lm_max_position_embeddings
         batch: dict[str, Any] = collate(pack(rows, min(self.pack, limit)) if self.pack else rows, max_length=limit)
-        return batch | ({STREAMS: dict(self.states)} if self._readers else {})
+        return batch | ({"streams": dict(self.states)} if self._readers else {})
 
     def row(self, position: int) -> EncodedExample:
         """The encoded example at a position; ExampleError if it is bad and skip_errors is off."""
@@ -344,7 +306,7 @@ class Batches:
             try:
                 example, shown_before = self._example(group, turn + skip, step % self.n_parts)
                 change = partial(augment, amount=self.augment, rng=rng) if self.augment and shown_before else None
-                return encode_checked(example, self.processor, change)
+                return encode(example, self.processor, change)
             except ExampleError as error:
                 if not self.skip_errors:
                     raise
@@ -359,11 +321,12 @@ class Batches:
         if isinstance(stream, Stream):
             key = f"{group}:{part}"
             if key not in self._readers:
-                state = self.states.get(key)
-                self._readers[key] = stream.read(f"{self.mixture.seed} {group}", part, self.n_parts, state)
+                seed = f"{self.mixture.seed} {group}"
+                self._readers[key] = stream.read(seed, part, self.n_parts, self.states.get(key))
             example, self.states[key] = next(self._readers[key])
             if isinstance(example, ExampleError):
                 raise example
             return example, False
-        source, i = self.mixture.pick(group, turn := turn * self.n_parts + part)
+        turn = turn * self.n_parts + part
+        source, i = self.mixture.pick(group, turn)
         return source[i], turn >= sum(map(len, self.mixture.groups[group]))

@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 
 from models.config import CHATML
-from nanovlm.data.examples import IGNORE_INDEX, Example, ExampleError, collate, encode, encode_checked
+from nanovlm.data.examples import IGNORE_INDEX, Example, ExampleError, collate, encode
 from nanovlm.processing.processor import Processor
 from nanovlm.processing.tokenizer import Tokenizer
 from support import noise_image
 
-PAIRS = [("What is this?", "A red star."), ("How many stars are there? " * 3, "one"), ("?", ""), ("Is it red?", "yes")]
+PAIRS = [("What is this?", "A red star."), ("How many stars are there? " * 3, "one"), ("?", "-"), ("Is it red?", "yes")]
 EXAMPLES = {
     "one tile": Example([noise_image(16, 16)], PAIRS),
     "tiles": Example([noise_image(30, 48, 1)], PAIRS[1:]),
@@ -97,7 +97,7 @@ def test_conversation_that_the_chat_template_changes_is_refused(processor):
 )
 def test_example_that_would_teach_something_else_is_refused(processor, prompt, answer, message):
     with pytest.raises(ExampleError) as error:
-        encode_checked(Example([noise_image(16, 16)], [("Hi", "Ho"), (prompt, answer)], "a.png"), processor)
+        encode(Example([noise_image(16, 16)], [("Hi", "Ho"), (prompt, answer)], "a.png"), processor)
     assert str(error.value).startswith("a.png ") and message in str(error.value) and "\n" not in str(error.value)
 
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from nanovlm.data.jsonl import read_jsonl
+from nanovlm.data.rows import read_jsonl
 from nanovlm.errors import DataError
 
 ROWS = [{"file_name": "a.png", "text": "one\u2028two"}, {"file_name": "ü.png", "text": None}]

@@ -11,7 +11,7 @@ from PIL import Image
 from nanovlm.data import Batches, Example, ExampleError, Mixture, ReadOptions, Source, Subset, open_data
 from nanovlm.data.examples import questions
 from nanovlm.data.mixture import source_lines, split
-from nanovlm.data.source import digest_of
+from nanovlm.data.source import digest_of, keys_of
 from nanovlm.errors import DataError, NanoVLMError, UsageError
 from nanovlm.processing.image_loading import augment
 from support import noise_image
@@ -28,7 +28,7 @@ def source(name, n, images=None, **options):
     hashes = {
         i: tuple(digest_of(image.encode()) for image in (images[i] if images else [f"{name}{i}"])) for i in range(n)
     }
-    return Source(name, [f"{name}{i}" for i in range(n)], make_example, usable=range(n), hashes=hashes, **options)
+    return Source(name, [f"{name}{i}" for i in range(n)], make_example, usable=range(n), keys=hashes, **options)
 
 
 def whole(*sources):
@@ -88,7 +88,7 @@ def test_impossible_shares_are_refused(weights, endless, message):
 
 
 def keys(subset):
-    return {key for i in subset.indices for key in subset.source.keys(i)}
+    return {key for i in subset.indices for key in subset.source.keys[i]}
 
 
 def test_held_out_images_stay_when_data_grow_and_share_no_image():
@@ -159,7 +159,7 @@ def cards(tmp_path, monkeypatch):
 
 def test_copies_of_an_image_are_on_one_side_and_the_flag_may_be_text(cards):
     train, held_out = open_data(["cards"], ReadOptions(), "4")
-    sides = [{h for example in side[0] for h in example.hashes} for side in (train, held_out)]
+    sides = [{h for example in side[0] for h in keys_of(example, {})} for side in (train, held_out)]
     assert [len(train[0]), len(held_out[0])] == [16, 4] and not sides[0] & sides[1]
     again = open_data(["./cards"], ReadOptions(), 0.2)[1][0]
     assert again.indices == held_out[0].indices

@@ -5,11 +5,10 @@ import random
 import pytest
 import torch
 
-from nanovlm.data.examples import EncodedExample, Example, collate, encode
-from nanovlm.data.packing import pack
+from nanovlm.data.examples import EncodedExample, Example, collate, encode, pack
 from support import noise_image
 
-PAIRS = [("What is this?", "A red star."), ("How many stars are there? " * 3, "one"), ("?", ""), ("Is it?", "yes")]
+PAIRS = [("What is this?", "A red star."), ("How many stars are there? " * 3, "one"), ("?", "-"), ("Is it?", "yes")]
 EXAMPLES = [
     Example([noise_image(16, 16, 0)], PAIRS),
     Example([], PAIRS[:2]),

@@ -1,6 +1,7 @@
 """Streams show every row once an epoch, hold images out, and go on behind a saved state."""
 
 import json
+from functools import partial
 from itertools import islice
 
 import pytest
@@ -8,8 +9,8 @@ import torch
 
 from nanovlm.data import Batches, Mixture, Subset
 from nanovlm.data.mixture import split
-from nanovlm.data.rows import Rows
-from nanovlm.data.source import open_stream
+from nanovlm.data.records import to_example
+from nanovlm.data.source import Stream, keys_of
 from nanovlm.errors import DataError
 from nanovlm.training.loader import load_batches
 from support.data import OPTIONS, png
@@ -23,7 +24,7 @@ def stream(n=600, n_shards=1):
     images = [png(i % 20) for i in range(n)]  # thirty copies of each
     rows = [{"image": {"bytes": images[i], "path": None}, "text": f"{i}"} for i in range(n)]
     data = datasets.Dataset.from_list(rows).to_iterable_dataset(num_shards=n_shards).with_format("arrow")
-    return open_stream(Rows("a", stream=data), OPTIONS)
+    return Stream("a", data, partial(to_example, options=OPTIONS))
 
 
 def answers(reader, n):
@@ -54,8 +55,8 @@ def test_a_reader_goes_on_behind_a_state_that_went_through_json(taken, n_parts):
 def test_a_stream_holds_out_images_by_their_bytes():
     (train,), (held_out,) = split([(one := stream(), 0.5)], 0.2)
     assert 0 < len(held_out) <= 200 and len(held_out) % 30 == 0
-    out = {h for example in held_out for h in example.hashes}
-    learned = {h for example, _ in islice(one.read("0"), 500) for h in example.hashes}
+    out = {h for example in held_out for h in keys_of(example, {})}
+    learned = {h for example, _ in islice(one.read("0"), 500) for h in keys_of(example, {})}
     assert train.source is one and not out & learned and len(out | learned) == 20
     with pytest.raises(DataError, match="name a fraction"):
         split([(stream(), None)], 5)
