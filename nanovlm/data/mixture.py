@@ -3,6 +3,7 @@
 import logging
 import math
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -44,7 +45,7 @@ class Subset:
         if not isinstance(self.source, Stream):
             yield from map(self.source.__getitem__, self.indices)
             return
-        for found in self.source.read_all():
+        for found in self.source.examples_of(self.source.all_rows(), {}):
             if not isinstance(found, ExampleError):
                 yield found[0]
             elif errors is None:
@@ -66,15 +67,16 @@ def open_data(
     validation may also be the path of a set of its own. With check, rows that cannot be used are listed in their
     source's errors and do not raise.
     """
-    sources = [(open_source(path, read, check), weight) for path, weight in map(parse_data, data)]
+    read = replace(read, on_error="skip") if check else read
+    sources = [(open_source(path, read), weight) for path, weight in map(parse_data, data)]
     _check_options(read, [source for source, _ in sources])
     own_path, number = parse_validation(validation)
     train, held_out = split(sources, 0 if own_path else number)
     if own_path:
-        own = open_source(own_path, replace(read, stream=False), check)
-        held_out = [Subset(own, own.usable)]
-        trained = {key for source, _ in sources for keys in source.keys.values() for key in keys}
-        if both := trained & {key for keys in own.keys.values() for key in keys}:
+        own = open_source(own_path, replace(read, stream=False))
+        held_out = [Subset(own, range(len(own)))]
+        trained = {key for source, _ in sources for keys in source.keys for key in keys}
+        if both := trained & {key for keys in own.keys for key in keys}:
             own.lines.append(f"{len(both)} of its images are also trained on")
     return train, held_out
 
@@ -91,15 +93,9 @@ def parse_data(name: str | os.PathLike[str]) -> tuple[str, float | None]:
     path, separator, share = text.rpartition("@")
     if not separator or "/" in share or os.path.exists(text):
         return text, None
-    try:
-        weight = float(share)
-    except ValueError:
-        raise UsageError(
-            f"--data {text}: no such file or folder, and {share!r} is no share like 0.3; correct either"
-        ) from None
-    if not 0 < weight < math.inf:
-        raise UsageError(f"--data {text}: a share must be above 0")
-    return path, weight
+    if not re.fullmatch(r"\d*\.?\d+(e-?\d+)?", share) or not float(share):
+        raise UsageError(f"--data {text}: no such file or folder, and {share!r} is no share above 0 like 0.3")
+    return path, float(share)
 
 
 def parse_validation(validation: float | str | os.PathLike[str] | None) -> tuple[str | None, float | None]:
@@ -117,14 +113,13 @@ def parse_validation(validation: float | str | os.PathLike[str] | None) -> tuple
 
 def _check_options(read: ReadOptions, sources: Sequence[Source]) -> None:
     """UsageError for an option that has no effect on any of the sources."""
-    paths = ", ".join(source.path for source in sources)
-    asks = any("question --prompt" in line for source in sources for line in source.lines)
-    if read.images and all(source.folder != read.images for source in sources):
-        raise UsageError(f"--images has no effect on {paths}; omit it")
-    if read.stream and not any(isinstance(source, Stream) for source in sources):
-        raise UsageError(f"--stream has no effect on {paths}; omit it")
-    if read.prompt is not None and not asks:
-        raise UsageError(f"--prompt has no effect on {paths}; omit it")
+    unused = {
+        "--images": read.images and all(source.folder != read.images for source in sources),
+        "--stream": read.stream and not any(isinstance(source, Stream) for source in sources),
+        "--prompt": read.prompt is not None and "question --prompt" not in str([source.lines for source in sources]),
+    }
+    if flags := [flag for flag, is_unused in unused.items() if is_unused]:
+        raise UsageError(f"{flags[0]} has no effect on {', '.join(source.path for source in sources)}; omit it")
 
 
 # -------------------------------------------------------------------------------------------------- holding out
@@ -142,7 +137,7 @@ def split(
     """
     counted = [source for source, _ in sources if not source.endless]
     is_streamed = any(isinstance(source, Stream) for source, _ in sources)
-    n = sum(len(source.usable) for source in counted)
+    n = sum(map(len, counted))
     if validation is None:
         wanted = 0 if n < MIN_TO_HOLD_OUT or is_streamed else min(n // 10, MAX_HELD_OUT)
     elif validation >= 1 and is_streamed:
@@ -155,8 +150,8 @@ def split(
     train: list[Subset] = []
     held_out: list[Subset] = []
     for source, weight in sources:
-        held = [i for i in source.usable if source.keys[i][0] in chosen]
-        kept = [i for i in source.usable if source.keys[i][0] not in chosen]
+        held = [i for i, keys in enumerate(source.keys) if keys[0] in chosen]
+        kept = [i for i, keys in enumerate(source.keys) if keys[0] not in chosen]
         if isinstance(source, Stream):
             source.share = validation or 0.0
             examples = source.held_out(MAX_HELD_OUT) if validation else []
@@ -185,7 +180,7 @@ def _choose(sources: Sequence[Source], wanted: int) -> set[str]:
             parent[key] = key = parent[parent[key]]
         return key
 
-    examples = [source.keys[i] for source in sources for i in source.usable]
+    examples = [keys for source in sources for keys in source.keys]
     for keys in examples:
         for key in keys[1:]:
             low, high = sorted((find(keys[0]), find(key)))

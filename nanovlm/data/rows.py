@@ -5,7 +5,6 @@ import json
 import os
 import re
 import tarfile
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -15,129 +14,133 @@ from typing import Any
 from models.checkpoint import CONFIG, INDEX, WEIGHTS
 from nanovlm.data.examples import Example, ExampleError
 from nanovlm.data.records import FOLDER_NAME, Row, plain_row, to_example
-from nanovlm.data.source import Source, Stream
+from nanovlm.data.source import DESCRIBED, Source, Stream
 from nanovlm.errors import INSTALL_DATA, DataError, MissingExtraError, first_line
 from nanovlm.options import ReadOptions
 from nanovlm.processing.image_loading import readable_extensions
 
-TABLES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")  # of Hugging Face's imagefolder, one in a folder
 BUILDERS = {".tar": "webdataset", ".parquet": "parquet", ".arrow": "arrow"}  # of `datasets`, by a file's extension
 KINDS = (
     "images with a .txt beside each, one folder of images per label, metadata.jsonl, .csv or .parquet, a .csv, a .json "
     "or .jsonl of records, chats or COCO's captions, .tar, .parquet or .arrow files, or a Hub data set owner/name"
 )
-TRAINING = {"train", "training"}
 # As the datasets library finds splits in the names of files and folders
 SPLITS = re.compile(r"(?<![a-z])(train|training|test|testing|eval|evaluation|val|valid|validation|dev)(?![a-z])")
 HUB_DATASET = re.compile(r"[\w-][\w.-]*/[\w.-]+(:[\w.,() -]+)?")  # owner/name or owner/name:subset
 Reader = Callable[[str, list[str], ReadOptions], Source]  # of the files at a path
 
 
-def open_source(path: str, options: ReadOptions, check: bool = False) -> Source:
-    """The examples at a path; see `Source.scan`. DataError for what cannot be read."""
+def open_source(path: str, options: ReadOptions) -> Source:
+    """The examples at a path, all of which are read once unless they are streamed. DataError for what cannot be."""
     if path == "scenes" and not os.path.exists(path):
         from nanovlm.synthetic.recipe import scene_source  # here: other data do without the drawer
 
         return scene_source()
     source = _open(path, options)
     if source.folder and not source.listed:
-        names = _training_split(sorted(walk(source.folder)))[0]
-        source.listed = [os.path.join(source.folder, name) for name in names if _is_image(name)]
-    source.scan(options, check)
+        names, _ = _training_split(walk(source.folder))
+        source.listed = [os.path.join(source.folder, name) for name in names if is_image(name)]
+    if isinstance(source, Stream):
+        source.scan(source.first_rows(DESCRIBED), options.skip_errors)
+    else:
+        source.rows = source.scan(source.rows, options.skip_errors)
     return source
 
 
 def _open(path: str, options: ReadOptions) -> Source:
+    kind = suffix(path.partition("?")[0])
     if os.path.isdir(path):
         return _open_folder(path, options)
-    if "://" in path or os.path.exists(path):
-        if "://" not in path and not os.path.isfile(path):
-            raise DataError(f"{path} is not a file; name a file or a folder")
-        kind = suffix(path.partition("?")[0])
-        if kind in BUILDERS:
-            return _read_dataset(path, [path], options)
-        if kind in PARSERS:
-            return _read_records(path, [path], options)
-        raise DataError(f"{path} has no known extension; data is {KINDS}")
-    if HUB_DATASET.fullmatch(path):
+    if HUB_DATASET.fullmatch(path) and not os.path.exists(path):
         return _read_dataset(path, [], options)
-    raise DataError(f"{path}: no such file or folder; data is {KINDS}")
+    if "://" not in path and not os.path.isfile(path):
+        reason = ": no such file or folder" if not os.path.exists(path) else " is not a file"
+        raise DataError(f"{path}{reason}; data is {KINDS}")
+    if kind not in (*BUILDERS, *PARSERS):
+        raise DataError(f"{path} has no known extension; data is {KINDS}")
+    return (_read_dataset if kind in BUILDERS else _read_records)(path, [path], options)
 
 
 def suffix(name: str) -> str:
+    """The extension of a file's name, in lower case."""
     return os.path.splitext(name)[1].lower()
 
 
-def _is_image(name: str) -> bool:
+def stem(name: str) -> str:
+    """The name of a file without its extension."""
+    return os.path.splitext(name)[0]
+
+
+def is_image(name: str) -> bool:
+    """True for the name of an image of a type that can be read here."""
     return suffix(name) in readable_extensions()
 
 
 # --------------------------------------------------------------------------------------------------- folders
 
 
-def walk(folder: str | Path) -> Iterator[str]:
-    """Paths of all files in a folder and its subfolders, relative to it.
+def walk(folder: str | Path) -> list[str]:
+    """Sorted paths of all files in a folder and its subfolders, relative to it.
 
     Hidden files and folders are left out, and model folders, which may hold a report.png. Links to folders are
     followed, but no folder is read twice.
     """
-    tops, seen = [os.fspath(folder)], set()
-    for top in tops:  # the links come after the folders, so that what both reach has its folder's name
-        for current, subfolders, files in os.walk(top):
-            place = os.path.realpath(current)
-            paths = {name: os.path.join(current, name) for name in sorted(subfolders) if name[0] != "."}
-            models = {name for name, sub in paths.items() if os.path.exists(os.path.join(sub, WEIGHTS))}
-            subfolders[:] = [] if place in seen else [name for name in paths if name not in models]
-            tops += [paths[name] for name in subfolders if os.path.islink(paths[name])]
-            if place not in seen:
-                yield from (os.path.relpath(os.path.join(current, name), folder) for name in files if name[0] != ".")
-            seen.add(place)
+    paths, seen = [], set()
+    for current, subfolders, files in os.walk(folder, followlinks=True):
+        if (place := os.path.realpath(current)) in seen:
+            subfolders.clear()
+            continue
+        seen.add(place)
+        visible = [name for name in subfolders if name[0] != "." and not os.path.exists(f"{current}/{name}/{WEIGHTS}")]
+        subfolders[:] = sorted(visible, key=lambda name: (os.path.islink(os.path.join(current, name)), name))
+        paths += [os.path.relpath(os.path.join(current, name), folder) for name in files if name[0] != "."]
+    return sorted(paths)
 
 
 def _open_folder(path: str, options: ReadOptions) -> Source:
     """Read the first of the kinds of data that a folder holds; the scan names the other files."""
-    folder = Path(path)
-    if (folder / CONFIG).is_file() and ((folder / WEIGHTS).is_file() or (folder / INDEX).is_file()):
+    here = set(os.listdir(path))
+    if CONFIG in here and here & {WEIGHTS, INDEX}:
         raise DataError(f"{path} holds a model, not data; pass it as --model {path}, and name the data")
-    if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
+    if here & {"dataset_dict.json", "state.json"}:  # of save_to_disk
         return _read_dataset(path, [], options)
-    names, others = _training_split(sorted(walk(path)))
-    tables = [name for name in names if os.path.basename(name) in TABLES]
-    images = [name for name in names if _is_image(name)]
+    names, others = _training_split(walk(path))
+    images = list(filter(is_image, names))
     texts = [name for name in names if suffix(name) == ".txt"]
-    has_text = {os.path.splitext(name)[0] for name in texts} & {os.path.splitext(name)[0] for name in images}
-    top = [name for name in names if os.path.dirname(name) == ""]
+    has_text = not {*map(stem, texts)}.isdisjoint(map(stem, images))
+    tables = [name for name in names if re.fullmatch(r"metadata\.(jsonl|csv|parquet)", os.path.basename(name))]
+    top = [name for name in names if name in here]
     kinds: list[tuple[list[str], Reader]] = [
-        (tables, _read_records),
+        (tables, _read_records),  # of Hugging Face's imagefolder
         (images + texts if has_text else [], _read_captions),
         *(([name for name in names if suffix(name) == kind], _read_dataset) for kind in BUILDERS),
         ([name for name in top if suffix(name) in (".csv", ".tsv")], _read_records),
         ([name for name in top if suffix(name) in (".json", ".jsonl")], _read_records),
         (images, _read_labels),
     ]
-    files, reader = next((kind for kind in kinds if kind[0]), ([], None))
-    if reader is None:
-        raise DataError(f"no images found in {path}; data is {KINDS}")
-    source = reader(path, [os.path.join(path, name) for name in files], options)
-    source.listed = [os.path.join(path, name) for name in names]
-    if others:
-        source.lines.append(f"reading the training split; not read: {len(others)} files, {first_few(others)}")
-    return source
+    for files, reader in kinds:
+        if files:
+            source = reader(path, [os.path.join(path, name) for name in files], options)
+            source.listed = [os.path.join(path, name) for name in names]
+            if others:
+                source.lines.append(f"reading the training split; not read: {len(others)} files, {first_few(others)}")
+            return source
+    raise DataError(f"no images found in {path}; data is {KINDS}")
 
 
 def _training_split(names: list[str]) -> tuple[list[str], list[str]]:
-    """Names of files that belong to the training split, and of those that belong to others.
+    """Names of files that belong to the training split or to none, if it is there, and of those of other splits.
 
     Folders name splits, and of tables and shards their own names, too; images may be called anything.
     """
     splits = {}
     for name in names:
-        is_example = _is_image(name) or name.endswith(".txt")
-        splits[name] = set(SPLITS.findall((os.path.dirname(name) if is_example else name).lower()))
-    if not any(found & TRAINING for found in splits.values()):
-        return names, []
-    others = [name for name in names if splits[name] and not splits[name] & TRAINING]
-    return [name for name in names if name not in set(others)], others
+        words = os.path.dirname(name) if is_image(name) or suffix(name) == ".txt" else name
+        splits[name] = {word.removesuffix("ing") for word in SPLITS.findall(words.lower())}
+    others = {name for name in names if splits[name] and "train" not in splits[name]}
+    if not any("train" in found for found in splits.values()):
+        others.clear()
+    return [name for name in names if name not in others], sorted(others)
 
 
 def first_few(names: Sequence[str]) -> str:
@@ -147,32 +150,32 @@ def first_few(names: Sequence[str]) -> str:
 
 def _read_captions(path: str, files: list[str], options: ReadOptions) -> Source:
     """Images with a .txt of the same name beside each."""
-    texts = {os.path.splitext(file)[0]: file for file in files if not _is_image(file)}
+    texts = {stem(file): file for file in files if not is_image(file)}
     images: dict[str, str] = {}
-    for image in filter(_is_image, files):
-        stem = os.path.splitext(image)[0]
-        if stem in images:
-            raise DataError(f"{stem}.txt stands beside {images[stem]} and {image}; remove one, or name it otherwise")
-        images[stem] = image
-    rows = [_image_row(image, text=Path(texts.get(stem, f"{stem}.txt"))) for stem, image in images.items()]
-    return _source(path, rows, options, path, [texts[stem] for stem in images if stem in texts])
+    for image in filter(is_image, files):
+        if images.setdefault(stem(image), image) != image:
+            raise DataError(f"{stem(image)}.txt stands beside {images[stem(image)]} and {image}; remove one")
+    rows = [_image_row(image, text=Path(texts.get(name, f"{name}.txt"))) for name, image in images.items()]
+    return _source(path, rows, options, path, [texts[name] for name in images if name in texts])
 
 
 def _read_labels(path: str, images: list[str], options: ReadOptions) -> Source:
     """Images in one folder per label, whose name is the answer."""
     labels = {}
     for image in images:
-        parts = Path(os.path.relpath(image, path)).parent.parts
-        labels[image] = [name for name in parts if not SPLITS.fullmatch(name.lower())] or parts
-    names = sorted({parts[0] for parts in labels.values() if len(parts) == 1})
-    unlabeled = [image for image, parts in labels.items() if len(parts) != 1] or (images if len(names) < 2 else [])
-    if unlabeled:
+        folders = os.path.relpath(image, path).split(os.sep)[:-1]
+        labels[image] = [name for name in folders if not SPLITS.fullmatch(name.lower())] or folders
+    unlabeled = [image for image, folders in labels.items() if len(folders) != 1]
+    names = sorted({folders[0] for folders in labels.values() if folders})
+    if unlabeled or len(names) < 2:
+        unlabeled = unlabeled or images
         raise DataError(
             f"captions missing: {len(unlabeled)} images in {path} have no text, the first {unlabeled[0]}; write a "
             ".txt beside each, a metadata.csv, or put them into one folder per label"
         )
-    rows = [_image_row(image, **{FOLDER_NAME: parts[0]}) for image, parts in labels.items()]
-    source = _source(path, rows, options, path)
+    source = _source(
+        path, [_image_row(image, **{FOLDER_NAME: names[0]}) for image, names in labels.items()], options, path
+    )
     source.lines.append(f"the name of its folder is each image's answer: {', '.join(names)}")
     return source
 
@@ -181,7 +184,7 @@ def _image_row(image: str, **columns: Any) -> Row:
     return {"image": image, **columns, "__folder__": "", "__name__": image}
 
 
-def _source(path: str, rows: Any, options: ReadOptions, folder: str = "", files: Sequence[str] = ()) -> Source:
+def _source(path: str, rows: Any, options: ReadOptions, folder: str, files: Sequence[str] = ()) -> Source:
     return Source(path, rows, partial(to_example, options=options), folder=folder, files=files)
 
 
@@ -190,8 +193,7 @@ def _source(path: str, rows: Any, options: ReadOptions, folder: str = "", files:
 
 def _read_records(path: str, files: list[str], options: ReadOptions) -> Source:
     """The records of tables and JSON files, of which each folder has one."""
-    folders = {os.path.dirname(file) for file in files}
-    if len(folders) < len(files):
+    if len({*map(os.path.dirname, files)}) < len(files):
         raise DataError(f"{path} holds {len(files)} such files; name the one to read: {first_few(files)}")
     if files[0].endswith(".parquet"):
         return _read_dataset(path, files, options)
@@ -201,12 +203,8 @@ def _read_records(path: str, files: list[str], options: ReadOptions) -> Source:
             content = PARSERS[suffix(file)](file)
         if isinstance(content, dict) and {"images", "annotations"} <= content.keys():
             content = _coco(file, content)
-        if not isinstance(content, list):
-            raise DataError(f"{file} holds {type(content).__name__}, not a list of examples; write [...] around them")
-        if not content:
-            raise DataError(f"no images found: {file} has no record; name another file")
-        if not all(isinstance(record, dict) for record in content):
-            raise DataError(f"{file} has records that are no objects; correct it")
+        if not (isinstance(content, list) and all(isinstance(record, dict) for record in content)):
+            raise DataError(f"{file} holds {type(content).__name__}, not a list of objects; write [{{...}}, ...]")
         folder = options.images or _image_folder(file, content, options)
         rows += [record | {"__folder__": folder, "__name__": f"{file}[{i}]"} for i, record in enumerate(content)]
     return _source(path, rows, options, folder or "." if len(files) == 1 else path, files)
@@ -221,41 +219,38 @@ def reading_errors(where: object) -> Iterator[None]:
         raise
     except Exception as error:  # the parsers' errors have no common base: json's, csv's, tarfile's, RecursionError
         reason = " ".join(str(error).split()).rstrip(".")
-        remedy = "correct the file, or write or download it again"
-        if isinstance(error, UnicodeDecodeError):  # of a table that Excel wrote as UTF-16, for example
-            remedy = "save it as UTF-8"
+        is_text = not isinstance(error, UnicodeDecodeError)  # and not a table that Excel wrote as UTF-16, for example
+        remedy = "correct the file, or write or download it again" if is_text else "save it as UTF-8"
         raise DataError(f"{where} cannot be read: {reason}; {remedy}") from None
 
 
-def read_json(path: str | os.PathLike[str]) -> Any:
+def read_json(path: str) -> Any:
+    """The value in a .json file."""
     return json.loads(Path(path).read_text(encoding="utf-8-sig"))  # Windows' editors write a byte order mark
 
 
-def read_jsonl(path: str | os.PathLike[str]) -> list[Any]:
+def read_jsonl(path: str) -> list[Any]:
     """The values of a .jsonl file; blank lines are skipped. DataError names the line at fault."""
-    lines = Path(path).read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
     values = []
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(Path(path).read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
         with reading_errors(f"{path}, line {number},"):
             values += [json.loads(line.decode())] if line.strip() else []
     return values
 
 
-def read_csv(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+def read_csv(path: str) -> list[dict[str, str]]:
     """Rows of a .csv or .tsv; DataError for one that can be read in two ways."""
     with open(path, encoding="utf-8-sig", newline="") as file:
         delimiter = max(",;\t", key=file.readline().count)  # Excel writes semicolons in half of Europe
         file.seek(0)
-        reader = csv.DictReader(file, delimiter=delimiter, strict=True)
-        columns, rows = reader.fieldnames or [], list(reader)
-    if twice := [column for column, n in Counter(columns).items() if column and n > 1]:  # Excel leaves some unnamed
+        columns, *rows = [row for row in csv.reader(file, delimiter=delimiter, strict=True) if row] or [[]]
+    if twice := [column for column in columns if column and columns.count(column) > 1]:  # Excel leaves some unnamed
         raise DataError(f"{path} has several columns named {twice[0]!r}; rename or remove all but one")
     for number, row in enumerate(rows, start=1):
-        if None in row:  # DictReader's key for them
-            raise DataError(
-                f"{path}, row {number}, has more cells than columns; put quotes around a text that holds {delimiter!r}"
-            )
-    return rows
+        if len(row) > len(columns):
+            remedy = f"put quotes around a text that holds {delimiter!r}"
+            raise DataError(f"{path}, row {number}, has more cells than columns; {remedy}")
+    return [dict(zip(columns, row)) for row in rows]
 
 
 PARSERS: dict[str, Callable[[str], Any]] = {
@@ -284,23 +279,22 @@ def _coco(path: str, content: dict[str, Any]) -> list[dict[str, Any]]:
 def _image_folder(path: str, records: Sequence[Row], options: ReadOptions) -> str:
     """The folder that image paths start from: the file's own, or the one folder below it that has all."""
     folder = Path(path).parent
-
-    def names() -> Iterator[str]:
-        for record in records:
-            with suppress(ExampleError):  # which the scan reports
-                images = to_example({**record, "__folder__": "", "__name__": ""}, options).images
-                yield from (image for image in images if isinstance(image, str) and not os.path.isabs(image))
-
-    if any(os.path.isfile(folder / name) for name in names()) or not (wanted := set(names())):
+    names = []
+    for record in records:
+        with suppress(ExampleError):  # which the scan reports
+            images = to_example({**record, "__folder__": "", "__name__": ""}, options).images
+            found = [image for image in images if isinstance(image, str) and not os.path.isabs(image)]
+            if any(os.path.isfile(folder / name) for name in found):
+                return str(folder)
+            names += found
+    if not names:
         return str(folder)
     below = {parent for file in walk(folder) for parent in (folder / file).parents if folder in parent.parents}
-    complete = sorted(str(sub) for sub in below if all(os.path.isfile(sub / name) for name in wanted))
+    complete = sorted(str(sub) for sub in below if all(os.path.isfile(sub / name) for name in names))
     if len(complete) == 1:
         return complete[0]
     problem = f"which {' and '.join(complete)} have" if complete else f"which is not in {folder} or one folder below it"
-    raise DataError(
-        f"{path} names the image {min(wanted)}, {problem}; name the folder of the images with --images FOLDER"
-    )
+    raise DataError(f"{path} names the image {names[0]}, {problem}; name the folder of the images with --images FOLDER")
 
 
 # -------------------------------------------------------------------------------------- the datasets library
@@ -314,46 +308,37 @@ def _read_dataset(path: str, files: list[str], options: ReadOptions) -> Source:
     data = _load(path, files, options)
     notes: list[str] = []
     if isinstance(data, dict):
-        if "train" not in data and len(data) > 1:
+        split = "train" if "train" in data or len(data) > 1 else next(iter(data))
+        if split not in data:
             raise DataError(f"{path} has no split 'train', only {', '.join(data)}; save the one you mean by itself")
-        split = "train" if "train" in data else next(iter(data))
-        others = [name for name in data if name != split]
-        notes += [f"reading the split {split}; not read: {', '.join(others)}"] if others else []
+        if others := [name for name in data if name != split]:
+            notes.append(f"reading the split {split}; not read: {', '.join(others)}")
         data = data[split]
     data = data.with_format("arrow")  # images stay bytes, so that a broken one is an error that names its row
-    notes += [
-        note for file in files if file.endswith(".tar") and os.path.exists(file) for note in _tar_notes(file, data)
-    ]
+    for file in files:
+        if file.endswith(".tar") and os.path.exists(file):
+            notes += _tar_notes(file, data.features)
     if not hasattr(data, "data"):
         return Stream(path, data, partial(to_example, options=options), lines=notes, files=files)
-    folder = path if os.path.isdir(path) else os.path.dirname(path)
-    example = partial(
-        _row_of_dataset, data=data, path=path, folder=folder if os.path.exists(path) else "", options=options
-    )
-    return Source(path, range(len(data)), example, lines=notes, files=files)
+    folder = path if os.path.isdir(path) else os.path.dirname(path) if os.path.exists(path) else ""
+    make_example = partial(_row_of_dataset, data=data, path=path, folder=folder, options=options)
+    return Source(path, range(len(data)), make_example, lines=notes, files=files)
 
 
 def _row_of_dataset(i: int, data: Any, path: str, folder: str, options: ReadOptions) -> Example:
     return to_example(plain_row(data[i].to_pylist()[0], data.features, folder, f"{path}[{i}]"), options)
 
 
-def _tar_notes(file: str, data: Any) -> list[str]:
-    """What `datasets` passes over in a tar; DataError for two files of one name."""
+def _tar_notes(file: str, features: Any) -> list[str]:
+    """What `datasets` passes over in a tar: files of types that the first samples lack, and a missing end."""
     with reading_errors(file), tarfile.open(file) as tar:
-        names = Counter(member.name for member in tar if member.isfile())
-    if twice := [name for name, n in names.items() if n > 1]:
-        raise DataError(f"{file} has two files {twice[0]}; name one otherwise")
-    notes = []
-    known = {column.lower() for column in data.features or ()}
-    unread = [name for name in names if os.path.basename(name).partition(".")[2].lower() not in known]
-    if unread:
-        notes.append(
-            f"not read: {len(unread)} files of types that the first samples of {file} lack, the first {unread[0]}"
-        )
+        names = [os.path.basename(member.name) for member in tar if member.isfile()]
     with open(file, "rb") as raw:
         raw.seek(-1024, os.SEEK_END)
-        if any(raw.read()):
-            notes.append(f"{file} has no end mark: it may have been cut")
+        notes = [f"{file} has no end mark: it may have been cut"] if any(raw.read()) else []
+    known = {kind.lower() for kind in features or ()}
+    if unread := [name for name in names if name.partition(".")[2].lower() not in known]:
+        notes.append(f"not read: {len(unread)} files of types that the first samples lack, the first {unread[0]}")
     return notes
 
 
@@ -366,13 +351,12 @@ def _load(path: str, files: list[str], options: ReadOptions) -> Any:
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are reported below, once
     try:
-        if files:
-            builder = BUILDERS[suffix(files[0].partition("?")[0])]
-            return datasets.load_dataset(builder, data_files=files, streaming=options.stream)
-        if os.path.isdir(path):
+        if not files and os.path.isdir(path):
             return datasets.load_from_disk(path)
         name, _, subset = path.partition(":")
-        return datasets.load_dataset(name, subset or None, streaming=options.stream)
+        if files:
+            name, subset = BUILDERS[suffix(files[0].partition("?")[0])], ""
+        return datasets.load_dataset(name, subset or None, data_files=files or None, streaming=options.stream)
     except Exception as error:  # the library raises errors of many kinds, from DNS to disk
         is_wrapped = isinstance(error, datasets.exceptions.DatasetGenerationError)
         reason = first_line(error.__cause__ or error if is_wrapped else error)

@@ -2,20 +2,19 @@
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b, file_digest
 from itertools import count as count_from
 from itertools import islice
 from random import Random
-from typing import Any, ClassVar
+from typing import Any
 
 from nanovlm.console import count, progress_bar
 from nanovlm.data.examples import Example, ExampleError
 from nanovlm.data.records import NO_IMAGE, plain_row
 from nanovlm.errors import DataError, NanoVLMError, TrainingError, first_line
-from nanovlm.options import ReadOptions
 
 SHUFFLE_WINDOW = 256  # rows of a stream held in memory to be shuffled
 DESCRIBED = 100  # rows of a stream that its lines are about
@@ -47,9 +46,9 @@ def keys_of(example: Example, known: dict[str, str]) -> Keys:
             continue
         path = os.fspath(image)
         if path not in known:
+            if os.path.exists(path) and not os.path.isfile(path):  # a pipe would block
+                raise ExampleError(f"{path} is not a file")
             try:
-                if os.path.exists(path) and not os.path.isfile(path):  # a pipe would block
-                    raise ExampleError(f"{path} is not a file")
                 with open(path, "rb") as file:
                     known[path] = file_digest(file, partial(blake2b, digest_size=12)).hexdigest()
             except OSError as error:
@@ -71,15 +70,13 @@ class Source:
     rows: Any  # a Sequence; of a Stream, an IterableDataset of `datasets` in Arrow's format
     make_example: Callable[[Any], Example]
     endless: bool = False  # too many examples to count
-    usable: Sequence[int] = ()  # indices of the rows that are examples
-    keys: dict[int, Keys] = field(default_factory=dict)
-    digests: dict[int, str] = field(default_factory=dict)  # of each example's texts and images
-    errors: list[str] = field(default_factory=list)  # why the other rows are not
+    keys: list[Keys] = field(default_factory=list)
+    digests: list[str] = field(default_factory=list)  # of each example's texts and images
+    errors: list[str] = field(default_factory=list)  # why rows were left out
     lines: list[str] = field(default_factory=list)  # what was read, and what was left out
     folder: str = ""  # of the images, if the rows name files
     files: Sequence[str] = ()  # that were read beside images
     listed: Sequence[str] = ()  # files that a line names if they were not read
-    n_described: ClassVar[int | None] = None
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -87,71 +84,60 @@ class Source:
     def __getitem__(self, i: int) -> Example:
         return self.make_example(self.rows[i])
 
-    def read_row(self, row: Any, known: dict[str, str] | None = None) -> Found:
-        """A row's example and its keys, or why there is none."""
-        try:
-            example = self.make_example(row)
-            return example, keys_of(example, {} if known is None else known)
-        except ExampleError as error:
-            return error
+    def examples_of(self, rows: Iterable[Any], known: dict[str, str]) -> Iterator[Found]:
+        """Yield each row's example with its keys, or why there is none; known as in `keys_of`."""
+        for row in rows:
+            try:
+                example = self.make_example(row)
+                yield example, keys_of(example, known)
+            except ExampleError as error:
+                yield error
 
-    def read_all(self, known: dict[str, str] | None = None) -> Iterator[Found]:
-        """Yield what `read_row` makes of every row, in their order."""
-        return (self.read_row(row, known) for row in self.rows)
+    def scan(self, rows: Sequence[Any], skip_errors: bool) -> list[Any]:
+        """Read rows once, and say in lines what was read and what was not; returns those that are examples.
 
-    def scan(self, options: ReadOptions, check: bool = False) -> None:
-        """Read each row once, of a stream the first ones, and say in lines what was read and what was left out.
-
-        DataError for rows that cannot be used, unless they are skipped, or with check only counted.
+        DataError for others, unless they are to be skipped.
         """
         notes: dict[str, list[str]] = defaultdict(list)
         known: dict[str, str] = {}
-        self.usable = []
-        total = self.n_described or len(self)
-        with progress_bar(total, "row", self.path, delay=2, leave=False) as bar:
-            for i, found in enumerate(islice(self.read_all(known), total)):
+        usable = []
+        with progress_bar(len(rows), "row", self.path, delay=2, leave=False) as bar:
+            for row, found in zip(rows, self.examples_of(rows, known)):
                 bar.update()
                 if isinstance(found, ExampleError):
                     self.errors.append(str(found))
                     continue
-                example, self.keys[i] = found
-                self.usable.append(i)
-                self.digests[i] = text_digest(example, *self.keys[i])
+                example, keys = found
+                usable.append(row)
+                self.keys.append(keys)
+                self.digests.append(text_digest(example, *keys))
                 for note in example.notes:
                     notes[note].append(example.name)
-        n = len(self.usable)
+        n, errors = len(usable), self.errors
         if not n:
+            reason = f"can be used, the first: {errors[0]}" if errors else "is there"
+            raise DataError(f"no images found: no record of {self.path} {reason}")
+        if len(notes.get(NO_IMAGE, ())) == n:
+            seen = "; ".join(notes)
+            raise DataError(f"no images found: no record of {self.path} names one, {seen}; --image-column names it")
+        if errors and not skip_errors:
             raise DataError(
-                f"no images found: no record of {self.path} can be used"
-                + (f"; the first: {self.errors[0]}" if self.errors else "; it has none")
+                f"{len(errors)} of {count(len(rows), 'record')} of {self.path} cannot be used, the first: {errors[0]}; "
+                "--on-error skip goes on without them, --check-data lists all"
             )
-        if len(notes[NO_IMAGE]) == n:
-            raise DataError(
-                f"no images found: no record of {self.path} names one, {'; '.join(notes)}; --image-column names the column"
-            )
-        if self.errors and not check and not options.skip_errors:
-            raise DataError(
-                f"{len(self.errors)} of {count(n + len(self.errors), 'record')} of {self.path} cannot be used, the first: {self.errors[0]}; --on-error skip goes on without them, --check-data lists all"
-            )
-        n_images = len({key for keys in self.keys.values() for key in keys})
+        n_images = len({key for keys in self.keys for key in keys})
         where = f" in {self.folder}" if self.folder not in ("", self.path) else ""
-        before = "streamed; the first are " if self.n_described else ""
-        lines = [f"{before}{count(n, 'example')}, {count(n_images, 'different image')}{where}", *self.lines]
-        lines += [
-            f"{note} ({count(len(names), 'record')}, the first {names[0]})" for note, names in notes.items() if names
-        ]
+        first = "streamed; the first " if isinstance(self, Stream) else ""
+        self.lines.insert(0, f"{first}{count(n, 'example')}, {count(n_images, 'different image')}{where}")
         read = set(map(os.path.realpath, (*known, *self.files)))
-        unread: dict[str, list[str]] = defaultdict(list)
         for file in self.listed:
             if os.path.realpath(file) not in read:
-                unread[os.path.splitext(file)[1].lower()].append(file)
-        lines += [
-            f"not read: {count(len(names), f'{kind} file'.strip())}, the first {names[0]}"
-            for kind, names in unread.items()
-        ]
-        if self.errors:
-            lines.append(f"left out: {count(len(self.errors), 'record')}, the first: {self.errors[0]}")
-        self.lines = lines
+                notes[f"not read: {os.path.splitext(file)[1].lower() or 'other'} files"].append(file)
+        notes |= {"left out": errors} if errors else {}
+        for note, names in notes.items():
+            is_all = len(names) == n and note.startswith("reading")
+            self.lines.append(note if is_all else f"{note} ({len(names):,}, the first {names[0]})")
+        return usable
 
 
 @dataclass(eq=False)
@@ -164,7 +150,6 @@ class Stream(Source):
 
     endless: bool = True
     share: float = 0.0  # examples whose images' hashes are below it are held out
-    n_described: ClassVar[int | None] = DESCRIBED
 
     def read(
         self, seed: str, part: int = 0, n_parts: int = 1, state: dict[str, Any] | None = None
@@ -184,13 +169,12 @@ class Stream(Source):
                 for window, start, rows in self._windows(order[turn], at["window"], at["rows"]):
                     Random(f"{seed} {epoch} {order[turn]} {window}").shuffle(rows)
                     here = {"epoch": epoch, "shard": turn, "window": window, "rows": start}
-                    for taken in range(at["taken"], len(rows)):
-                        if not by_shard and taken % n_parts != part:
-                            continue
-                        found = self.read_row(rows[taken])
-                        if isinstance(found, ExampleError) or min(map(fraction, found[1])) >= self.share:
+                    mine = [i for i in range(at["taken"], len(rows)) if by_shard or i % n_parts == part]
+                    for i, found in zip(mine, self.examples_of((rows[i] for i in mine), {})):
+                        is_error = isinstance(found, ExampleError)
+                        if is_error or min(map(fraction, found[1])) >= self.share:
                             is_empty = False
-                            yield found if isinstance(found, ExampleError) else found[0], here | {"taken": taken + 1}
+                            yield found if is_error else found[0], here | {"taken": i + 1}
                     at["taken"] = 0
                 at |= {"window": 0, "rows": None}
             at["shard"] = 0
@@ -199,13 +183,18 @@ class Stream(Source):
 
     def held_out(self, limit: int) -> list[Example]:
         """The first examples that are held out: all of their images are."""
-        found = (one for one in self.read_all() if not isinstance(one, ExampleError))
+        found = (one for one in self.examples_of(self.all_rows(), {}) if not isinstance(one, ExampleError))
         return list(islice((example for example, keys in found if max(map(fraction, keys)) < self.share), limit))
 
-    def read_all(self, known: dict[str, str] | None = None) -> Iterator[Found]:
+    def first_rows(self, n: int) -> list[Any]:
+        """The first n rows."""
+        return list(islice(self.all_rows(), n))
+
+    def all_rows(self) -> Iterator[Any]:
+        """Yield the rows of all shards, unshuffled."""
         for shard in range(self.rows.num_shards):
             for _, _, rows in self._windows(shard, 0, None):
-                yield from (self.read_row(row, known) for row in rows)
+                yield from rows
 
     def _windows(self, shard: int, window: int, state: Any) -> Iterator[tuple[int, Any, list[Any]]]:
         """The windows of a shard from one on: its number, the state of `datasets` before it, and its rows."""
@@ -219,8 +208,8 @@ class Stream(Source):
                 found = [row for table in islice(tables, SHUFFLE_WINDOW) for row in table.to_pylist()]
                 if not found:
                     return
-                names = (f"{self.path}[{shard}:{number * SHUFFLE_WINDOW + i}]" for i in range(len(found)))
-                rows = [plain_row(row, self.rows.features, "", name) for row, name in zip(found, names)]
+                names = (f"{self.path}[{shard}:{number * SHUFFLE_WINDOW + i}]" for i in count_from(0))
+                rows = [plain_row(row, data.features, "", name) for row, name in zip(found, names)]
                 yield number, start, rows
         except NanoVLMError:
             raise
