@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -56,7 +56,7 @@ def check_answers(example: Example) -> None:
             raise ExampleError(f"{example.name} has {problem} to {prompt!r}; write it, or remove the example")
 
 
-@dataclass(frozen=True)
+@dataclass
 class EncodedExample:
     """Token ids, targets and segments (attention mask values), all of length T, and tiles (n, 3, S, S) per image.
 
@@ -69,11 +69,11 @@ class EncodedExample:
     mask: list[int] = field(default_factory=list)
     images: list[Tensor] = field(default_factory=list)
 
-    def append(self, ids: Sequence[int], targets: Sequence[int], segment: int) -> None:
-        """Add ids of one segment with their targets."""
-        self.ids.extend(ids)
-        self.targets.extend(targets)
-        self.mask.extend([segment] * len(ids))
+    def add(self, ids: Sequence[int], targets: Sequence[int], mask: Iterable[int]) -> None:
+        """Add ids with their targets and mask values."""
+        self.ids += ids
+        self.targets += targets
+        self.mask += mask
 
 
 def encode(example: Example, processor: Processor, augment: Augment | None = None) -> EncodedExample:
@@ -95,7 +95,7 @@ def encode(example: Example, processor: Processor, augment: Augment | None = Non
         ids = processor.encode_prompt(grids, prompt, list(example.qa_pairs[:k]) if example.multi_turn else [])
         start = len(ids) - ids[::-1].index(image_token) if image_token in ids else 0  # behind the shared prefix
         if not row.ids:
-            row.append(ids[:start], [IGNORE_INDEX] * start, segment=1)
+            row.add(ids[:start], [IGNORE_INDEX] * start, [1] * start)
         elif example.multi_turn:
             start = len(row.ids)
             if ids[: start + 1] != row.ids + last_id:
@@ -107,7 +107,7 @@ def encode(example: Example, processor: Processor, augment: Augment | None = Non
         last_id = answer_ids[-1:]
         learned_ids = answer_ids if example.is_learned(k) else [IGNORE_INDEX] * len(answer_ids)
         targets = [*[IGNORE_INDEX] * (len(ids) - start - 1), *learned_ids]
-        row.append([*ids[start:], *answer_ids[:-1]], targets, segment=2 if example.multi_turn else k + 2)
+        row.add([*ids[start:], *answer_ids[:-1]], targets, [2 if example.multi_turn else k + 2] * len(targets))
     limit = processor.cfg.lm_max_position_embeddings
     if len(row.ids) > limit:
         image_tokens = sum(map(len, row.images)) * processor.cfg.mp_image_token_length
@@ -128,15 +128,14 @@ def _load(image: ImageSource, name: str) -> Image.Image:
 def collate(rows: Sequence[EncodedExample], pad_id: int = 0, max_length: int | None = None) -> dict[str, Tensor | None]:
     """A batch for the model's forward: input_ids, targets and attention_mask (B, T), images (N, 3, S, S) or None.
 
-    T is the longest row's length, rounded up to a multiple of PAD_MULTIPLE unless that exceeds max_length.
+    T is the longest row's length, rounded up to a multiple of PAD_MULTIPLE, but to max_length at most.
     """
     longest = max(len(row.ids) for row in rows)
     rounded = -(-longest // PAD_MULTIPLE) * PAD_MULTIPLE
-    if max_length is None or rounded <= max_length:
-        longest = rounded
+    length = max(longest, min(rounded, max_length or rounded))
 
     def pad(lists: Sequence[list[int]], value: int) -> Tensor:
-        return torch.tensor([values + [value] * (longest - len(values)) for values in lists])
+        return torch.tensor([values + [value] * (length - len(values)) for values in lists])
 
     images = [tile for row in rows for tile in row.images]
     return {
@@ -160,10 +159,8 @@ def pack(rows: Sequence[EncodedExample], max_length: int) -> list[EncodedExample
             packed.append(EncodedExample())
         joined = max(fitting, key=lambda one: len(one.ids)) if fitting else packed[-1]
         offset = (joined.mask[-1] // PACK_STRIDE + 1) * PACK_STRIDE if joined.mask else 0
-        joined.ids.extend(row.ids)
-        joined.targets.extend(row.targets)
-        joined.mask.extend(value + offset for value in row.mask)
-        joined.images.extend(row.images)
+        joined.add(row.ids, row.targets, [value + offset for value in row.mask])
+        joined.images += row.images
     return packed
 
 
@@ -175,7 +172,7 @@ class Question:
     name: str
     images: Sequence[ImageSource]
     prompt: str
-    references: Sequence[str]
+    references: list[str]
     history: Sequence[tuple[str, str]] = ()
 
 
@@ -192,6 +189,6 @@ def questions(examples: Iterable[tuple[str, Example]]) -> list[Question]:
                 continue
             history = tuple(example.qa_pairs[:k]) if example.multi_turn else ()
             key = (source, images or number, prompt, history)
-            first = asked.get(key) or Question(source, example.name, example.images, prompt, [], history)
-            asked[key] = replace(first, references=[*first.references, answer])
+            question = Question(source, example.name, example.images, prompt, [], history)
+            asked.setdefault(key, question).references.append(answer)
     return list(asked.values())

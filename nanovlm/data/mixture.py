@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nanovlm.data.examples import EncodedExample, Example, ExampleError, collate, encode, pack
 from nanovlm.data.rows import open_source
-from nanovlm.data.source import Source, Stream
+from nanovlm.data.source import Keys, Source, Stream
 from nanovlm.errors import DataError, UsageError
 from nanovlm.options import ReadOptions
 from nanovlm.processing.image_loading import augment
@@ -135,43 +135,39 @@ def split(
     The hashes of the images' bytes decide, so that an image is on one side, and stays there when others come or go.
     Endless sources are not held out, and of a stream the first examples only are asked.
     """
-    counted = [source for source, _ in sources if not source.endless]
+    examples = [keys for source, _ in sources if not source.endless for keys in source.keys]
     is_streamed = any(isinstance(source, Stream) for source, _ in sources)
-    n = sum(map(len, counted))
+    n = len(examples)
     if validation is None:
         wanted = 0 if n < MIN_TO_HOLD_OUT or is_streamed else min(n // 10, MAX_HELD_OUT)
     elif validation >= 1 and is_streamed:
         raise DataError(f"--validation {validation:g} counts examples, but a stream has no size; name a fraction")
-    elif validation >= n and validation >= 1:
+    elif validation >= max(n, 1):
         raise DataError(f"--validation {validation:g} of {n} examples leaves none to learn from; lower it")
     else:
         wanted = int(validation) if validation >= 1 else math.ceil(validation * n)
-    chosen = _choose(counted, wanted)
+    chosen = _choose(examples, wanted)
     train: list[Subset] = []
     held_out: list[Subset] = []
     for source, weight in sources:
-        held = [i for i, keys in enumerate(source.keys) if keys[0] in chosen]
-        kept = [i for i, keys in enumerate(source.keys) if keys[0] not in chosen]
         if isinstance(source, Stream):
-            source.share = validation or 0.0
-            examples = source.held_out(MAX_HELD_OUT) if validation else []
+            asked = Source(source.path, source.hold_out(validation, MAX_HELD_OUT) if validation else [], replace)
             train.append(Subset(source, (), weight))
-            held_out += [Subset(Source(source.path, examples, replace), range(len(examples)))] if examples else []
-        elif source.endless:
-            train.append(Subset(source, range(len(source)), weight))
-        elif kept:
-            train.append(Subset(source, kept, weight))
-            held_out += [Subset(source, held)] if held else []
-        elif validation is None:
-            return split(sources, 0)
-        else:
-            raise DataError(f"--validation {validation:g} leaves no example of {source.path} to learn from; lower it")
+            held_out.append(Subset(asked, range(len(asked))))
+            continue
+        held = [i for i, keys in enumerate(source.keys) if keys[0] in chosen]
+        kept = sorted(set(range(len(source))).difference(held)) if held else range(len(source))
+        if not kept:
+            raise DataError(f"holding out leaves no example of {source.path} to learn from; lower --validation")
+        train.append(Subset(source, kept, weight))
+        held_out.append(Subset(source, held))
+    held_out = [subset for subset in held_out if len(subset)]
     if validation and not held_out:
         raise DataError(f"--validation {validation:g} holds nothing out of so few examples or images; raise it")
     return train, held_out
 
 
-def _choose(sources: Sequence[Source], wanted: int) -> set[str]:
+def _choose(examples: Sequence[Keys], wanted: int) -> set[str]:
     """Keys to hold out: groups of examples that share images, by the lowest hashes, until enough are held."""
     parent: dict[str, str] = {}
 
@@ -180,7 +176,6 @@ def _choose(sources: Sequence[Source], wanted: int) -> set[str]:
             parent[key] = key = parent[parent[key]]
         return key
 
-    examples = [keys for source in sources for keys in source.keys]
     for keys in examples:
         for key in keys[1:]:
             low, high = sorted((find(keys[0]), find(key)))

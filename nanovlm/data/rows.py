@@ -5,9 +5,11 @@ import json
 import os
 import re
 import tarfile
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,8 @@ from nanovlm.errors import INSTALL_DATA, DataError, MissingExtraError, first_lin
 from nanovlm.options import ReadOptions
 from nanovlm.processing.image_loading import readable_extensions
 
+METADATA = ("metadata.jsonl", "metadata.csv", "metadata.parquet")  # tables of Hugging Face's imagefolder
+TOP = ((".csv", ".tsv"), (".json", ".jsonl"))  # read in a folder, but not below it
 BUILDERS = {".tar": "webdataset", ".parquet": "parquet", ".arrow": "arrow"}  # of `datasets`, by a file's extension
 KINDS = (
     "images with a .txt beside each, one folder of images per label, metadata.jsonl, .csv or .parquet, a .csv, a .json "
@@ -41,34 +45,33 @@ def open_source(path: str, options: ReadOptions) -> Source:
         names, _ = _training_split(walk(source.folder))
         source.listed = [os.path.join(source.folder, name) for name in names if is_image(name)]
     if isinstance(source, Stream):
-        source.scan(source.first_rows(DESCRIBED), options.skip_errors)
+        source.scan(list(islice(source.all_rows(), DESCRIBED)), options.skip_errors)
     else:
         source.rows = source.scan(source.rows, options.skip_errors)
     return source
 
 
 def _open(path: str, options: ReadOptions) -> Source:
-    kind = suffix(path.partition("?")[0])
     if os.path.isdir(path):
         return _open_folder(path, options)
     if HUB_DATASET.fullmatch(path) and not os.path.exists(path):
         return _read_dataset(path, [], options)
     if "://" not in path and not os.path.isfile(path):
-        reason = ": no such file or folder" if not os.path.exists(path) else " is not a file"
+        reason = " is not a file" if os.path.exists(path) else ": no such file or folder"
         raise DataError(f"{path}{reason}; data is {KINDS}")
-    if kind not in (*BUILDERS, *PARSERS):
+    reader = _reader_of(path.partition("?")[0])
+    if reader is None:
         raise DataError(f"{path} has no known extension; data is {KINDS}")
-    return (_read_dataset if kind in BUILDERS else _read_records)(path, [path], options)
+    return reader(path, [path], options)
+
+
+def _reader_of(name: str) -> Reader | None:
+    return _read_records if suffix(name) in PARSERS else _read_dataset if suffix(name) in BUILDERS else None
 
 
 def suffix(name: str) -> str:
     """The extension of a file's name, in lower case."""
     return os.path.splitext(name)[1].lower()
-
-
-def stem(name: str) -> str:
-    """The name of a file without its extension."""
-    return os.path.splitext(name)[0]
 
 
 def is_image(name: str) -> bool:
@@ -106,26 +109,21 @@ def _open_folder(path: str, options: ReadOptions) -> Source:
         return _read_dataset(path, [], options)
     names, others = _training_split(walk(path))
     images = list(filter(is_image, names))
-    texts = [name for name in names if suffix(name) == ".txt"]
-    has_text = not {*map(stem, texts)}.isdisjoint(map(stem, images))
-    tables = [name for name in names if re.fullmatch(r"metadata\.(jsonl|csv|parquet)", os.path.basename(name))]
-    top = [name for name in names if name in here]
-    kinds: list[tuple[list[str], Reader]] = [
-        (tables, _read_records),  # of Hugging Face's imagefolder
-        (images + texts if has_text else [], _read_captions),
-        *(([name for name in names if suffix(name) == kind], _read_dataset) for kind in BUILDERS),
-        ([name for name in top if suffix(name) in (".csv", ".tsv")], _read_records),
-        ([name for name in top if suffix(name) in (".json", ".jsonl")], _read_records),
-        (images, _read_labels),
-    ]
-    for files, reader in kinds:
-        if files:
-            source = reader(path, [os.path.join(path, name) for name in files], options)
-            source.listed = [os.path.join(path, name) for name in names]
-            if others:
-                source.lines.append(f"reading the training split; not read: {len(others)} files, {first_few(others)}")
-            return source
-    raise DataError(f"no images found in {path}; data is {KINDS}")
+    stems = {os.path.splitext(name)[0] for name in images}
+    texts = [name for name in names if suffix(name) == ".txt" and os.path.splitext(name)[0] in stems]
+    kinds = [[name for name in names if os.path.basename(name) in METADATA], images + texts if texts else []]
+    kinds += [[name for name in names if suffix(name) == kind] for kind in BUILDERS]
+    kinds += [[name for name in names if suffix(name) in top and name in here] for top in TOP]
+    files = next(filter(None, kinds), images)
+    if not files:
+        raise DataError(f"no images found in {path}; data is {KINDS}")
+    reader = _reader_of(files[0]) or (_read_captions if texts else _read_labels)
+    source = reader(path, [os.path.join(path, name) for name in files], options)
+    read = set(files).difference(images)
+    source.listed = [os.path.join(path, name) for name in names if name not in read]
+    if others:
+        source.lines.append(f"reading the training split; not read: {len(others)} files, {others[0]} ...")
+    return source
 
 
 def _training_split(names: list[str]) -> tuple[list[str], list[str]]:
@@ -143,20 +141,16 @@ def _training_split(names: list[str]) -> tuple[list[str], list[str]]:
     return [name for name in names if name not in others], sorted(others)
 
 
-def first_few(names: Sequence[str]) -> str:
-    """The first three names, for a message."""
-    return ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
-
-
 def _read_captions(path: str, files: list[str], options: ReadOptions) -> Source:
     """Images with a .txt of the same name beside each."""
-    texts = {stem(file): file for file in files if not is_image(file)}
+    texts = {os.path.splitext(file)[0]: file for file in files if not is_image(file)}
     images: dict[str, str] = {}
     for image in filter(is_image, files):
-        if images.setdefault(stem(image), image) != image:
-            raise DataError(f"{stem(image)}.txt stands beside {images[stem(image)]} and {image}; remove one")
-    rows = [_image_row(image, text=Path(texts.get(name, f"{name}.txt"))) for name, image in images.items()]
-    return _source(path, rows, options, path, [texts[name] for name in images if name in texts])
+        stem = os.path.splitext(image)[0]
+        if images.setdefault(stem, image) != image:
+            raise DataError(f"{stem}.txt stands beside {images[stem]} and {image}; remove one")
+    rows = [_image_row(image, text=Path(texts.get(stem, f"{stem}.txt"))) for stem, image in images.items()]
+    return _source(path, rows, options, path)
 
 
 def _read_labels(path: str, images: list[str], options: ReadOptions) -> Source:
@@ -173,9 +167,8 @@ def _read_labels(path: str, images: list[str], options: ReadOptions) -> Source:
             f"captions missing: {len(unlabeled)} images in {path} have no text, the first {unlabeled[0]}; write a "
             ".txt beside each, a metadata.csv, or put them into one folder per label"
         )
-    source = _source(
-        path, [_image_row(image, **{FOLDER_NAME: names[0]}) for image, names in labels.items()], options, path
-    )
+    rows = [_image_row(image, **{FOLDER_NAME: folders[0]}) for image, folders in labels.items()]
+    source = _source(path, rows, options, path)
     source.lines.append(f"the name of its folder is each image's answer: {', '.join(names)}")
     return source
 
@@ -184,8 +177,8 @@ def _image_row(image: str, **columns: Any) -> Row:
     return {"image": image, **columns, "__folder__": "", "__name__": image}
 
 
-def _source(path: str, rows: Any, options: ReadOptions, folder: str, files: Sequence[str] = ()) -> Source:
-    return Source(path, rows, partial(to_example, options=options), folder=folder, files=files)
+def _source(path: str, rows: list[Row], options: ReadOptions, folder: str) -> Source:
+    return Source(path, rows, partial(to_example, options=options), folder=folder)
 
 
 # ------------------------------------------------------------------------------------------- tables and JSON
@@ -194,20 +187,20 @@ def _source(path: str, rows: Any, options: ReadOptions, folder: str, files: Sequ
 def _read_records(path: str, files: list[str], options: ReadOptions) -> Source:
     """The records of tables and JSON files, of which each folder has one."""
     if len({*map(os.path.dirname, files)}) < len(files):
-        raise DataError(f"{path} holds {len(files)} such files; name the one to read: {first_few(files)}")
+        raise DataError(f"{path} holds {len(files)} such files; name the one to read: {', '.join(files[:3])}")
     if files[0].endswith(".parquet"):
         return _read_dataset(path, files, options)
     rows: list[Row] = []
     for file in files:
         with reading_errors(file):
             content = PARSERS[suffix(file)](file)
-        if isinstance(content, dict) and {"images", "annotations"} <= content.keys():
-            content = _coco(file, content)
+            if isinstance(content, dict) and {"images", "annotations"} <= content.keys():
+                content = _coco(file, content)
         if not (isinstance(content, list) and all(isinstance(record, dict) for record in content)):
             raise DataError(f"{file} holds {type(content).__name__}, not a list of objects; write [{{...}}, ...]")
         folder = options.images or _image_folder(file, content, options)
         rows += [record | {"__folder__": folder, "__name__": f"{file}[{i}]"} for i, record in enumerate(content)]
-    return _source(path, rows, options, folder or "." if len(files) == 1 else path, files)
+    return _source(path, rows, options, folder or "." if len(files) == 1 else path)
 
 
 @contextmanager
@@ -222,11 +215,6 @@ def reading_errors(where: object) -> Iterator[None]:
         is_text = not isinstance(error, UnicodeDecodeError)  # and not a table that Excel wrote as UTF-16, for example
         remedy = "correct the file, or write or download it again" if is_text else "save it as UTF-8"
         raise DataError(f"{where} cannot be read: {reason}; {remedy}") from None
-
-
-def read_json(path: str) -> Any:
-    """The value in a .json file."""
-    return json.loads(Path(path).read_text(encoding="utf-8-sig"))  # Windows' editors write a byte order mark
 
 
 def read_jsonl(path: str) -> list[Any]:
@@ -254,7 +242,7 @@ def read_csv(path: str) -> list[dict[str, str]]:
 
 
 PARSERS: dict[str, Callable[[str], Any]] = {
-    ".json": read_json,
+    ".json": lambda path: json.loads(Path(path).read_text(encoding="utf-8-sig")),  # Windows writes a byte order mark
     ".jsonl": read_jsonl,
     ".csv": read_csv,
     ".tsv": read_csv,
@@ -263,17 +251,14 @@ PARSERS: dict[str, Callable[[str], Any]] = {
 
 def _coco(path: str, content: dict[str, Any]) -> list[dict[str, Any]]:
     """COCO's captions: a record for each image, with all its captions."""
-    records: dict[Any, dict[str, Any]] = {}
-    try:
-        for image in content["images"]:
-            if image["id"] in records:
-                raise DataError(f"{path} has two images with the id {image['id']!r}; correct it")
-            records[image["id"]] = {"file_name": image["file_name"], "captions": []}
-        for annotation in content["annotations"]:
-            records[annotation["image_id"]]["captions"].append(annotation["caption"])
-    except (KeyError, TypeError) as error:
-        raise DataError(f"{path} looks like COCO's captions, but needs {error}, a key or an image's id") from None
-    return list(records.values())
+    captions: dict[Any, list[str]] = defaultdict(list)
+    for annotation in content["annotations"]:
+        captions[annotation["image_id"]].append(annotation["caption"])
+    n = Counter(image["id"] for image in content["images"])
+    for id in (*captions, *n):
+        if n[id] != 1:
+            raise DataError(f"{path} has {n[id] or 'captions but no'} images with the id {id!r}; correct it")
+    return [{"file_name": image["file_name"], "captions": captions[image["id"]]} for image in content["images"]]
 
 
 def _image_folder(path: str, records: Sequence[Row], options: ReadOptions) -> str:
@@ -308,21 +293,21 @@ def _read_dataset(path: str, files: list[str], options: ReadOptions) -> Source:
     data = _load(path, files, options)
     notes: list[str] = []
     if isinstance(data, dict):
-        split = "train" if "train" in data or len(data) > 1 else next(iter(data))
+        split = "train" if len(data) > 1 else next(iter(data))
         if split not in data:
             raise DataError(f"{path} has no split 'train', only {', '.join(data)}; save the one you mean by itself")
-        if others := [name for name in data if name != split]:
-            notes.append(f"reading the split {split}; not read: {', '.join(others)}")
+        others = [name for name in data if name != split]
+        notes = [f"reading the split {split}; not read: {', '.join(others)}"] if others else []
         data = data[split]
     data = data.with_format("arrow")  # images stay bytes, so that a broken one is an error that names its row
     for file in files:
         if file.endswith(".tar") and os.path.exists(file):
             notes += _tar_notes(file, data.features)
     if not hasattr(data, "data"):
-        return Stream(path, data, partial(to_example, options=options), lines=notes, files=files)
+        return Stream(path, data, partial(to_example, options=options), lines=notes)
     folder = path if os.path.isdir(path) else os.path.dirname(path) if os.path.exists(path) else ""
     make_example = partial(_row_of_dataset, data=data, path=path, folder=folder, options=options)
-    return Source(path, range(len(data)), make_example, lines=notes, files=files)
+    return Source(path, range(len(data)), make_example, lines=notes)
 
 
 def _row_of_dataset(i: int, data: Any, path: str, folder: str, options: ReadOptions) -> Example:
@@ -358,7 +343,6 @@ def _load(path: str, files: list[str], options: ReadOptions) -> Any:
             name, subset = BUILDERS[suffix(files[0].partition("?")[0])], ""
         return datasets.load_dataset(name, subset or None, data_files=files or None, streaming=options.stream)
     except Exception as error:  # the library raises errors of many kinds, from DNS to disk
-        is_wrapped = isinstance(error, datasets.exceptions.DatasetGenerationError)
-        reason = first_line(error.__cause__ or error if is_wrapped else error)
+        reason = first_line(error.__cause__ or error)
         hint = "write or download it again" if os.path.exists(path) else "if you are offline, name a local folder"
         raise DataError(f"{path}: the datasets library cannot read it: {reason}; {hint}") from None

@@ -57,11 +57,6 @@ def keys_of(example: Example, known: dict[str, str]) -> Keys:
     return tuple(keys) or (text_digest(example),)
 
 
-def fraction(key: str) -> float:
-    """A number in [0, 1) that depends on the key alone; those below a share are held out."""
-    return int(key, 16) / 16 ** len(key)
-
-
 @dataclass(eq=False)
 class Source:
     """Examples by index: source[i] makes one from its row; its images are opened only when it is encoded."""
@@ -75,8 +70,7 @@ class Source:
     errors: list[str] = field(default_factory=list)  # why rows were left out
     lines: list[str] = field(default_factory=list)  # what was read, and what was left out
     folder: str = ""  # of the images, if the rows name files
-    files: Sequence[str] = ()  # that were read beside images
-    listed: Sequence[str] = ()  # files that a line names if they were not read
+    listed: Sequence[str] = ()  # files that a line names if they are not images of examples
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -129,7 +123,7 @@ class Source:
         where = f" in {self.folder}" if self.folder not in ("", self.path) else ""
         first = "streamed; the first " if isinstance(self, Stream) else ""
         self.lines.insert(0, f"{first}{count(n, 'example')}, {count(n_images, 'different image')}{where}")
-        read = set(map(os.path.realpath, (*known, *self.files)))
+        read = set(map(os.path.realpath, known))
         for file in self.listed:
             if os.path.realpath(file) not in read:
                 notes[f"not read: {os.path.splitext(file)[1].lower() or 'other'} files"].append(file)
@@ -149,7 +143,7 @@ class Stream(Source):
     """
 
     endless: bool = True
-    share: float = 0.0  # examples whose images' hashes are below it are held out
+    limit: str = ""  # examples whose keys are below it are held out
 
     def read(
         self, seed: str, part: int = 0, n_parts: int = 1, state: dict[str, Any] | None = None
@@ -172,7 +166,7 @@ class Stream(Source):
                     mine = [i for i in range(at["taken"], len(rows)) if by_shard or i % n_parts == part]
                     for i, found in zip(mine, self.examples_of((rows[i] for i in mine), {})):
                         is_error = isinstance(found, ExampleError)
-                        if is_error or min(map(fraction, found[1])) >= self.share:
+                        if is_error or min(found[1]) >= self.limit:
                             is_empty = False
                             yield found if is_error else found[0], here | {"taken": i + 1}
                     at["taken"] = 0
@@ -181,14 +175,11 @@ class Stream(Source):
             if is_empty:
                 raise DataError(f"{self.path} has no example to learn from in part {part + 1} of {n_parts}")
 
-    def held_out(self, limit: int) -> list[Example]:
-        """The first examples that are held out: all of their images are."""
+    def hold_out(self, share: float, n: int) -> list[Example]:
+        """Hold a share of the images out, and return the first n examples of which all images are."""
+        self.limit = f"{int(share * 16**24):024x}"  # keys are as long
         found = (one for one in self.examples_of(self.all_rows(), {}) if not isinstance(one, ExampleError))
-        return list(islice((example for example, keys in found if max(map(fraction, keys)) < self.share), limit))
-
-    def first_rows(self, n: int) -> list[Any]:
-        """The first n rows."""
-        return list(islice(self.all_rows(), n))
+        return list(islice((example for example, keys in found if max(keys) < self.limit), n))
 
     def all_rows(self) -> Iterator[Any]:
         """Yield the rows of all shards, unshuffled."""
@@ -208,9 +199,8 @@ class Stream(Source):
                 found = [row for table in islice(tables, SHUFFLE_WINDOW) for row in table.to_pylist()]
                 if not found:
                     return
-                names = (f"{self.path}[{shard}:{number * SHUFFLE_WINDOW + i}]" for i in count_from(0))
-                rows = [plain_row(row, data.features, "", name) for row, name in zip(found, names)]
-                yield number, start, rows
+                names = (f"{self.path}[{shard}:{i}]" for i in count_from(number * SHUFFLE_WINDOW))
+                yield number, start, [plain_row(row, data.features, "", name) for row, name in zip(found, names)]
         except NanoVLMError:
             raise
         except Exception as error:  # of many kinds, from DNS to a broken file
