@@ -94,7 +94,7 @@ def parse_data(name: str | os.PathLike[str]) -> tuple[str, float | None]:
     if not separator or "/" in share or os.path.exists(text):
         return text, None
     if not re.fullmatch(r"\d*\.?\d+(e-?\d+)?", share) or not float(share):
-        raise UsageError(f"--data {text}: no such file or folder, and {share!r} is no share above 0 like 0.3")
+        raise UsageError(f"--data {text}: no such file or folder, and {share!r} is no share; a share must be above 0")
     return path, float(share)
 
 

@@ -64,7 +64,7 @@ def plain_row(row: dict[str, Any], features: Any, folder: str, name: str) -> Row
         row = (record if isinstance(record, dict) else {}) | row
         if (text := row.pop("txt", None)) is not None:
             row["text"] = text
-        pages = [kind for kind in row if _is_image_file(kind) and re.search(r"\d\.\w+$", kind)]
+        pages = [kind for kind in row if is_image(kind) and re.search(r"\d\.\w+$", kind)]
         pages.sort(key=lambda kind: [int(number) for number in re.findall(r"\d+", kind)])
         if images := [image for kind in pages if (image := row.pop(kind)) is not None]:
             row["images"] = images
@@ -146,14 +146,15 @@ def _read(row: Row, columns: _Columns, options: ReadOptions) -> Example:
     return Example(images, pairs, row["__name__"], is_chat and len(pairs) > 1, learned, tuple(notes))
 
 
-def _is_image_file(kind: str) -> bool:
-    return f".{kind.rpartition('.')[2].lower()}" in readable_extensions()
+def is_image(name: str) -> bool:
+    """True for a file's name, or the kind of a file in a tar, of an image that can be read here."""
+    return f".{name.rpartition('.')[2].lower()}" in readable_extensions()
 
 
 def _images_of(columns: _Columns, is_sample: bool) -> list[Any]:
     """The images of a row; a tar's sample has them by kind, such as png, or left.png, or mask.png beside jpg."""
     usual = columns.find(IMAGE)
-    files = [kind for kind, value in columns.row.items() if is_sample and _is_image_file(kind) and value is not None]
+    files = [kind for kind, value in columns.row.items() if is_sample and is_image(kind) and value is not None]
     if is_sample and not (usual or files):
         raise ExampleError("has no image of the types that the first samples have; write one, or remove it")
     usual += [kind for kind in files if "." not in kind]
@@ -223,7 +224,7 @@ def _read_chat(chat: Any, system: list[str]) -> tuple[list[tuple[str, str]], tup
     ]
     for message in cauldron or chat:
         role = message.get("role") or message.get("from")
-        role = ROLES.get(role, role)
+        role = ROLES.get(role, role)  # type: ignore[arg-type]  # JSON may hold any type
         content = message.get("content") if message.get("content") is not None else message.get("value")
         if message.get("tool_calls") or message.get("function_call"):
             raise ExampleError("calls a tool, which is not trained on; remove it")

@@ -15,11 +15,10 @@ from typing import Any
 
 from models.checkpoint import CONFIG, INDEX, WEIGHTS
 from nanovlm.data.examples import Example, ExampleError
-from nanovlm.data.records import FOLDER_NAME, Row, plain_row, to_example
+from nanovlm.data.records import FOLDER_NAME, Row, is_image, plain_row, to_example
 from nanovlm.data.source import DESCRIBED, Source, Stream
 from nanovlm.errors import INSTALL_DATA, DataError, MissingExtraError, first_line
 from nanovlm.options import ReadOptions
-from nanovlm.processing.image_loading import readable_extensions
 
 METADATA = ("metadata.jsonl", "metadata.csv", "metadata.parquet")  # tables of Hugging Face's imagefolder
 TOP = ((".csv", ".tsv"), (".json", ".jsonl"))  # read in a folder, but not below it
@@ -72,11 +71,6 @@ def _reader_of(name: str) -> Reader | None:
 def suffix(name: str) -> str:
     """The extension of a file's name, in lower case."""
     return os.path.splitext(name)[1].lower()
-
-
-def is_image(name: str) -> bool:
-    """True for the name of an image of a type that can be read here."""
-    return suffix(name) in readable_extensions()
 
 
 # --------------------------------------------------------------------------------------------------- folders
