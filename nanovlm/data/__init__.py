@@ -3,7 +3,8 @@ encodes them."""
 
 from nanovlm.data.check import check_data
 from nanovlm.data.examples import Example, ExampleError
-from nanovlm.data.mixture import Batches, Mixture, Subset, open_data, open_source, parse_data
+from nanovlm.data.mixture import Batches, Mixture, Subset, open_data, parse_data
+from nanovlm.data.rows import open_source
 from nanovlm.data.source import Source, Stream
 from nanovlm.errors import DataError
 from nanovlm.options import ReadOptions

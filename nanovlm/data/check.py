@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from itertools import islice
 
 from nanovlm.console import count, print_text, progress_bar
-from nanovlm.data.examples import IGNORE_INDEX, EncodedExample, Example, ExampleError, encode_checked
+from nanovlm.data.examples import IGNORE_INDEX, ExampleError, encode
 from nanovlm.data.mixture import Subset, source_lines
 from nanovlm.processing.processor import Processor
 
@@ -19,45 +19,43 @@ def check_data(train: Sequence[Subset], held_out: Sequence[Subset], processor: P
 
     Returns the exit code: 1 if some cannot be used and are not to be skipped.
     """
-    sources = dict.fromkeys(subset.source for subset in [*train, *held_out])
-    errors = [error for source in sources for error in source.errors]
+    errors = [error for subset in [*train, *held_out] for error in subset.source.errors]
     for line in source_lines(train, held_out):
         print_text(line)
-    shown: list[tuple[Example, EncodedExample]] = []
+    shown: list[str] = []
     for subset in [*train, *held_out]:
         labels: Counter[str] = Counter()
-        n = tokens = longest = 0
+        lengths = []
+        n_tokens = 0
         total = MAX_FROM_ENDLESS if subset.source.endless else len(subset)
         with progress_bar(total, "example", subset.source.path, delay=2, leave=False) as bar:
             for example in islice(subset.usable(errors), total):
                 bar.update()
                 try:
-                    row = encode_checked(example, processor)
+                    row = encode(example, processor)
                 except ExampleError as error:
                     errors.append(str(error))
                     continue
-                n += 1
-                tokens += sum(target != IGNORE_INDEX for target in row.targets)
-                longest = max(longest, len(row.ids))
+                lengths.append(len(row.ids))
+                n_tokens += sum(target != IGNORE_INDEX for target in row.targets)
                 labels.update(answer for k, (_, answer) in enumerate(example.qa_pairs) if example.is_learned(k))
                 if len(shown) < N_SHOWN and subset in train:
-                    shown.append((example, row))
+                    shown.append(f"\n--- {example.name}: {count(len(row.images), 'image')}, {len(row.ids)} tokens")
+                    for k, (question, answer) in enumerate(example.qa_pairs):
+                        learned = "learned:" if example.is_learned(k) else "not learned:"
+                        shown[-1] += f"\n    asked:   {question}\n    {learned} {answer}"
         role = "held out" if subset in held_out else "the first" if subset.source.endless else "trained on"
-        limit = processor.cfg.lm_max_position_embeddings
         print_text(
-            f"{subset.source.path}: {role} {count(n, 'example')}, {count(tokens, 'answer token')}; the longest takes "
-            f"{longest} of {limit}"
+            f"{subset.source.path}: {role} {count(len(lengths), 'example')}, {count(n_tokens, 'answer token')}; "
+            f"the longest takes {max(lengths, default=0)} of {processor.cfg.lm_max_position_embeddings}"
         )
         if len(labels) <= MAX_LABELS and labels.total() > len(labels):
             print_text("  by answer: " + ", ".join(f"{label} {k:,}" for label, k in labels.most_common()))
     if errors:
+        errors = list(dict.fromkeys(errors))
         print_text(f"\n{len(errors)} cannot be used{' and will be skipped' if skip_errors else ''}:")
         print_text("".join(f"  {line}\n" for line in errors), end="")
     print_text("\nAs they are learned:")
-    for example, row in shown:
-        print_text(f"\n--- {example.name}: {count(len(row.images), 'image')}, {len(row.ids)} tokens")
-        for k, (question, answer) in enumerate(example.qa_pairs):
-            print_text(
-                f"    asked:   {question}\n    {'learned' if example.is_learned(k) else 'not learned'}: {answer}"
-            )
+    for text in shown:
+        print_text(text)
     return 1 if errors and not skip_errors else 0

@@ -2,20 +2,21 @@
 
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from PIL import Image
 from torch import Tensor
 
+from models.language_model import PACK_STRIDE
 from models.vision_language_model import IGNORE_INDEX
 from nanovlm.errors import DataError, ImageError
 from nanovlm.processing.image_loading import load_image
 from nanovlm.processing.processor import Processor
 
 PAD_MULTIPLE = 8  # batch lengths are multiples of this, so that a compiled step meets few different shapes
-
+MISSING = ("nan", "<na>")  # as pandas writes a missing value into text
 
 ImageSource = Image.Image | str | os.PathLike[str] | bytes
 Augment = Callable[[Image.Image], Image.Image]
@@ -38,16 +39,24 @@ class Example:
     name: str = "example"
     multi_turn: bool = False
     learned: tuple[bool, ...] = ()
-    hashes: tuple[str, ...] = ()  # of the bytes of each image, if it was opened from data
-    columns: str = ""  # of the row that were read
-    left_out: tuple[str, ...] = ()  # what of the row was not
+    notes: tuple[str, ...] = ()  # what of its row was read, and what was not
 
     def is_learned(self, k: int) -> bool:
         """True if the k-th answer is trained on."""
         return not self.learned or self.learned[k]
 
 
-@dataclass(frozen=True)
+def check_answers(example: Example) -> None:
+    """ExampleError for no answer or an empty one, which teaches nothing and is no reference."""
+    if not any(map(example.is_learned, range(len(example.qa_pairs)))):
+        raise ExampleError(f"{example.name} has no answer to learn; write one, or remove it")
+    for k, (prompt, answer) in enumerate(example.qa_pairs):
+        if example.is_learned(k) and (not answer.strip() or answer.lower() in MISSING):
+            problem = f"the answer {answer!r}" if answer.strip() else "an empty answer"
+            raise ExampleError(f"{example.name} has {problem} to {prompt!r}; write it, or remove the example")
+
+
+@dataclass
 class EncodedExample:
     """Token ids, targets and segments (attention mask values), all of length T, and tiles (n, 3, S, S) per image.
 
@@ -60,26 +69,33 @@ class EncodedExample:
     mask: list[int] = field(default_factory=list)
     images: list[Tensor] = field(default_factory=list)
 
+    def add(self, ids: Sequence[int], targets: Sequence[int], mask: Iterable[int]) -> None:
+        """Add ids with their targets and mask values."""
+        self.ids += ids
+        self.targets += targets
+        self.mask += mask
+
 
 def encode(example: Example, processor: Processor, augment: Augment | None = None) -> EncodedExample:
     """Encode an example so that each answer is predicted from exactly the ids that generation would have seen.
 
     The images are the shared prefix (mask 1); each pair is a continuation of it (mask 2, 3, ...) that does not see the
     others. A multi-turn example is one continuation, whose answers follow the turns before them. augment, if given, is
-    applied to each image. ExampleError if an image cannot be read or no answer is left to learn.
+    applied to each image. ExampleError if an image cannot be read, an answer is missing, or the row is too long.
     """
+    check_answers(example)
     images = [_load(image, example.name) for image in example.images]
     tiles, grids, _ = processor.preprocess_all(images if augment is None else list(map(augment, images)))
     row = EncodedExample(images=tiles)
+    image_token = processor.tokenizer.image_token_id
     last_id: list[int] = []  # of the answer before, which is a target only
     for k, (prompt, answer) in enumerate(example.qa_pairs):
         if not (example.multi_turn or example.is_learned(k)):
             continue
-        turns_before = list(example.qa_pairs[:k]) if example.multi_turn else []
-        ids = processor.encode_prompt(grids, prompt, turns_before)
-        start = _shared_prefix_length(ids, processor)
+        ids = processor.encode_prompt(grids, prompt, list(example.qa_pairs[:k]) if example.multi_turn else [])
+        start = len(ids) - ids[::-1].index(image_token) if image_token in ids else 0  # behind the shared prefix
         if not row.ids:
-            _append(row, ids[:start], [IGNORE_INDEX] * start, segment=1)
+            row.add(ids[:start], [IGNORE_INDEX] * start, [1] * start)
         elif example.multi_turn:
             start = len(row.ids)
             if ids[: start + 1] != row.ids + last_id:
@@ -91,22 +107,15 @@ def encode(example: Example, processor: Processor, augment: Augment | None = Non
         last_id = answer_ids[-1:]
         learned_ids = answer_ids if example.is_learned(k) else [IGNORE_INDEX] * len(answer_ids)
         targets = [*[IGNORE_INDEX] * (len(ids) - start - 1), *learned_ids]
-        _append(row, [*ids[start:], *answer_ids[:-1]], targets, segment=2 if example.multi_turn else k + 2)
-    if not any(target != IGNORE_INDEX for target in row.targets):
-        raise ExampleError(f"{example.name} has no answer to learn; write one, or remove it")
+        row.add([*ids[start:], *answer_ids[:-1]], targets, [2 if example.multi_turn else k + 2] * len(targets))
+    limit = processor.cfg.lm_max_position_embeddings
+    if len(row.ids) > limit:
+        image_tokens = sum(map(len, row.images)) * processor.cfg.mp_image_token_length
+        raise ExampleError(
+            f"{example.name} takes {len(row.ids)} tokens, {image_tokens} of them for images, but "
+            f"lm_max_position_embeddings={limit}; shorten its text or split it"
+        )
     return row
-
-
-def _append(row: EncodedExample, ids: Sequence[int], targets: Sequence[int], segment: int) -> None:
-    row.ids.extend(ids)
-    row.targets.extend(targets)
-    row.mask.extend([segment] * len(ids))
-
-
-def _shared_prefix_length(prompt_ids: Sequence[int], processor: Processor) -> int:
-    """Length up to and including the last image token; 0 without images."""
-    image_token_id = processor.tokenizer.image_token_id
-    return len(prompt_ids) - prompt_ids[::-1].index(image_token_id) if image_token_id in prompt_ids else 0
 
 
 def _load(image: ImageSource, name: str) -> Image.Image:
@@ -116,39 +125,17 @@ def _load(image: ImageSource, name: str) -> Image.Image:
         raise ExampleError(str(error) if str(error).startswith(name) else f"{name}: {error}") from None
 
 
-def check_answers(example: Example) -> None:
-    """ExampleError for an empty answer, which teaches nothing and is no reference."""
-    for k, (prompt, answer) in enumerate(example.qa_pairs):
-        if not answer.strip() and example.is_learned(k):
-            raise ExampleError(f"{example.name} has an empty answer to {prompt!r}; write it, or remove the example")
-
-
-def encode_checked(example: Example, processor: Processor, augment: Augment | None = None) -> EncodedExample:
-    """`encode`, with an ExampleError for empty answers and too long examples."""
-    check_answers(example)
-    row = encode(example, processor, augment)
-    length, limit = len(row.ids), processor.cfg.lm_max_position_embeddings
-    if length > limit:
-        image_tokens = sum(map(len, row.images)) * processor.cfg.mp_image_token_length
-        raise ExampleError(
-            f"{example.name} takes {length} tokens, {image_tokens} of them for images, but lm_max_position_embeddings="
-            f"{limit}; shorten its text or split it"
-        )
-    return row
-
-
 def collate(rows: Sequence[EncodedExample], pad_id: int = 0, max_length: int | None = None) -> dict[str, Tensor | None]:
     """A batch for the model's forward: input_ids, targets and attention_mask (B, T), images (N, 3, S, S) or None.
 
-    T is the longest row's length, rounded up to a multiple of PAD_MULTIPLE unless that exceeds max_length.
+    T is the longest row's length, rounded up to a multiple of PAD_MULTIPLE, but to max_length at most.
     """
     longest = max(len(row.ids) for row in rows)
     rounded = -(-longest // PAD_MULTIPLE) * PAD_MULTIPLE
-    if max_length is None or rounded <= max_length:
-        longest = rounded
+    length = max(longest, min(rounded, max_length or rounded))
 
     def pad(lists: Sequence[list[int]], value: int) -> Tensor:
-        return torch.tensor([values + [value] * (longest - len(values)) for values in lists])
+        return torch.tensor([values + [value] * (length - len(values)) for values in lists])
 
     images = [tile for row in rows for tile in row.images]
     return {
@@ -159,6 +146,24 @@ def collate(rows: Sequence[EncodedExample], pad_id: int = 0, max_length: int | N
     }
 
 
+def pack(rows: Sequence[EncodedExample], max_length: int) -> list[EncodedExample]:
+    """Join rows into fewer ones of at most max_length tokens; a row that is longer by itself stays as it is.
+
+    Best fit decreasing (Johnson 1974): the longest first, each into the row with the least room left over. Mask values
+    PACK_STRIDE apart keep samples from attending to each other: less padding, the same losses.
+    """
+    packed: list[EncodedExample] = []
+    for row in sorted(rows, key=lambda row: -len(row.ids)):
+        fitting = [one for one in packed if len(one.ids) + len(row.ids) <= max_length]
+        if not fitting:
+            packed.append(EncodedExample())
+        joined = max(fitting, key=lambda one: len(one.ids)) if fitting else packed[-1]
+        offset = (joined.mask[-1] // PACK_STRIDE + 1) * PACK_STRIDE if joined.mask else 0
+        joined.add(row.ids, row.targets, [value + offset for value in row.mask])
+        joined.images += row.images
+    return packed
+
+
 @dataclass(frozen=True)
 class Question:
     """A prompt about images, after earlier turns of a chat if any, and all reference answers to it."""
@@ -167,7 +172,7 @@ class Question:
     name: str
     images: Sequence[ImageSource]
     prompt: str
-    references: Sequence[str]
+    references: list[str]
     history: Sequence[tuple[str, str]] = ()
 
 
@@ -178,14 +183,12 @@ def questions(examples: Iterable[tuple[str, Example]]) -> list[Question]:
     """
     asked: dict[Any, Question] = {}
     for number, (source, example) in enumerate(examples):
-        check_answers(example)
-        files = (os.fspath(image) if isinstance(image, (str, os.PathLike)) else "" for image in example.images)
-        images = tuple(file or value for file, value in zip(files, example.hashes))
+        images = tuple(number if isinstance(image, Image.Image) else image for image in example.images)
         for k, (prompt, answer) in enumerate(example.qa_pairs):
             if not example.is_learned(k):
                 continue
             history = tuple(example.qa_pairs[:k]) if example.multi_turn else ()
             key = (source, images or number, prompt, history)
-            first = asked.get(key) or Question(source, example.name, example.images, prompt, [], history)
-            asked[key] = replace(first, references=[*first.references, answer])
+            question = Question(source, example.name, example.images, prompt, [], history)
+            asked.setdefault(key, question).references.append(answer)
     return list(asked.values())

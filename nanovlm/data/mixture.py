@@ -3,9 +3,10 @@
 import logging
 import math
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from random import Random
 from typing import Any
@@ -13,19 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanovlm.data.examples import EncodedExample, Example, ExampleError, collate, encode_checked
-from nanovlm.data.packing import pack
-from nanovlm.data.rows import open_rows
-from nanovlm.data.source import Source, Stream, open_stream, read_source
+from nanovlm.data.examples import EncodedExample, Example, ExampleError, collate, encode, pack
+from nanovlm.data.rows import open_source
+from nanovlm.data.source import Keys, Source, Stream
 from nanovlm.errors import DataError, UsageError
 from nanovlm.options import ReadOptions
 from nanovlm.processing.image_loading import augment
 from nanovlm.processing.processor import Processor
 
-SHARE_BLOCK = 1000  # positions within which each share is kept exactly
 MIN_TO_HOLD_OUT = 100  # of fewer examples none are held out by default
 MAX_HELD_OUT = 200  # by default, of a tenth of all examples, and of a stream
-STREAMS = "streams"  # key of a batch
 MAX_CONSECUTIVE_ERRORS = 100  # more bad examples in a row than this are not skipped but raise
 
 logger = logging.getLogger(__name__)
@@ -35,7 +33,7 @@ logger = logging.getLogger(__name__)
 class Subset:
     """Some examples of a source by index, or all of a stream; weight is the share that the user gave the source."""
 
-    source: Source | Stream
+    source: Source
     indices: Sequence[int] = ()
     weight: float | None = None
 
@@ -44,18 +42,21 @@ class Subset:
 
     def usable(self, errors: list[str] | None = None) -> Iterator[Example]:
         """Yield the examples; a row of a stream that is none is an ExampleError, or adds its message to errors."""
-        if isinstance(self.source, Source):
+        if not isinstance(self.source, Stream):
             yield from map(self.source.__getitem__, self.indices)
             return
-        for example in self.source.all_rows():
-            if isinstance(example, Example):
-                yield example
+        for found in self.source.examples_of(self.source.all_rows(), {}):
+            if not isinstance(found, ExampleError):
+                yield found[0]
             elif errors is None:
-                raise example
+                raise found
             else:
-                errors.append(str(example))
+                errors.append(str(found))
 
     __iter__ = usable
+
+
+# ------------------------------------------------------------------------------------------- what the flags name
 
 
 def open_data(
@@ -66,23 +67,16 @@ def open_data(
     validation may also be the path of a set of its own. With check, rows that cannot be used are listed in their
     source's errors and do not raise.
     """
-    sources = []
-    for text in data:
-        path, weight = parse_data(text)
-        sources.append((open_source(path, read, check), weight))
+    read = replace(read, on_error="skip") if check else read
+    sources = [(open_source(path, read), weight) for path, weight in map(parse_data, data)]
     _check_options(read, [source for source, _ in sources])
     own_path, number = parse_validation(validation)
     train, held_out = split(sources, 0 if own_path else number)
     if own_path:
-        own = open_source(own_path, read, check)
-        if isinstance(own, Stream):
-            raise DataError(f"--validation {own_path} is streamed; name a file or a folder that can be read whole")
-        held_out = [Subset(own, own.usable)]
-        trained = {
-            key for source, _ in sources if isinstance(source, Source) for i in source.usable for key in source.keys(i)
-        }
-        both = {key for i in own.usable for key in own.keys(i)} & trained
-        if both:
+        own = open_source(own_path, replace(read, stream=False))
+        held_out = [Subset(own, range(len(own)))]
+        trained = {key for source, _ in sources for keys in source.keys for key in keys}
+        if both := trained & {key for keys in own.keys for key in keys}:
             own.lines.append(f"{len(both)} of its images are also trained on")
     return train, held_out
 
@@ -99,15 +93,9 @@ def parse_data(name: str | os.PathLike[str]) -> tuple[str, float | None]:
     path, separator, share = text.rpartition("@")
     if not separator or "/" in share or os.path.exists(text):
         return text, None
-    try:
-        weight = float(share)
-    except ValueError:
-        raise UsageError(
-            f"--data {text}: no such file or folder, and {share!r} is no share like 0.3; correct either"
-        ) from None
-    if not 0 < weight < math.inf:
-        raise UsageError(f"--data {text}: a share must be above 0")
-    return path, weight
+    if not re.fullmatch(r"\d*\.?\d+(e-?\d+)?", share) or not float(share):
+        raise UsageError(f"--data {text}: no such file or folder, and {share!r} is no share; a share must be above 0")
+    return path, float(share)
 
 
 def parse_validation(validation: float | str | os.PathLike[str] | None) -> tuple[str | None, float | None]:
@@ -123,33 +111,22 @@ def parse_validation(validation: float | str | os.PathLike[str] | None) -> tuple
     return None, number
 
 
-def open_source(path: str, read: ReadOptions, check: bool = False) -> Source | Stream:
-    """The examples at a path, all of which are read once unless they are streamed."""
-    if path == "scenes" and not os.path.exists(path):
-        from nanovlm.synthetic.recipe import scene_source  # here: other data do without the drawer
-
-        return scene_source()
-    opened = open_rows(path, read)
-    source = open_stream(opened, read) if opened.stream is not None else read_source(opened, read, check)
-    source.reads_json = opened.reads_json
-    return source
-
-
-def _check_options(read: ReadOptions, sources: Sequence[Source | Stream]) -> None:
+def _check_options(read: ReadOptions, sources: Sequence[Source]) -> None:
     """UsageError for an option that has no effect on any of the sources."""
-    asks = any("--prompt" in line for source in sources for line in source.lines)
-    is_set = {
-        "--images": read.images and not any(source.reads_json for source in sources),
+    unused = {
+        "--images": read.images and all(source.folder != read.images for source in sources),
         "--stream": read.stream and not any(isinstance(source, Stream) for source in sources),
-        "--prompt": read.prompt is not None and not asks,
+        "--prompt": read.prompt is not None and "question --prompt" not in str([source.lines for source in sources]),
     }
-    for flag, unused in is_set.items():
-        if unused:
-            raise UsageError(f"{flag} has no effect on {', '.join(source.path for source in sources)}; omit it")
+    if flags := [flag for flag, is_unused in unused.items() if is_unused]:
+        raise UsageError(f"{flags[0]} has no effect on {', '.join(source.path for source in sources)}; omit it")
+
+
+# -------------------------------------------------------------------------------------------------- holding out
 
 
 def split(
-    sources: Sequence[tuple[Source | Stream, float | None]], validation: float | None
+    sources: Sequence[tuple[Source, float | None]], validation: float | None
 ) -> tuple[list[Subset], list[Subset]]:
     """Split (source, weight) pairs into training and held-out subsets; validation is a number, or below 1 a share.
 
@@ -158,49 +135,39 @@ def split(
     The hashes of the images' bytes decide, so that an image is on one side, and stays there when others come or go.
     Endless sources are not held out, and of a stream the first examples only are asked.
     """
-    counted = [source for source, _ in sources if isinstance(source, Source) and not source.endless]
-    streams = [source for source, _ in sources if isinstance(source, Stream)]
-    n = sum(len(source.usable) for source in counted)
+    examples = [keys for source, _ in sources if not source.endless for keys in source.keys]
+    is_streamed = any(isinstance(source, Stream) for source, _ in sources)
+    n = len(examples)
     if validation is None:
-        wanted = 0 if n < MIN_TO_HOLD_OUT or streams else min(n // 10, MAX_HELD_OUT)
-    elif validation >= 1 and streams:
+        wanted = 0 if n < MIN_TO_HOLD_OUT or is_streamed else min(n // 10, MAX_HELD_OUT)
+    elif validation >= 1 and is_streamed:
         raise DataError(f"--validation {validation:g} counts examples, but a stream has no size; name a fraction")
-    elif validation >= n and validation >= 1:
+    elif validation >= max(n, 1):
         raise DataError(f"--validation {validation:g} of {n} examples leaves none to learn from; lower it")
     else:
         wanted = int(validation) if validation >= 1 else math.ceil(validation * n)
-    chosen = _choose(counted, wanted)
+    chosen = _choose(examples, wanted)
     train: list[Subset] = []
     held_out: list[Subset] = []
     for source, weight in sources:
         if isinstance(source, Stream):
-            source.share = validation or 0.0
+            asked = Source(source.path, source.hold_out(validation, MAX_HELD_OUT) if validation else [], replace)
             train.append(Subset(source, (), weight))
-            if examples := source.held_out(MAX_HELD_OUT) if validation else []:
-                numbers = range(len(examples))
-                asked = Source(
-                    source.path, examples, _as_it_is, usable=numbers, hashes={i: examples[i].hashes for i in numbers}
-                )
-                held_out.append(Subset(asked, numbers))
+            held_out.append(Subset(asked, range(len(asked))))
             continue
-        held = [i for i in source.usable if source.keys(i)[0] in chosen]
-        kept = [i for i in source.usable if source.keys(i)[0] not in chosen]
-        if not (kept or source.endless):
-            if validation is None:
-                return split(sources, 0)
-            raise DataError(f"--validation {validation:g} leaves no example of {source.path} to learn from; lower it")
-        train.append(Subset(source, range(len(source.rows)) if source.endless else kept, weight))
-        held_out += [Subset(source, held)] if held else []
+        held = [i for i, keys in enumerate(source.keys) if keys[0] in chosen]
+        kept = sorted(set(range(len(source))).difference(held)) if held else range(len(source))
+        if not kept:
+            raise DataError(f"holding out leaves no example of {source.path} to learn from; lower --validation")
+        train.append(Subset(source, kept, weight))
+        held_out.append(Subset(source, held))
+    held_out = [subset for subset in held_out if len(subset)]
     if validation and not held_out:
         raise DataError(f"--validation {validation:g} holds nothing out of so few examples or images; raise it")
     return train, held_out
 
 
-def _as_it_is(example: Example) -> Example:
-    return example
-
-
-def _choose(sources: Sequence[Source], wanted: int) -> set[str]:
+def _choose(examples: Sequence[Keys], wanted: int) -> set[str]:
     """Keys to hold out: groups of examples that share images, by the lowest hashes, until enough are held."""
     parent: dict[str, str] = {}
 
@@ -209,7 +176,6 @@ def _choose(sources: Sequence[Source], wanted: int) -> set[str]:
             parent[key] = key = parent[parent[key]]
         return key
 
-    examples = [source.keys(i) for source in sources for i in source.usable]
     for keys in examples:
         for key in keys[1:]:
             low, high = sorted((find(keys[0]), find(key)))
@@ -217,12 +183,13 @@ def _choose(sources: Sequence[Source], wanted: int) -> set[str]:
     sizes = Counter(find(keys[0]) for keys in examples)
     chosen, total = set(), 0
     for group in sorted(sizes):
-        if total >= wanted:
-            break
-        if 2 * sizes[group] <= len(examples):
+        if total < wanted and 2 * sizes[group] <= len(examples):
             chosen.add(group)
             total += sizes[group]
     return {key for key in parent if find(key) in chosen}
+
+
+# ------------------------------------------------------------------------------------------- order and batches
 
 
 class Mixture:
@@ -249,19 +216,21 @@ class Mixture:
             self.groups.append(unweighted)
             weights.append(1 - sum(weights))
         self.shares = [weight / sum(weights) for weight in weights]
-        self.counts = _apportion(self.shares)
-        if 0 in self.counts:
-            path = self.groups[self.counts.index(0)][0].source.path
-            raise DataError(f"the share of {path} is less than one example in {SHARE_BLOCK}; raise it, or leave it out")
 
     def locate(self, position: int) -> tuple[int, int]:
-        """The group whose example is at a position, and how many examples that group has shown before."""
-        if len(self.groups) == 1:
-            return 0, position
-        block, offset = divmod(position, SHARE_BLOCK)
-        order = _group_order(tuple(self.counts), f"{self.seed} {block}")
-        group = order[offset]
-        return group, block * self.counts[group] + order[:offset].count(group)
+        """The group whose example is at a position, and how many examples that group has shown before.
+
+        Each group takes its share of the positions that the groups before it leave, as evenly spread as can be
+        (Bresenham 1965).
+        """
+        left = 1.0
+        for group, share in enumerate(self.shares[:-1]):
+            shown = math.floor(position * share / left)
+            if math.floor((position + 1) * share / left) > shown:
+                return group, shown
+            position -= shown
+            left -= share
+        return len(self.groups) - 1, position
 
     def pick(self, group: int, turn: int) -> tuple[Source, int]:
         """The source of a group's turn-th example, counted over all epochs, and its index; not for streams."""
@@ -271,26 +240,9 @@ class Mixture:
         i = int(_permutation(size, f"{self.seed} {group} {epoch}")[k])
         for subset in subsets:
             if i < len(subset):
-                assert isinstance(subset.source, Source)
                 return subset.source, subset.indices[i]
             i -= len(subset)
         raise AssertionError("a permutation holds indices below its size")
-
-
-def _apportion(shares: Sequence[float]) -> list[int]:
-    """SHARE_BLOCK divided by shares, the remainder going to the largest fractions (Hamilton's method)."""
-    counts = [int(share * SHARE_BLOCK) for share in shares]
-    by_fraction = sorted(range(len(shares)), key=lambda i: counts[i] - shares[i] * SHARE_BLOCK)
-    for i in by_fraction[: SHARE_BLOCK - sum(counts)]:
-        counts[i] += 1
-    return counts
-
-
-@lru_cache(maxsize=4)
-def _group_order(counts: tuple[int, ...], seed: str) -> list[int]:
-    order = [group for group, count in enumerate(counts) for _ in range(count)]
-    Random(seed).shuffle(order)
-    return order
 
 
 @lru_cache(maxsize=16)
@@ -303,9 +255,9 @@ def _permutation(n: int, seed: str) -> Tensor:
 class Batches:
     """A function step -> batch, see `collate`, which can be pickled.
 
-    It is pure, except for streams, which are read on: batch n is of part n % n_parts, so a process that
-    makes every n_parts-th batch reads one part. Such a batch has its stream's states under STREAMS; `states` holds
-    those to go on from.
+    It is pure, except for streams, which are read on: batch n is of part n % n_parts, so a process that makes every
+    n_parts-th batch reads one part. Such a batch has its stream's states under "streams"; `states` holds those to go
+    on from.
     """
 
     mixture: Mixture
@@ -322,10 +274,10 @@ class Batches:
     def __post_init__(self) -> None:
         self._readers: dict[str, Iterator[tuple[Example | ExampleError, Any]]] = {}
 
-    def __getstate__(
-        self,
-    ) -> dict[str, Any]:  # an open iterator cannot be pickled: the other process starts from states
-        return self.__dict__ | {"_readers": {}}
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {
+            "_readers": {}
+        }  # an open iterator cannot be pickled: another process starts from states
 
     def __call__(self, step: int) -> dict[str, Any]:
         numbers = range(step * self.batch_size, (step + 1) * self.batch_size)
@@ -333,7 +285,7 @@ class Batches:
         rows = [self.row(position) for position in positions]
         limit = self.processor.cfg.lm_max_position_embeddings
         batch: dict[str, Any] = collate(pack(rows, min(self.pack, limit)) if self.pack else rows, max_length=limit)
-        return batch | ({STREAMS: dict(self.states)} if self._readers else {})
+        return batch | ({"streams": dict(self.states)} if self._readers else {})
 
     def row(self, position: int) -> EncodedExample:
         """The encoded example at a position; ExampleError if it is bad and skip_errors is off."""
@@ -344,7 +296,7 @@ class Batches:
             try:
                 example, shown_before = self._example(group, turn + skip, step % self.n_parts)
                 change = partial(augment, amount=self.augment, rng=rng) if self.augment and shown_before else None
-                return encode_checked(example, self.processor, change)
+                return encode(example, self.processor, change)
             except ExampleError as error:
                 if not self.skip_errors:
                     raise
@@ -359,11 +311,12 @@ class Batches:
         if isinstance(stream, Stream):
             key = f"{group}:{part}"
             if key not in self._readers:
-                state = self.states.get(key)
-                self._readers[key] = stream.read(f"{self.mixture.seed} {group}", part, self.n_parts, state)
+                seed = f"{self.mixture.seed} {group}"
+                self._readers[key] = stream.read(seed, part, self.n_parts, self.states.get(key))
             example, self.states[key] = next(self._readers[key])
             if isinstance(example, ExampleError):
                 raise example
             return example, False
-        source, i = self.mixture.pick(group, turn := turn * self.n_parts + part)
+        turn = turn * self.n_parts + part
+        source, i = self.mixture.pick(group, turn)
         return source[i], turn >= sum(map(len, self.mixture.groups[group]))

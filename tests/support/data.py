@@ -49,8 +49,8 @@ def read_all(path, options=OPTIONS):
     """(name, seeds of the images, pairs, multi_turn) of every example, read after pickling the source or stream."""
     source = pickle.loads(pickle.dumps(open_source(str(path), options)))
     if options.stream:
-        return [summary(example) for example in source.all_rows()]
-    return [summary(source[i]) for i in source.usable]
+        return [summary(example) for example, _ in source.examples_of(source.all_rows(), {})]
+    return [summary(source[i]) for i in range(len(source))]
 
 
 def check_refused(path, *parts, options=OPTIONS):
