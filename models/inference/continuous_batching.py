@@ -17,18 +17,18 @@ from models.inference.caches import (
     CachedPrefix,
     ImageCache,
     PrefixCache,
-    SlotCache,
     common_prefix,
     encode_images,
-    image_starts,
 )
 from models.inference.inference_model import InferenceModel
+from models.inference.kernel_network import empty_cache
 from models.inference.request import Request, TokenOutput
 from models.vision_language_model import VisionLanguageModel
 
 MAX_PREFILL_TOKENS = 2048  # of several prompts in one step; running requests wait for them
 MAX_PADDING = 16  # new tokens, or an eighth of them, by which the prompts of one prefill may differ
 REGROWTH = 1 / 8  # requests, by which a batch that memory has limited grows with each answer
+CAPACITY_STEP = 64  # tokens; the capacity of a slot is a multiple of it
 
 
 class ContinuousBatch:
@@ -58,7 +58,7 @@ class ContinuousBatch:
         self._waiting: list[Request] = []
         self._slots: list[Request] = []
         self._network = self.model.network  # a change of the weights is noticed by the next prefill
-        self._cache = SlotCache(max_num_seqs, self.model.cfg.lm_max_position_embeddings)
+        self._cache = empty_cache(self._network, 0, 0)  # (n_blocks, 2, slots, n_kv_heads, capacity, head_dim)
         self._outputs: list[TokenOutput] = []  # of the current step
 
     @property
@@ -72,21 +72,23 @@ class ContinuousBatch:
     @property
     def bytes_per_token(self) -> int:
         """Bytes of a token's keys and values."""
-        return self._cache.data[:, :, :1, :, :1].nbytes
+        return self._cache[:, :, :1, :, :1].nbytes
 
     def add(self, request: Request) -> None:
         """Queue a request. InputError if it can never be prefilled."""
+        ids, images, sampling = request.ids, request.images, request.sampling
         if request.output or request.finished or request in self._waiting + self._slots:
             raise InputError("a request is used once; make another")
-        if request.max_new_tokens < 1 or not request.ids:
-            raise InputError(f"max_new_tokens={request.max_new_tokens} and {len(request.ids)} ids: each is at least 1")
-        self.model.validate_length(len(request.ids), request.max_new_tokens)
-        dtype = next((image.tiles.dtype for image in request.images if image.tiles is not None), None)
-        tiles = torch.empty(sum(image.n_tiles for image in request.images), 0, dtype=dtype)
-        prompt = torch.tensor([request.ids])
-        self.model.validate_images(prompt, tiles)
-        image_token, sampling = self.model.image_token_id, request.sampling
-        request.starts = image_starts(request.ids, request.images, image_token, self.model.cfg.mp_image_token_length)
+        if request.max_new_tokens < 1 or not ids:
+            raise InputError(f"max_new_tokens={request.max_new_tokens} and {len(ids)} ids: each is at least 1")
+        self.model.validate_length(len(ids), request.max_new_tokens)
+        n_tiles = [image.n_tiles for image in images]
+        dtype = next((image.tiles.dtype for image in images if image.tiles is not None), None)
+        prompt, image_token = torch.tensor([ids]), self.model.image_token_id
+        self.model.validate_images(prompt, torch.empty(sum(n_tiles), 0, dtype=dtype))
+        positions = [i for i, token_id in enumerate(ids) if token_id == image_token] + [len(ids)]
+        first = [sum(n_tiles[:i]) * self.model.cfg.mp_image_token_length for i in range(len(images))]
+        request.starts = [(image.key, positions[n]) for image, n in zip(images, first)]
         if request.grammar is not None or not sampling.is_greedy:
             process = None if request.grammar is None else partial(request.grammar, request.output)
             counted = prompt.masked_fill(prompt == image_token, -1)
@@ -111,12 +113,16 @@ class ContinuousBatch:
         again; a request that is alone and does not fit ends with the allocator's error (see `is_out_of_memory`).
         """
         try:
-            self._decode_all()
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
+            unread = [len(request.unread) for request in self._slots]
+            self._decode([slot for slot, n in enumerate(unread) if n == 1])
+            for slot in (slot for slot, n in enumerate(unread) if n > 1):  # forced tokens
+                self._decode([slot])
+        except MemoryError:
             self._compact()
-            self._preempt()
+            if len(self._slots) > 1:  # no other request may take the slot of the last one
+                request = self._slots.pop()
+                request.length, self._limit = 0, len(self._slots)
+                self._waiting.insert(0, request)
         self._compact()
         budget = MAX_PREFILL_TOKENS
         while group := self._next_group(budget):
@@ -148,8 +154,7 @@ class ContinuousBatch:
             lengths = [*new, len(request.tokens) - n_cached]
             if len(lengths) * max(lengths) > budget and (group or budget < MAX_PREFILL_TOKENS):
                 break
-            if not group:
-                start = n_cached
+            start = start if group else n_cached
             if n_cached == start and max(lengths) - min(lengths) <= max(MAX_PADDING, max(lengths) // 8):
                 group[request], request.n_cached, new = kv, n_cached, lengths
         return group
@@ -160,7 +165,7 @@ class ContinuousBatch:
         length, kv = (0, None) if self.prefix_cache is None else self.prefix_cache.find(tokens, request.starts)
         for slot, other in enumerate(self._slots):
             if (n := common_prefix(tokens, request.starts, other.ids, other.starts)) > length:
-                length, kv = n, self._cache.data[:, :, slot]
+                length, kv = n, self._cache[:, :, slot]
         return max(0, min(length, len(tokens) - 1)), kv
 
     def _prefill(self, group: dict[Request, Tensor | None]) -> bool:
@@ -187,15 +192,14 @@ class ContinuousBatch:
     def _prefill_logits(self, group: dict[Request, Tensor | None]) -> tuple[Tensor, list[int]]:
         """Logits after each prompt, see `_run`. Padding is on the right, where causal attention ignores it."""
         self._network = self.model.network
-        requests = list(group)
-        start = requests[0].n_cached
+        requests, start = list(group), next(iter(group)).n_cached
         rows = [torch.tensor(request.tokens[start:]) for request in requests]
-        first, lengths = len(self._slots), [len(row) for row in rows]
-        slots = range(first, first + len(rows))
-        self._cache.reserve(self._network, slots.stop, start + max(lengths), n_kept=first)
+        lengths = [len(row) for row in rows]
+        slots = range(len(self._slots), len(self._slots) + len(rows))
+        self._reserve(slots.stop, start + max(lengths))
         for slot, kv in zip(slots, group.values()):
             if kv is not None:
-                self._cache.data[:, :, slot, :, :start] = kv[:, :, :, :start]
+                self._cache[:, :, slot, :, :start] = kv[:, :, :, :start]
         ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
         is_image = ids == self.model.image_token_id
         for row, request in zip(is_image, requests):
@@ -218,58 +222,51 @@ class ContinuousBatch:
 
     # ---------------------------------------------------------------------------------------------------- decode
 
-    def _decode_all(self) -> None:
-        """Decode one token for each running request. One that has forced tokens to read is decoded by itself."""
-        unread = [len(request.unread) for request in self._slots]
-        self._decode([slot for slot, n in enumerate(unread) if n == 1])
-        for slot, n in enumerate(unread):
-            if n > 1:
-                self._decode([slot])
-
     def _decode(self, slots: Sequence[int]) -> None:
-        """Decode one token for the requests in some slots.
+        """Decode one token for the requests in some slots; if they fail together, each alone, and end those that fail.
 
-        If they fail together, each half is decoded by itself, until only the request that causes the failure ends.
+        MemoryError if there is no memory beside other requests.
         """
         requests = [self._slots[slot] for slot in slots]
         if not requests:
             return
-        lengths = [request.length for request in requests]
-        n_new = len(requests[0].unread)
+        lengths, n_new = [request.length for request in requests], len(requests[0].unread)
         try:
             ids = torch.tensor([request.unread for request in requests], device=self.model.device)
-            self._cache.reserve(self._network, len(self._slots), max(lengths) + n_new, n_kept=len(self._slots))
-            x = self._network.embed_tokens(ids)
-            logits, chosen = self._run(x, lengths, [n_new - 1] * len(requests), slots)
+            self._reserve(len(self._slots), max(lengths) + n_new)
+            logits, chosen = self._run(self._network.embed_tokens(ids), lengths, [n_new - 1] * len(requests), slots)
         except Exception as error:
             if is_out_of_memory(error) and len(self._slots) > 1:
-                raise
+                raise MemoryError from error
             if len(requests) == 1:
-                self._fail(requests[0], error)
-            else:
-                middle = len(slots) // 2
-                self._decode(slots[:middle])
-                self._decode(slots[middle:])
+                return self._fail(requests[0], error)
+            for slot in slots:
+                self._decode([slot])
             return
         for request in requests:
             request.length += n_new
         self._choose(requests, logits, chosen)
 
-    def _preempt(self) -> None:
-        """Return the last running request to the queue, its output included, and let no other take its slot."""
-        if len(self._slots) > 1:
-            request = self._slots.pop()
-            request.length = 0
-            self._waiting.insert(0, request)
-            self._limit = len(self._slots)
-
     # --------------------------------------------------------------------------------------------- both of them
+
+    def _reserve(self, n_slots: int, n_tokens: int) -> None:
+        """Make room for n_slots of n_tokens, and to grow; those of the running requests keep their contents."""
+        old, n_kept = self._cache, len(self._slots)
+        if n_slots <= old.size(2) and n_tokens <= old.size(4):
+            return
+        if n_kept:
+            n_slots = min(2 * n_slots, self.max_num_seqs) if n_slots > old.size(2) else n_slots
+            n_tokens = max(n_tokens, old.size(4) * 5 // 4) if n_tokens > old.size(4) else old.size(4)
+        limit = self.model.cfg.lm_max_position_embeddings
+        self._cache = empty_cache(self._network, n_slots, min(-(-n_tokens // CAPACITY_STEP) * CAPACITY_STEP, limit))
+        if n_kept:
+            self._cache[:, :, :n_kept, :, : old.size(4)] = old[:, :, :n_kept]
 
     def _run(
         self, x: Tensor, past: Sequence[int], last: Sequence[int], slots: Sequence[int]
     ) -> tuple[Tensor, list[int]]:
         """Logits (B, vocabulary) and the most likely tokens after embeddings x (B, T, C), see `KernelNetwork.run`."""
-        logits = self._network.run(x, self._cache.data, past, None, last, slots)
+        logits = self._network.run(x, self._cache, past, last, slots)
         return logits, self._greedy(logits).tolist()
 
     def _choose(self, requests: Sequence[Request], logits: Tensor, chosen: Sequence[int]) -> None:
@@ -311,14 +308,14 @@ class ContinuousBatch:
             last = self._slots.pop()
             if last is not request:
                 self._slots[slot] = last
-                self._cache.data[:, :, slot] = self._cache.data[:, :, len(self._slots)]
+                self._cache[:, :, slot] = self._cache[:, :, len(self._slots)]
 
     def _keep_prefix(self, slot: int, request: Request) -> None:
         """Give the keys and values of a request that has ended to the prefix cache, if memory allows it."""
         if self.prefix_cache is None or request.error is not None:
             return
         try:
-            kv = self._cache.data[:, :, slot, :, : request.length].clone()
+            kv = self._cache[:, :, slot, :, : request.length].clone()
         except Exception as error:
             if is_out_of_memory(error):
                 return

@@ -1,53 +1,40 @@
 // Norms, rotary embeddings, SwiGLU and quantization: one pass over activations in panels, a vector of tokens at a time.
 // With a single token (width 1) the features of that token are one row.
 
-// Mean and mean square of each token in a panel, or of a single token (width 1)
-INLINE void moments(const float *x, long depth, long width, float *mean, float *square) {
+// y = RMSNorm (bias NULL; Zhang and Sennrich 2019) or, of several tokens, LayerNorm of a panel x (depth, width)
+static void normalize(const float *x, const float *weight, const float *bias, float eps, long depth, long width,
+                      float *y) {
     if (width == 1) {
-        vec sum = {0}, squares = {0};
+        vec squares = {0};
         long c = 0;
-        for (; c + LANES <= depth; c += LANES) sum += load(x + c), squares += load(x + c) * load(x + c);
-        *mean = sum_lanes(sum), *square = sum_lanes(squares);
-        for (; c < depth; c++) *mean += x[c], *square += x[c] * x[c];
-        *mean /= depth, *square /= depth;
+        for (; c + LANES <= depth; c += LANES) squares += load(x + c) * load(x + c);
+        float sum = sum_lanes(squares);
+        for (; c < depth; c++) sum += x[c] * x[c];
+        const float inverse = 1 / sqrtf(sum / depth + eps);
+        for (c = 0; c < depth; c++) y[c] = x[c] * inverse * weight[c];
         return;
     }
     for (long i = 0; i < PANEL; i += LANES) {
-        vec sum = {0}, squares = {0};
-        for (long c = 0; c < depth; c++) {
-            vec value = load(x + c * PANEL + i);
-            sum += value, squares += value * value;
+        vec mean = {0}, square = {0};
+        for (long c = 0; c < depth && bias; c++) mean += load(x + c * PANEL + i);
+        mean /= (float)depth;
+        for (long c = 0; c < depth; c++) {  // around the mean: a difference of squares would lose digits
+            const vec centered = load(x + c * PANEL + i) - mean;
+            square += centered * centered;
         }
-        store(mean + i, sum / (float)depth), store(square + i, squares / (float)depth);
-    }
-}
-
-// y = RMSNorm (bias NULL; Zhang and Sennrich 2019) or LayerNorm of a panel x (depth, width)
-static void normalize(const float *x, const float *weight, const float *bias, float eps, long depth, long width,
-                      float *y) {
-    float mean[PANEL] ALIGNED, square[PANEL] ALIGNED, inverse[PANEL] ALIGNED;
-    moments(x, depth, width, mean, square);
-    if (bias) {  // the variance around the mean in a second pass: a difference of squares would lose digits
-        for (long i = 0; i < width; i++) square[i] = 0;
-        for (long c = 0; c < depth; c++)
-            for (long i = 0; i < width; i++) square[i] += (x[c * width + i] - mean[i]) * (x[c * width + i] - mean[i]);
-        for (long i = 0; i < width; i++) square[i] /= depth;
-    }
-    for (long i = 0; i < width; i++) inverse[i] = 1 / sqrtf(square[i] + eps), mean[i] = bias ? mean[i] : 0;
-    if (width == 1) {
-        for (long c = 0; c < depth; c++) y[c] = (x[c] - mean[0]) * inverse[0] * weight[c] + (bias ? bias[c] : 0);
-        return;
-    }
-    for (long c = 0; c < depth; c++)
-        for (long i = 0; i < PANEL; i += LANES) {
-            vec value = (load(x + c * PANEL + i) - load(mean + i)) * load(inverse + i) * weight[c];
+        vec inverse = square / (float)depth + eps;
+        for (int j = 0; j < LANES; j++) inverse[j] = 1 / sqrtf(inverse[j]);
+        for (long c = 0; c < depth; c++) {
+            const vec value = (load(x + c * PANEL + i) - mean) * inverse * weight[c];
             store(y + c * PANEL + i, bias ? value + bias[c] : value);
         }
+    }
 }
 
-// Rotate features i and i + D / 2 of each of n_heads in place (Su et al. 2021); cos and sin (D / 2, width)
-static void rotate(float *x, const float *cos, const float *sin, long n_heads, long D, long width) {
+// Rotate features i and i + D / 2 of each of n_heads in place (Su et al. 2021); D / 2 cosines, then as many sines
+static void rotate(float *x, const float *angles, long n_heads, long D, long width) {
     const long half = D / 2 * width;
+    const float *cos = angles, *sin = angles + half;
     for (long h = 0; h < n_heads; h++, x += 2 * half)
         for (long i = 0; i < half; i++) {
             float first = x[i], second = x[i + half];
@@ -56,11 +43,16 @@ static void rotate(float *x, const float *cos, const float *sin, long n_heads, l
         }
 }
 
-// gate = silu(gate) * up, n values each (Shazeer 2020)
-static void swiglu(float *gate, const float *up, long n) {
-    long i = 0;
-    for (; i + LANES <= n; i += LANES) store(gate + i, silu_vec(load(gate + i)) * load(up + i));
-    for (; i < n; i++) gate[i] = gate[i] / (1 + expf(-gate[i])) * up[i];
+// gate = silu(gate) * up (Shazeer 2020), the first and the second half of the features
+static void swiglu(activations *gate_up, int threads) {
+    const long n = gate_up->n_features / 2 * width_of(gate_up);
+    #pragma omp parallel for num_threads(threads) if (gate_up->n_tokens > PANEL)
+    for (long p = 0; p < panels_of(gate_up); p++) {
+        float *gate = panel_of(gate_up, p), *up = gate + n;
+        long i = 0;
+        for (; i + LANES <= n; i += LANES) store(gate + i, silu_vec(load(gate + i)) * load(up + i));
+        for (; i < n; i++) gate[i] = gate[i] / (1 + expf(-gate[i])) * up[i];
+    }
 }
 
 // Activations from rows (n_tokens, n_features) of dtype, and back to float32
