@@ -4,7 +4,7 @@ Each running request has a slot in a cache of fixed capacity. Its keys and value
 finished request therefore costs nothing, and a new one is prefilled into a free slot.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -112,11 +112,10 @@ class ContinuousBatch:
         a prompt waits until others have ended, and the last running request returns to the queue, to be computed
         again; a request that is alone and does not fit ends with the allocator's error (see `is_out_of_memory`).
         """
+        forced = [request for request in self._slots if len(request.unread) > 1]
         try:
-            unread = [len(request.unread) for request in self._slots]
-            self._decode([slot for slot, n in enumerate(unread) if n == 1])
-            for slot in (slot for slot, n in enumerate(unread) if n > 1):  # forced tokens
-                self._decode([slot])
+            for group in ([request for request in self._slots if request not in forced], *([one] for one in forced)):
+                self._compute(group, self._decode)
         except MemoryError:
             self._compact()
             if len(self._slots) > 1:  # no other request may take the slot of the last one
@@ -125,15 +124,63 @@ class ContinuousBatch:
                 self._waiting.insert(0, request)
         self._compact()
         budget = MAX_PREFILL_TOKENS
-        while group := self._next_group(budget):
-            budget -= sum(len(request.tokens) - request.n_cached for request in group)
-            if not self._prefill(group):
-                break
+        try:
+            while prompts := self._next_group(budget):
+                budget -= sum(len(request.tokens) - request.n_cached for request in prompts)
+                self._compute([*prompts], partial(self._prefill, prompts))
+        except MemoryError:
+            self._limit = len(self._slots)
         self._compact()
         outputs, self._outputs = self._outputs, []
         return outputs
 
-    # --------------------------------------------------------------------------------------------------- prefill
+    def _compute(self, requests: Sequence[Request], forward: Callable[[Sequence[Request]], Tensor]) -> None:
+        """Choose the next token of requests, running or waiting ones, by the logits that forward gives.
+
+        If they fail together, each is computed alone, and ends with its error. MemoryError if others need the memory.
+        """
+        if not requests:
+            return
+        is_waiting, is_alone = requests[0].length == 0, len(requests) == 1
+        try:
+            logits = forward(requests)
+            chosen = self._greedy(logits).tolist()
+        except Exception as error:
+            others = len(self._slots) * is_alone if is_waiting else len(self._slots) - 1
+            if others and is_out_of_memory(error):
+                raise MemoryError from error
+            if is_alone:
+                self._fail(requests[0], error)
+            else:
+                for request in requests:
+                    self._compute([request], forward)
+            return
+        for request in requests:
+            request.length = len(request.tokens)
+        if is_waiting:
+            self._waiting = [request for request in self._waiting if request not in requests]
+            self._slots += requests
+        for row, (request, token_id) in enumerate(zip(requests, chosen)):
+            try:
+                if request.sampler is not None:
+                    token_id = int(request.sampler(logits[row : row + 1]))
+                self._accept(request, token_id)
+                forced_tokens = getattr(request.grammar, "forced_tokens", None)
+                if forced_tokens is not None and request.sampling.is_greedy:  # a forced token takes no random number
+                    for forced in () if request.finished else forced_tokens(request.output):
+                        if not request.finished:
+                            self._accept(request, forced)
+            except Exception as error:
+                self._fail(request, error)
+
+    def _decode(self, requests: Sequence[Request]) -> Tensor:
+        """Logits (B, vocabulary) after the unread tokens of running requests."""
+        lengths, n_new = [request.length for request in requests], len(requests[0].unread)
+        ids = torch.tensor([request.unread for request in requests], device=self.model.device)
+        self._reserve(len(self._slots), max(lengths) + n_new)
+        slots = [self._slots.index(request) for request in requests]
+        x = self._network.embed_tokens(ids)
+        return self._network.run(x, self._cache, lengths, [n_new - 1] * len(requests), slots)
 
     def _next_group(self, budget: int) -> dict[Request, Tensor | None]:
         """Prompts to prefill together, with the keys and values that are known of their beginnings, all as long.
@@ -168,37 +215,19 @@ class ContinuousBatch:
                 length, kv = n, self._cache[:, :, slot]
         return max(0, min(length, len(tokens) - 1)), kv
 
-    def _prefill(self, group: dict[Request, Tensor | None]) -> bool:
-        """Prefill prompts; if several fail together, the first alone. False if there is no memory beside the others."""
-        requests = list(group)
-        try:
-            logits, chosen = self._prefill_logits(group)
-        except Exception as error:  # a kernel's or Python's error: one prompt must not stop the others
-            if len(requests) > 1:
-                return self._prefill({requests[0]: group[requests[0]]})
-            if is_out_of_memory(error) and self._slots:
-                self._limit = len(self._slots)
-                return False
-            self._waiting.remove(requests[0])
-            self._fail(requests[0], error)
-            return True
-        for request in requests:
-            self._waiting.remove(request)
-            request.length = len(request.tokens)
-        self._slots += requests
-        self._choose(requests, logits, chosen)
-        return True
+    def _prefill(self, known: Mapping[Request, Tensor | None], requests: Sequence[Request]) -> Tensor:
+        """Logits (B, vocabulary) after prompts, with what is known of them.
 
-    def _prefill_logits(self, group: dict[Request, Tensor | None]) -> tuple[Tensor, list[int]]:
-        """Logits after each prompt, see `_run`. Padding is on the right, where causal attention ignores it."""
+        Padding is on the right, where causal attention ignores it.
+        """
         self._network = self.model.network
-        requests, start = list(group), next(iter(group)).n_cached
+        start = requests[0].n_cached
         rows = [torch.tensor(request.tokens[start:]) for request in requests]
         lengths = [len(row) for row in rows]
         slots = range(len(self._slots), len(self._slots) + len(rows))
         self._reserve(slots.stop, start + max(lengths))
-        for slot, kv in zip(slots, group.values()):
-            if kv is not None:
+        for slot, request in zip(slots, requests):
+            if (kv := known[request]) is not None:
                 self._cache[:, :, slot, :, :start] = kv[:, :, :, :start]
         ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
         is_image = ids == self.model.image_token_id
@@ -208,7 +237,7 @@ class ContinuousBatch:
         x = self._network.embed_tokens(ids.masked_fill(is_image, 0).to(device))
         if (embeds := self._image_embeds(requests, start)) is not None:
             x = x.masked_scatter(is_image[..., None].to(device), embeds.to(x.dtype))
-        return self._run(x, [start] * len(rows), [n - 1 for n in lengths], slots)
+        return self._network.run(x, self._cache, [start] * len(rows), [n - 1 for n in lengths], slots)
 
     def _image_embeds(self, requests: Sequence[Request], start: int) -> Tensor | None:
         """Embeddings (n, C) of the image tokens from position start on; None if there are none."""
@@ -219,35 +248,6 @@ class ContinuousBatch:
             embeds = torch.cat([image.embeds for image in request.images if image.embeds is not None])
             parts.append(embeds.flatten(0, 1)[request.ids[:start].count(image_token) :])
         return torch.cat(parts) if parts else None
-
-    # ---------------------------------------------------------------------------------------------------- decode
-
-    def _decode(self, slots: Sequence[int]) -> None:
-        """Decode one token for the requests in some slots; if they fail together, each alone, and end those that fail.
-
-        MemoryError if there is no memory beside other requests.
-        """
-        requests = [self._slots[slot] for slot in slots]
-        if not requests:
-            return
-        lengths, n_new = [request.length for request in requests], len(requests[0].unread)
-        try:
-            ids = torch.tensor([request.unread for request in requests], device=self.model.device)
-            self._reserve(len(self._slots), max(lengths) + n_new)
-            logits, chosen = self._run(self._network.embed_tokens(ids), lengths, [n_new - 1] * len(requests), slots)
-        except Exception as error:
-            if is_out_of_memory(error) and len(self._slots) > 1:
-                raise MemoryError from error
-            if len(requests) == 1:
-                return self._fail(requests[0], error)
-            for slot in slots:
-                self._decode([slot])
-            return
-        for request in requests:
-            request.length += n_new
-        self._choose(requests, logits, chosen)
-
-    # --------------------------------------------------------------------------------------------- both of them
 
     def _reserve(self, n_slots: int, n_tokens: int) -> None:
         """Make room for n_slots of n_tokens, and to grow; those of the running requests keep their contents."""
@@ -262,28 +262,6 @@ class ContinuousBatch:
         if n_kept:
             self._cache[:, :, :n_kept, :, : old.size(4)] = old[:, :, :n_kept]
 
-    def _run(
-        self, x: Tensor, past: Sequence[int], last: Sequence[int], slots: Sequence[int]
-    ) -> tuple[Tensor, list[int]]:
-        """Logits (B, vocabulary) and the most likely tokens after embeddings x (B, T, C), see `KernelNetwork.run`."""
-        logits = self._network.run(x, self._cache, past, last, slots)
-        return logits, self._greedy(logits).tolist()
-
-    def _choose(self, requests: Sequence[Request], logits: Tensor, chosen: Sequence[int]) -> None:
-        """Add the next token of each request: the most likely one, or one chosen as `generate_tokens` does."""
-        for row, (request, token_id) in enumerate(zip(requests, chosen)):
-            try:
-                if request.sampler is not None:
-                    token_id = int(request.sampler(logits[row : row + 1]))
-                self._accept(request, token_id)
-                forced_tokens = getattr(request.grammar, "forced_tokens", None)
-                if forced_tokens is not None and request.sampling.is_greedy:  # a forced token takes no random number
-                    for forced in () if request.finished else forced_tokens(request.output):
-                        if not request.finished:
-                            self._accept(request, forced)
-            except Exception as error:
-                self._fail(request, error)
-
     def _accept(self, request: Request, token_id: int) -> None:
         """Add a token to the request's output, which may end it."""
         request.output.append(token_id)
@@ -293,6 +271,7 @@ class ContinuousBatch:
         self._outputs.append(TokenOutput(request, token_id, request.finished))
 
     def _fail(self, request: Request, error: Exception) -> None:
+        self._waiting = [other for other in self._waiting if other is not request]
         request.finished, request.error, request.images = "error", error, ()
         self._outputs.append(TokenOutput(request, -1, "error", error))
 

@@ -279,7 +279,7 @@ class KernelNetwork:
         x = (x if x.dtype in DTYPES else x.float()).contiguous()
         visible = None
         if mask is None:
-            angles = torch.cat([self._angles.narrow(0, n, T) for n in past])
+            angles = self._angles[past] if T == 1 else torch.cat([self._angles.narrow(0, n, T) for n in past])
         else:
             visible = build_attention_mask(mask, T)[:, 0]
             angles = self._angles[visible.sum(-1).flatten() - 1]
