@@ -238,11 +238,7 @@ static void transpose(const void *from, long from_dtype, long from_stride, long 
         for (long c = 0; c < columns; c += 8) {
             const char *x = (const char *)from + (r * from_stride + c) * from_size;
             char *y = (char *)to + (c * to_stride + r) * to_size;
-            const long x_bytes = from_stride * from_size, y_bytes = to_stride * to_size;
-            if (from_dtype == FLOAT32 && to_dtype == FLOAT32) transpose8(x, FLOAT32, x_bytes, y, FLOAT32, y_bytes);
-            else if (from_dtype == FLOAT32) transpose8(x, FLOAT32, x_bytes, y, BFLOAT16, y_bytes);
-            else if (to_dtype == FLOAT32) transpose8(x, BFLOAT16, x_bytes, y, FLOAT32, y_bytes);
-            else transpose8(x, BFLOAT16, x_bytes, y, BFLOAT16, y_bytes);
+            transpose8(x, from_dtype, from_stride * from_size, y, to_dtype, to_stride * to_size);
         }
 #endif
     for (long r = 0; r < n_rows; r++)

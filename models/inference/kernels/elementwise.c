@@ -154,23 +154,23 @@ static void pack_panel(const float *x, operand *out, long panel) {
 static void quantize_token(const float *x, operand *out) {
     int8_t *q = (int8_t *)out->data;
     out->offset = 0;
-    for (long g = 0; g * QUANT_GROUP < out->depth; g++) {
-        const long start = g * QUANT_GROUP, n = min_long(QUANT_GROUP, out->depth - start);
+    for (long start = 0; start < out->depth; start += QUANT_GROUP) {
         float values[QUANT_GROUP] ALIGNED = {0};
-        memcpy(values, x + start, n * 4);
+        memcpy(values, x + start, min_long(QUANT_GROUP, out->depth - start) * 4);
         vec largest = splat(1e-30f);
         for (long i = 0; i < QUANT_GROUP; i += LANES) largest = max_abs(largest, load(values + i));
         const float scale = max_lanes(largest) / 127, inverse = 1 / scale;
-        for (long half = 0; half < 2; half++) {
+        for (long half = 0; half < QUANT_GROUP; half += INT4_GROUP) {
             ivec sum = {0};
-            for (long i = half * INT4_GROUP; i < (half + 1) * INT4_GROUP; i += LANES) {
+            for (long i = half; i < half + INT4_GROUP; i += LANES) {
                 ivec rounded = round_to_int(load(values + i) * inverse);
                 sum += rounded;
                 for (int j = 0; j < LANES; j++) q[start + i + j] = (int8_t)rounded[j];
             }
             int32_t total = 0;
             for (int j = 0; j < LANES; j++) total += sum[j];
-            out->scale[2 * g + half] = scale, out->group_sum[2 * g + half] = scale * total;
+            const long group = (start + half) / INT4_GROUP;
+            out->scale[group] = scale, out->group_sum[group] = scale * total;
             out->offset -= INT8_OFFSET * scale * total;
         }
     }

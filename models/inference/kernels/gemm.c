@@ -1,9 +1,9 @@
 // gemm: a weight, row-major as it is stored, times panels of tokens. gemv.c multiplies one token.
 
-// The type of operand that a weight is multiplied by, if there are several tokens
-INLINE long operand_type(long dtype) {
-    if (dtype == INT8) return INT8;
-    return dtype == FLOAT32 || !HAS_BF16_DOT ? FLOAT32 : BFLOAT16;
+// The type of operand that a weight is multiplied by
+INLINE long operand_type(long dtype, long n_tokens) {
+    if (dtype == INT8 || (dtype == INT4 && n_tokens == 1)) return INT8;
+    return dtype == FLOAT32 || n_tokens == 1 || !HAS_BF16_DOT ? FLOAT32 : BFLOAT16;
 }
 
 INLINE long units_of(long depth, long type) {
@@ -29,12 +29,6 @@ static operand new_operand(long n_tokens, long depth, long type) {
 static void free_operand(operand *x) {
     if (!x->borrowed) release(x->data);
     release(x->scale), release(x->sum), release(x->group_sum);
-}
-
-// An operand for products with weights like w, for n_tokens tokens
-static operand operand_for(const matrix *w, long n_tokens) {
-    if (n_tokens > 1) return new_operand(n_tokens, w->depth, operand_type(w->dtype));
-    return new_operand(1, w->depth, w->dtype == FLOAT32 || w->dtype == BFLOAT16 ? FLOAT32 : INT8);
 }
 
 // --- one block of weight rows times one panel ---
@@ -181,7 +175,7 @@ static const char *left_rows(const matrix *w, long row, long type, long units, c
 typedef struct {
     activations *y;
     long first;
-    int add, gelu;  // add to what y holds; apply GELU, to the sum
+    int add, gelu;  // add to what y holds; apply GELU to the sum, of several tokens
 } result;
 
 INLINE void finish_block(const matrix *w, long row, long rows, const operand *x, long panel, const void *sums,

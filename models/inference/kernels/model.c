@@ -1,5 +1,11 @@
-// The two forward passes, each written once over the kernels: the decoder for any number of sequences and tokens, and
-// the vision encoder.
+// One level of the kernel library, compiled with -DLEVEL=0 to 5 (see common.h): the two forward passes, each written
+// once over the kernels, the decoder for any number of sequences and tokens, and the vision encoder.
+#include "common.h"
+#include "amx.c"
+#include "elementwise.c"
+#include "gemm.c"
+#include "gemv.c"
+#include "attention.c"
 
 typedef struct {
     const float *weight, *bias;  // RMSNorm has no bias
@@ -8,7 +14,7 @@ typedef struct {
 
 // A linear layer's operand: x, normalized if norm is given
 static operand make_operand(const matrix *w, const activations *x, const norm_args *norm, int threads) {
-    operand out = operand_for(w, x->n_tokens);
+    operand out = new_operand(x->n_tokens, w->depth, operand_type(w->dtype, x->n_tokens));
     const long depth = w->depth, width = width_of(x);
     const int splits = width == 1 && w->dtype == BFLOAT16 && LEVEL > NAIVE;  // see split_token
     if (out.type == FLOAT32 && !norm && !splits) {
@@ -184,7 +190,7 @@ typedef struct {
 
 // Attention of one image's head, whose keys are first copied from panels to rows
 static void attend_image(const vision_encoder *e, const activations *qkv, activations *y, long image, long h) {
-    const long C = e->hidden_dim, D = C / e->n_heads, T = e->n_patches, type = operand_type(e->dtype);
+    const long C = e->hidden_dim, D = C / e->n_heads, T = e->n_patches, type = operand_type(e->dtype, PANEL);
     const long size = type == BFLOAT16 ? 2 : 4;
     // With int8 weights activations are rounded anyway: int16 is finer, and twice as fast as float32
     const int rounds = HAS_INT16_DOT && type == FLOAT32 && e->blocks->qkv.dtype == INT8 && D % LANES == 0;

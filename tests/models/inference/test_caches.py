@@ -25,8 +25,7 @@ def alone(model, ids, pixels=None, n=6):
 @pytest.fixture
 def computed(tiny_model):
     """A model of 256 positions, and lists of how many tiles and how many new tokens it has computed each time."""
-    model = tiny_model(lm_max_position_embeddings=256)
-    tiles, tokens = [], []
+    model, tiles, tokens = tiny_model(lm_max_position_embeddings=256), [], []
     model.vision_encoder.register_forward_pre_hook(lambda module, args: tiles.append(len(args[0])))
     model.decoder.blocks[0].register_forward_pre_hook(lambda module, args: tokens.append(args[0].size(1)))
     return model, tiles, tokens
@@ -72,6 +71,10 @@ def test_next_turn_computes_its_own_tokens_only(computed):
             assert one.n_cached == len(turn) - 4
         turn = [*turn, *ids, *chat(3, seed=n_turn)]
     assert len(batch.prefix_cache.items()) == 1, "a turn replaces the one before"
+    batch.add(one := request(chat(50)))
+    batch.step(), batch.cancel(one), tokens.clear()
+    run(batch, request(chat(50) + chat(5, seed=1)))
+    assert tokens[0] == 5, "a cancelled sequence is kept, too"
 
 
 def test_another_image_is_no_common_prefix(computed):
@@ -105,18 +108,6 @@ def test_caches_of_any_size_change_no_token(tiny_model, seed):
             chats[number] = ids + text + chat(rng.randint(1, 9)), seed
     for cache in caches.values():
         assert cache.bytes_used <= cache.max_bytes
-
-
-def test_cancelled_sequence_is_kept(computed):
-    model, _, tokens = computed
-    batch = ContinuousBatch(model, prefix_cache=(cache := PrefixCache(LARGE)))
-    batch.add(one := request(chat(50)))
-    batch.step()
-    batch.cancel(one)
-    assert len(cache.items()) == 1
-    tokens.clear()
-    run(batch, request(chat(50) + chat(5, seed=1)))
-    assert tokens[0] == 5
 
 
 def test_cache_without_memory_loses_no_token(computed, monkeypatch):
