@@ -321,12 +321,12 @@ def test_images_of_several_sizes_of_batch(tiny_model, size, factor, length, dtyp
     tokens = {"mp_pixel_shuffle_factor": factor, "mp_image_token_length": length}
     model = tiny_model(vit_img_size=size, max_img_size=2 * size, **tokens).to(dtype)
     inference, images, told = InferenceModel(model), torch.rand(5, 3, size, size, dtype=dtype), []
-    for n in (0, 1, 2, 5):
+    for n in (0, 1, 2, 5, 5):
         got, wanted = inference.encode_images(images[:n]), model.encode_images(images[:n])
         assert got.shape == wanted.shape
         assert (got.float() - wanted.float()).norm() <= (1e-5 if dtype == torch.float32 else 0.05) * wanted.norm()
-    inference.on_tile = lambda *counts: told.append(counts)
-    torch.testing.assert_close(inference.encode_images(images), got, rtol=1e-4, atol=1e-5)
+        if n == 5:
+            inference.on_tile = lambda *counts: told.append(counts)
     assert told == [(done, 5) for done in range(6)]
 
 

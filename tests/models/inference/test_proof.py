@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-from functools import partial
 
 import pytest
 import torch
@@ -20,6 +19,7 @@ from support import ROOT
 from support.generation import logits_of
 from support.kernels import LEVELS
 
+DTYPES = (torch.float32, torch.bfloat16)
 pytestmark = pytest.mark.skipif(not LEVELS, reason="this machine has no kernels")
 
 
@@ -33,25 +33,20 @@ def sharper(q, k, v, mask=None, causal=False, dropout_p=0.0):
     return F.scaled_dot_product_attention(q, k, v, mask, dropout_p, causal, scale=0.3, enable_gqa=True)
 
 
+def scaled(self, x, *args, **options):
+    return ORIGINAL_FORWARD(self, x * 1.1, *args, **options)
+
+
 ORIGINAL_FORWARD = language_model.LanguageModel.forward
-EDITS = {  # of a file of the core: where, and what stands there then
-    "squared relu": (
-        (language_model.MLP, "forward"),
-        lambda self, x: self.down_proj(F.relu(self.gate_proj(x)).square() * self.up_proj(x)),
-    ),
-    "norm without weight": (
-        (language_model.RMSNorm, "forward"),
-        lambda self, x: F.rms_norm(x, x.shape[-1:], eps=self.eps) * 1.5,
-    ),
-    "interleaved": ((language_model, "apply_rope"), interleaved_rope),
-    "attention": ((language_model, "attention"), sharper),
-    "scaled": (
-        (language_model.LanguageModel, "forward"),
-        lambda self, x, *args, **options: ORIGINAL_FORWARD(self, x * 1.1, *args, **options),
-    ),
-    "exact gelu": ((vision_transformer.MLP, "forward"), lambda self, x: self.fc2(F.gelu(self.fc1(x)))),
-    "vision attention": ((vision_transformer, "attention"), sharper),
-}
+EDITS = [  # of a file of the core: where, and what stands there then
+    (language_model.MLP, "forward", lambda self, x: self.down_proj(F.relu(self.gate_proj(x)) * self.up_proj(x))),
+    (language_model.RMSNorm, "forward", lambda self, x: F.rms_norm(x, x.shape[-1:], eps=self.eps) * 1.5),
+    (language_model, "apply_rope", interleaved_rope),
+    (language_model, "attention", sharper),
+    (language_model.LanguageModel, "forward", scaled),
+    (vision_transformer.MLP, "forward", lambda self, x: self.fc2(F.gelu(self.fc1(x)))),
+    (vision_transformer, "attention", sharper),
+]
 
 
 def mlp_projector(model):
@@ -68,25 +63,22 @@ def own_forward(model):
     mlp.forward = lambda x: mlp.down_proj(x.new_zeros(*x.shape[:-1], model.cfg.lm_inter_dim))
 
 
-def apply_edit(name, dtype, patch, model):
-    patch.setattr(*EDITS[name][0], EDITS[name][1])
-    model.to(dtype)
+CHANGES: list = [(edit, lambda model, dtype=dtype: model.to(dtype)) for edit in EDITS for dtype in DTYPES]
+CHANGES += [(None, change) for change in (mlp_projector, hook, own_forward)]
 
 
-CHANGES = [partial(apply_edit, name, dtype) for name in EDITS for dtype in (torch.float32, torch.bfloat16)]
-CHANGES += [lambda patch, model, change=change: change(model) for change in (mlp_projector, hook, own_forward)]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("quantize", [None, "int8", "int4"])
 def test_the_kernels_are_used_where_nothing_was_edited(tiny_model, dtype, quantize, caplog):
     inference = InferenceModel(tiny_model().to(dtype), quantize=quantize)
     assert type(inference.network) is KernelNetwork and not caplog.records
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_an_edited_model_is_computed_by_its_modules(tiny_model, monkeypatch, caplog, change):
-    change(monkeypatch, model := tiny_model())
+@pytest.mark.parametrize(("edit", "change"), CHANGES)
+def test_an_edited_model_is_computed_by_its_modules(tiny_model, monkeypatch, caplog, edit, change):
+    if edit is not None:
+        monkeypatch.setattr(*edit)
+    change(model := tiny_model())
     with caplog.at_level(logging.WARNING):
         inference = InferenceModel(model)
     assert type(inference.network) is PlainNetwork
