@@ -101,16 +101,16 @@ class Packer:
         positions = embedding.position_embedding[0]
         if embedding.position_ids is not None:
             positions = positions[embedding.position_ids]
-        blocks = [
-            STRUCTS["vision_block"](
+        blocks = []
+        for block in encoder.blocks:
+            packed = STRUCTS["vision_block"](
                 qkv=self.matrix(block.attn.qkv_proj, 3 * width, width),
                 out=self.matrix(block.attn.out_proj, width, width),
                 fc1=self.matrix(block.mlp.fc1, inner, width), fc2=self.matrix(block.mlp.fc2, width, inner),
                 ln1=self.vector(block.ln1.weight, width), ln1_bias=self.vector(block.ln1.bias, width),
                 ln2=self.vector(block.ln2.weight, width), ln2_bias=self.vector(block.ln2.bias, width),
             )  # fmt: skip
-            for block in encoder.blocks
-        ]
+            blocks.append(packed)
         return STRUCTS["vision_encoder"](
             blocks=self.structs(blocks),
             patch=self.structs([self.matrix(embedding.conv, width, 3 * cfg.vit_patch_size**2)]),
@@ -243,7 +243,7 @@ class KernelNetwork:
         elif isinstance(prefix.kv_cache, StackedCache) and prefix.kv_cache.data.dtype == self.cache_dtype:
             cache = prefix.kv_cache
         else:
-            cache = StackedCache.copy([kv for kv in prefix.kv_cache], T, self.cache_dtype)
+            cache = StackedCache.copy(prefix.kv_cache, T, self.cache_dtype)
         n_blocks, _, n_sequences, heads, _, head_dim = cache.data.shape
         wanted = cfg.lm_n_blocks, B, cfg.lm_n_kv_heads, cfg.lm_head_dim
         if (n_blocks, n_sequences, heads, head_dim) != wanted:  # the kernels would read and write beyond it
