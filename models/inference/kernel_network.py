@@ -272,7 +272,7 @@ class KernelNetwork:
         logits = x.new_empty(B, self.cfg.lm_vocab_size, dtype=torch.float32)
         if not B:  # the kernels divide the work by it
             return logits
-        x = (x if x.dtype in DTYPES else x.float()).contiguous()
+        x = x.float().contiguous()
         visible = None
         if mask is None:
             angles = self._angles[past] if T == 1 else torch.cat([self._angles.narrow(0, n, T) for n in past])
@@ -283,9 +283,9 @@ class KernelNetwork:
         sequences = (STRUCTS["sequence"] * B)(*zip(slots, past, last))
         block_stride, part_stride, sequence_stride, *_ = cache.stride()
         step = STRUCTS["decoder_step"](
-            x=x.data_ptr(), x_dtype=DTYPES[x.dtype], n_sequences=B, n_new=T, sequences=ctypes.addressof(sequences),
-            angles=angles.data_ptr(), mask=None if visible is None else visible.data_ptr(), cache=cache.data_ptr(),
-            cache_dtype=DTYPES[cache.dtype], capacity=cache.size(4), block_stride=block_stride, part_stride=part_stride,
+            x=x.data_ptr(), n_sequences=B, n_new=T, sequences=ctypes.addressof(sequences), angles=angles.data_ptr(),
+            mask=None if visible is None else visible.data_ptr(), cache=cache.data_ptr(), capacity=cache.size(4),
+            cache_dtype=DTYPES[cache.dtype], block_stride=block_stride, part_stride=part_stride,
             sequence_stride=sequence_stride, logits=logits.data_ptr(), threads=torch.get_num_threads(),
         )  # fmt: skip
         self._library.decoder_forward(ctypes.byref(self._decoder), ctypes.byref(step))
