@@ -32,10 +32,10 @@ class PlainNetwork:
     def prefill_embeds(
         self, embeds: Tensor, attention_mask: Tensor | None, prefix: PrefillState | None
     ) -> tuple[Tensor, PrefillState]:
-        """See `VisionLanguageModel.prefill_embeds`; the prefix may be of another dtype."""
-        dtype = self.cache_dtype
-        if prefix is not None and prefix.kv_cache[0].key.dtype != dtype:
-            kv_cache = [KVCache(kv.key.to(dtype), kv.value.to(dtype)) for kv in prefix.kv_cache]
+        """See `VisionLanguageModel.prefill_embeds`; the prefix may be of another dtype or device."""
+        like = torch.empty(0, dtype=self.cache_dtype, device=self.model.device)
+        if prefix is not None and (key := prefix.kv_cache[0].key).to(like) is not key:
+            kv_cache = [KVCache(kv.key.to(like), kv.value.to(like)) for kv in prefix.kv_cache]
             prefix = PrefillState(kv_cache, prefix.attention_mask)
         return self.model.prefill_embeds(embeds, attention_mask, prefix)
 
