@@ -1,4 +1,4 @@
-"""The caches of continuous batching: running sequences, encoded images, and the keys and values of earlier prompts."""
+"""The caches of continuous batching: encoded images, and the keys and values of earlier prompts."""
 
 import threading
 from collections import OrderedDict
@@ -10,36 +10,13 @@ import torch
 from torch import Tensor
 
 from models.errors import InputError
-from models.inference.inference_model import InferenceModel, Network
-from models.inference.kernel_network import empty_cache
+from models.inference.inference_model import InferenceModel
 
 V = TypeVar("V")
 ImageStarts = Sequence[tuple[Hashable, int]]  # each image's key, and the position of its first token
 
-SLOT_CAPACITY_STEP = 64  # tokens; the capacity of a slot is a multiple of it
 MIN_PREFIX_TOKENS = 32  # shorter common prefixes cost less to compute again than to handle
 MAX_ENTRIES = 256  # of a cache: each prefix is compared with a new prompt
-
-
-class SlotCache:
-    """Keys and values of running sequences, one a slot: data (n_blocks, 2, slots, n_kv_heads, capacity, head_dim)."""
-
-    def __init__(self, max_slots: int, max_tokens: int):
-        self.max_slots, self.max_tokens = max_slots, max_tokens
-        self.data = torch.empty(0, 0, 0, 0, 0, 0)
-
-    def reserve(self, network: Network, n_slots: int, n_tokens: int, n_kept: int) -> None:
-        """Make room for n_slots of n_tokens, and to grow; only the first n_kept slots keep their contents."""
-        old = self.data
-        if n_slots <= old.size(2) and n_tokens <= old.size(4):
-            return
-        if n_kept:
-            n_slots = min(2 * n_slots, self.max_slots) if n_slots > old.size(2) else n_slots
-            n_tokens = max(n_tokens, old.size(4) * 5 // 4) if n_tokens > old.size(4) else old.size(4)
-        capacity = min(-(-n_tokens // SLOT_CAPACITY_STEP) * SLOT_CAPACITY_STEP, self.max_tokens)
-        self.data = empty_cache(network, n_slots, capacity)
-        if n_kept:
-            self.data[:, :, :n_kept, :, : old.size(4)] = old[:, :, :n_kept]
 
 
 class LRUCache(Generic[V]):
@@ -50,7 +27,7 @@ class LRUCache(Generic[V]):
             raise InputError(f"max_bytes={max_bytes} is negative")
         self.max_bytes, self.max_entries, self.bytes_used = max_bytes, max_entries, 0
         self._values: OrderedDict[Hashable, tuple[V, int]] = OrderedDict()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def get(self, key: Hashable) -> V | None:
         """The value of a key, which counts as used now; None if there is none."""
@@ -63,26 +40,23 @@ class LRUCache(Generic[V]):
     def put(self, key: Hashable, value: V, n_bytes: int) -> None:
         """Store a value of that many bytes, unless it alone is too large."""
         with self._lock:
-            self._drop(key)
+            self.drop(key)
             if n_bytes > self.max_bytes:
                 return
             self._values[key] = value, n_bytes
             self.bytes_used += n_bytes
             while self.bytes_used > self.max_bytes or len(self._values) > self.max_entries:
-                self._drop(next(iter(self._values)))
+                self.drop(next(iter(self._values)))
 
     def drop(self, key: Hashable) -> None:
         with self._lock:
-            self._drop(key)
+            if key in self._values:
+                self.bytes_used -= self._values.pop(key)[1]
 
     def items(self) -> list[tuple[Hashable, V]]:
         """All keys and values, those used longest ago first; none of them counts as used now."""
         with self._lock:
             return [(key, value) for key, (value, _) in self._values.items()]
-
-    def _drop(self, key: Hashable) -> None:
-        if key in self._values:
-            self.bytes_used -= self._values.pop(key)[1]
 
 
 @dataclass(eq=False)
@@ -145,12 +119,10 @@ class PrefixCache(LRUCache[CachedPrefix]):
 
     def find(self, ids: Sequence[int], starts: ImageStarts) -> tuple[int, Tensor | None]:
         """The longest prefix that an entry has in common with a prompt: its length and the entry's keys and values."""
-        length, best = 0, None
-        for key, entry in self.items():
-            if (n := common_prefix(entry.ids, entry.starts, ids, starts)) > length:
-                length, best = n, key
-        found = None if best is None else self.get(best)
-        return length, None if found is None else found.kv
+        lengths = {key: common_prefix(entry.ids, entry.starts, ids, starts) for key, entry in self.items()}
+        best = max(lengths, key=lengths.__getitem__, default=None)
+        found = self.get(best) if best is not None and lengths[best] else None
+        return (0, None) if found is None else (lengths[best], found.kv)
 
     def add(self, entry: CachedPrefix) -> None:
         """Store a sequence; it replaces those that it begins with."""
@@ -171,13 +143,3 @@ def common_prefix(ids: Sequence[int], starts: ImageStarts, others: Sequence[int]
     if n < MIN_PREFIX_TOKENS or ids[:MIN_PREFIX_TOKENS] != others[:MIN_PREFIX_TOKENS]:  # nearly always
         return 0
     return next((i for i, (a, b) in enumerate(zip(ids[:n], others)) if a != b), n)
-
-
-def image_starts(ids: Sequence[int], images: Sequence[TiledImage], image_token_id: int, per_tile: int) -> ImageStarts:
-    """Each image's key, and the position of its first token among ids."""
-    positions = [i for i, token_id in enumerate(ids) if token_id == image_token_id]
-    starts, n = [], 0
-    for image in images:
-        starts.append((image.key, positions[n] if n < len(positions) else len(ids)))
-        n += image.n_tiles * per_tile
-    return starts

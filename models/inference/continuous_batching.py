@@ -4,7 +4,7 @@ Each running request has a slot in a cache of fixed capacity. Its keys and value
 finished request therefore costs nothing, and a new one is prefilled into a free slot.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -17,18 +17,18 @@ from models.inference.caches import (
     CachedPrefix,
     ImageCache,
     PrefixCache,
-    SlotCache,
     common_prefix,
     encode_images,
-    image_starts,
 )
 from models.inference.inference_model import InferenceModel
+from models.inference.kernel_network import empty_cache
 from models.inference.request import Request, TokenOutput
 from models.vision_language_model import VisionLanguageModel
 
 MAX_PREFILL_TOKENS = 2048  # of several prompts in one step; running requests wait for them
 MAX_PADDING = 16  # new tokens, or an eighth of them, by which the prompts of one prefill may differ
 REGROWTH = 1 / 8  # requests, by which a batch that memory has limited grows with each answer
+CAPACITY_STEP = 64  # tokens; the capacity of a slot is a multiple of it
 
 
 class ContinuousBatch:
@@ -58,7 +58,7 @@ class ContinuousBatch:
         self._waiting: list[Request] = []
         self._slots: list[Request] = []
         self._network = self.model.network  # a change of the weights is noticed by the next prefill
-        self._cache = SlotCache(max_num_seqs, self.model.cfg.lm_max_position_embeddings)
+        self._cache = empty_cache(self._network, 0, 0)  # (n_blocks, 2, slots, n_kv_heads, capacity, head_dim)
         self._outputs: list[TokenOutput] = []  # of the current step
 
     @property
@@ -72,21 +72,23 @@ class ContinuousBatch:
     @property
     def bytes_per_token(self) -> int:
         """Bytes of a token's keys and values."""
-        return self._cache.data[:, :, :1, :, :1].nbytes
+        return self._cache[:, :, :1, :, :1].nbytes
 
     def add(self, request: Request) -> None:
         """Queue a request. InputError if it can never be prefilled."""
+        ids, images, sampling = request.ids, request.images, request.sampling
         if request.output or request.finished or request in self._waiting + self._slots:
             raise InputError("a request is used once; make another")
-        if request.max_new_tokens < 1 or not request.ids:
-            raise InputError(f"max_new_tokens={request.max_new_tokens} and {len(request.ids)} ids: each is at least 1")
-        self.model.validate_length(len(request.ids), request.max_new_tokens)
-        dtype = next((image.tiles.dtype for image in request.images if image.tiles is not None), None)
-        tiles = torch.empty(sum(image.n_tiles for image in request.images), 0, dtype=dtype)
-        prompt = torch.tensor([request.ids])
-        self.model.validate_images(prompt, tiles)
-        image_token, sampling = self.model.image_token_id, request.sampling
-        request.starts = image_starts(request.ids, request.images, image_token, self.model.cfg.mp_image_token_length)
+        if request.max_new_tokens < 1 or not ids:
+            raise InputError(f"max_new_tokens={request.max_new_tokens} and {len(ids)} ids: each is at least 1")
+        self.model.validate_length(len(ids), request.max_new_tokens)
+        n_tiles = [image.n_tiles for image in images]
+        dtype = next((image.tiles.dtype for image in images if image.tiles is not None), None)
+        prompt, image_token = torch.tensor([ids]), self.model.image_token_id
+        self.model.validate_images(prompt, torch.empty(sum(n_tiles), 0, dtype=dtype))
+        positions = [i for i, token_id in enumerate(ids) if token_id == image_token] + [len(ids)]
+        first = [sum(n_tiles[:i]) * self.model.cfg.mp_image_token_length for i in range(len(images))]
+        request.starts = [(image.key, positions[n]) for image, n in zip(images, first)]
         if request.grammar is not None or not sampling.is_greedy:
             process = None if request.grammar is None else partial(request.grammar, request.output)
             counted = prompt.masked_fill(prompt == image_token, -1)
@@ -110,24 +112,75 @@ class ContinuousBatch:
         a prompt waits until others have ended, and the last running request returns to the queue, to be computed
         again; a request that is alone and does not fit ends with the allocator's error (see `is_out_of_memory`).
         """
+        forced = [request for request in self._slots if len(request.unread) > 1]
         try:
-            self._decode_all()
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
+            for group in ([request for request in self._slots if request not in forced], *([one] for one in forced)):
+                self._compute(group, self._decode)
+        except MemoryError:
             self._compact()
-            self._preempt()
+            if len(self._slots) > 1:  # no other request may take the slot of the last one
+                request = self._slots.pop()
+                request.length, self._limit = 0, len(self._slots)
+                self._waiting.insert(0, request)
         self._compact()
         budget = MAX_PREFILL_TOKENS
-        while group := self._next_group(budget):
-            budget -= sum(len(request.tokens) - request.n_cached for request in group)
-            if not self._prefill(group):
-                break
+        try:
+            while prompts := self._next_group(budget):
+                budget -= sum(len(request.tokens) - request.n_cached for request in prompts)
+                self._compute([*prompts], partial(self._prefill, prompts))
+        except MemoryError:
+            self._limit = len(self._slots)
         self._compact()
         outputs, self._outputs = self._outputs, []
         return outputs
 
-    # --------------------------------------------------------------------------------------------------- prefill
+    def _compute(self, requests: Sequence[Request], forward: Callable[[Sequence[Request]], Tensor]) -> None:
+        """Choose the next token of requests, running or waiting ones, by the logits that forward gives.
+
+        If they fail together, each is computed alone, and ends with its error. MemoryError if others need the memory.
+        """
+        if not requests:
+            return
+        is_waiting, is_alone = requests[0].length == 0, len(requests) == 1
+        try:
+            logits = forward(requests)
+            chosen = self._greedy(logits).tolist()
+        except Exception as error:
+            others = len(self._slots) * is_alone if is_waiting else len(self._slots) - 1
+            if others and is_out_of_memory(error):
+                raise MemoryError from error
+            if is_alone:
+                self._fail(requests[0], error)
+            else:
+                for request in requests:
+                    self._compute([request], forward)
+            return
+        for request in requests:
+            request.length = len(request.tokens)
+        if is_waiting:
+            self._waiting = [request for request in self._waiting if request not in requests]
+            self._slots += requests
+        for row, (request, token_id) in enumerate(zip(requests, chosen)):
+            try:
+                if request.sampler is not None:
+                    token_id = int(request.sampler(logits[row : row + 1]))
+                self._accept(request, token_id)
+                forced_tokens = getattr(request.grammar, "forced_tokens", None)
+                if forced_tokens is not None and request.sampling.is_greedy:  # a forced token takes no random number
+                    for forced in () if request.finished else forced_tokens(request.output):
+                        if not request.finished:
+                            self._accept(request, forced)
+            except Exception as error:
+                self._fail(request, error)
+
+    def _decode(self, requests: Sequence[Request]) -> Tensor:
+        """Logits (B, vocabulary) after the unread tokens of running requests."""
+        lengths, n_new = [request.length for request in requests], len(requests[0].unread)
+        ids = torch.tensor([request.unread for request in requests], device=self.model.device)
+        self._reserve(len(self._slots), max(lengths) + n_new)
+        slots = [self._slots.index(request) for request in requests]
+        x = self._network.embed_tokens(ids)
+        return self._network.run(x, self._cache, lengths, [n_new - 1] * len(requests), slots)
 
     def _next_group(self, budget: int) -> dict[Request, Tensor | None]:
         """Prompts to prefill together, with the keys and values that are known of their beginnings, all as long.
@@ -148,8 +201,7 @@ class ContinuousBatch:
             lengths = [*new, len(request.tokens) - n_cached]
             if len(lengths) * max(lengths) > budget and (group or budget < MAX_PREFILL_TOKENS):
                 break
-            if not group:
-                start = n_cached
+            start = start if group else n_cached
             if n_cached == start and max(lengths) - min(lengths) <= max(MAX_PADDING, max(lengths) // 8):
                 group[request], request.n_cached, new = kv, n_cached, lengths
         return group
@@ -160,42 +212,23 @@ class ContinuousBatch:
         length, kv = (0, None) if self.prefix_cache is None else self.prefix_cache.find(tokens, request.starts)
         for slot, other in enumerate(self._slots):
             if (n := common_prefix(tokens, request.starts, other.ids, other.starts)) > length:
-                length, kv = n, self._cache.data[:, :, slot]
+                length, kv = n, self._cache[:, :, slot]
         return max(0, min(length, len(tokens) - 1)), kv
 
-    def _prefill(self, group: dict[Request, Tensor | None]) -> bool:
-        """Prefill prompts; if several fail together, the first alone. False if there is no memory beside the others."""
-        requests = list(group)
-        try:
-            logits, chosen = self._prefill_logits(group)
-        except Exception as error:  # a kernel's or Python's error: one prompt must not stop the others
-            if len(requests) > 1:
-                return self._prefill({requests[0]: group[requests[0]]})
-            if is_out_of_memory(error) and self._slots:
-                self._limit = len(self._slots)
-                return False
-            self._waiting.remove(requests[0])
-            self._fail(requests[0], error)
-            return True
-        for request in requests:
-            self._waiting.remove(request)
-            request.length = len(request.tokens)
-        self._slots += requests
-        self._choose(requests, logits, chosen)
-        return True
+    def _prefill(self, known: Mapping[Request, Tensor | None], requests: Sequence[Request]) -> Tensor:
+        """Logits (B, vocabulary) after prompts, with what is known of them.
 
-    def _prefill_logits(self, group: dict[Request, Tensor | None]) -> tuple[Tensor, list[int]]:
-        """Logits after each prompt, see `_run`. Padding is on the right, where causal attention ignores it."""
+        Padding is on the right, where causal attention ignores it.
+        """
         self._network = self.model.network
-        requests = list(group)
         start = requests[0].n_cached
         rows = [torch.tensor(request.tokens[start:]) for request in requests]
-        first, lengths = len(self._slots), [len(row) for row in rows]
-        slots = range(first, first + len(rows))
-        self._cache.reserve(self._network, slots.stop, start + max(lengths), n_kept=first)
-        for slot, kv in zip(slots, group.values()):
-            if kv is not None:
-                self._cache.data[:, :, slot, :, :start] = kv[:, :, :, :start]
+        lengths = [len(row) for row in rows]
+        slots = range(len(self._slots), len(self._slots) + len(rows))
+        self._reserve(slots.stop, start + max(lengths))
+        for slot, request in zip(slots, requests):
+            if (kv := known[request]) is not None:
+                self._cache[:, :, slot, :, :start] = kv[:, :, :, :start]
         ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
         is_image = ids == self.model.image_token_id
         for row, request in zip(is_image, requests):
@@ -204,7 +237,7 @@ class ContinuousBatch:
         x = self._network.embed_tokens(ids.masked_fill(is_image, 0).to(device))
         if (embeds := self._image_embeds(requests, start)) is not None:
             x = x.masked_scatter(is_image[..., None].to(device), embeds.to(x.dtype))
-        return self._run(x, [start] * len(rows), [n - 1 for n in lengths], slots)
+        return self._network.run(x, self._cache, [start] * len(rows), [n - 1 for n in lengths], slots)
 
     def _image_embeds(self, requests: Sequence[Request], start: int) -> Tensor | None:
         """Embeddings (n, C) of the image tokens from position start on; None if there are none."""
@@ -216,76 +249,18 @@ class ContinuousBatch:
             parts.append(embeds.flatten(0, 1)[request.ids[:start].count(image_token) :])
         return torch.cat(parts) if parts else None
 
-    # ---------------------------------------------------------------------------------------------------- decode
-
-    def _decode_all(self) -> None:
-        """Decode one token for each running request. One that has forced tokens to read is decoded by itself."""
-        unread = [len(request.unread) for request in self._slots]
-        self._decode([slot for slot, n in enumerate(unread) if n == 1])
-        for slot, n in enumerate(unread):
-            if n > 1:
-                self._decode([slot])
-
-    def _decode(self, slots: Sequence[int]) -> None:
-        """Decode one token for the requests in some slots.
-
-        If they fail together, each half is decoded by itself, until only the request that causes the failure ends.
-        """
-        requests = [self._slots[slot] for slot in slots]
-        if not requests:
+    def _reserve(self, n_slots: int, n_tokens: int) -> None:
+        """Make room for n_slots of n_tokens, and to grow; those of the running requests keep their contents."""
+        old, n_kept = self._cache, len(self._slots)
+        if n_slots <= old.size(2) and n_tokens <= old.size(4):
             return
-        lengths = [request.length for request in requests]
-        n_new = len(requests[0].unread)
-        try:
-            ids = torch.tensor([request.unread for request in requests], device=self.model.device)
-            self._cache.reserve(self._network, len(self._slots), max(lengths) + n_new, n_kept=len(self._slots))
-            x = self._network.embed_tokens(ids)
-            logits, chosen = self._run(x, lengths, [n_new - 1] * len(requests), slots)
-        except Exception as error:
-            if is_out_of_memory(error) and len(self._slots) > 1:
-                raise
-            if len(requests) == 1:
-                self._fail(requests[0], error)
-            else:
-                middle = len(slots) // 2
-                self._decode(slots[:middle])
-                self._decode(slots[middle:])
-            return
-        for request in requests:
-            request.length += n_new
-        self._choose(requests, logits, chosen)
-
-    def _preempt(self) -> None:
-        """Return the last running request to the queue, its output included, and let no other take its slot."""
-        if len(self._slots) > 1:
-            request = self._slots.pop()
-            request.length = 0
-            self._waiting.insert(0, request)
-            self._limit = len(self._slots)
-
-    # --------------------------------------------------------------------------------------------- both of them
-
-    def _run(
-        self, x: Tensor, past: Sequence[int], last: Sequence[int], slots: Sequence[int]
-    ) -> tuple[Tensor, list[int]]:
-        """Logits (B, vocabulary) and the most likely tokens after embeddings x (B, T, C), see `KernelNetwork.run`."""
-        logits = self._network.run(x, self._cache.data, past, None, last, slots)
-        return logits, self._greedy(logits).tolist()
-
-    def _choose(self, requests: Sequence[Request], logits: Tensor, chosen: Sequence[int]) -> None:
-        """Add the next token of each request: the most likely one, or one chosen as `generate_tokens` does."""
-        for row, (request, token_id) in enumerate(zip(requests, chosen)):
-            try:
-                if request.sampler is not None:
-                    token_id = int(request.sampler(logits[row : row + 1]))
-                self._accept(request, token_id)
-                forced_tokens = getattr(request.grammar, "forced_tokens", None)
-                if forced_tokens is not None and request.sampling.is_greedy:  # a forced token takes no random number
-                    for forced in () if request.finished else forced_tokens(request.output):
-                        if not request.finished:
-                            self._accept(request, forced)
-            except Exception as error:
-                self._fail(request, error)
+        if n_kept:
+            n_slots = min(2 * n_slots, self.max_num_seqs) if n_slots > old.size(2) else n_slots
+            n_tokens = max(n_tokens, old.size(4) * 5 // 4) if n_tokens > old.size(4) else old.size(4)
+        limit = self.model.cfg.lm_max_position_embeddings
+        self._cache = empty_cache(self._network, n_slots, min(-(-n_tokens // CAPACITY_STEP) * CAPACITY_STEP, limit))
+        if n_kept:
+            self._cache[:, :, :n_kept, :, : old.size(4)] = old[:, :, :n_kept]
 
     def _accept(self, request: Request, token_id: int) -> None:
         """Add a token to the request's output, which may end it."""
@@ -296,6 +271,7 @@ class ContinuousBatch:
         self._outputs.append(TokenOutput(request, token_id, request.finished))
 
     def _fail(self, request: Request, error: Exception) -> None:
+        self._waiting = [other for other in self._waiting if other is not request]
         request.finished, request.error, request.images = "error", error, ()
         self._outputs.append(TokenOutput(request, -1, "error", error))
 
@@ -311,14 +287,14 @@ class ContinuousBatch:
             last = self._slots.pop()
             if last is not request:
                 self._slots[slot] = last
-                self._cache.data[:, :, slot] = self._cache.data[:, :, len(self._slots)]
+                self._cache[:, :, slot] = self._cache[:, :, len(self._slots)]
 
     def _keep_prefix(self, slot: int, request: Request) -> None:
         """Give the keys and values of a request that has ended to the prefix cache, if memory allows it."""
         if self.prefix_cache is None or request.error is not None:
             return
         try:
-            kv = self._cache.data[:, :, slot, :, : request.length].clone()
+            kv = self._cache[:, :, slot, :, : request.length].clone()
         except Exception as error:
             if is_out_of_memory(error):
                 return

@@ -6,7 +6,6 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,10 +14,9 @@ from torch import Tensor, nn
 from models.cache import KVCache, PrefillState
 from models.decoding import GenerationMixin
 from models.errors import InputError
-from models.inference.huge_pages import move_to_huge_pages
 from models.inference.kernel_network import KernelNetwork
 from models.inference.proof import proven_network
-from models.inference.quantization import QuantizedLinear, check_format, quantize_linears
+from models.inference.quantization import FORMATS, QuantizedLinear, move_to_huge_pages, quantize_linears
 from models.vision_language_model import VisionLanguageModel
 
 logger = logging.getLogger(__name__)
@@ -35,16 +33,13 @@ class PlainNetwork:
         self, embeds: Tensor, attention_mask: Tensor | None, prefix: PrefillState | None
     ) -> tuple[Tensor, PrefillState]:
         """See `VisionLanguageModel.prefill_embeds`; the prefix may be of another dtype or device."""
-        if prefix is not None:
-            like = torch.empty(0, dtype=self.cache_dtype, device=self.model.device)
+        like = torch.empty(0, dtype=self.cache_dtype, device=self.model.device)
+        if prefix is not None and (key := prefix.kv_cache[0].key).to(like) is not key:
             kv_cache = [KVCache(kv.key.to(like), kv.value.to(like)) for kv in prefix.kv_cache]
-            if kv_cache[0].key is not prefix.kv_cache[0].key:
-                prefix = PrefillState(kv_cache, prefix.attention_mask)
+            prefix = PrefillState(kv_cache, prefix.attention_mask)
         return self.model.prefill_embeds(embeds, attention_mask, prefix)
 
-    def run(
-        self, x: Tensor, cache: Tensor, past: Sequence[int], mask: None, last: Sequence[int], slots: Sequence[int]
-    ) -> Tensor:
+    def run(self, x: Tensor, cache: Tensor, past: Sequence[int], last: Sequence[int], slots: Sequence[int]) -> Tensor:
         """See `KernelNetwork.run`; of sequences with different `past`, one new token each."""
         (B, T, _), span = x.shape, max(past)
         rows, lengths, indices = (torch.tensor(n, device=x.device) for n in (range(B), past, slots))
@@ -81,13 +76,13 @@ class InferenceModel(GenerationMixin):
     """
 
     def __init__(self, model: VisionLanguageModel, *, quantize: str | None = None):
-        check_format(quantize)
+        if quantize not in (None, *FORMATS):
+            raise InputError(f"quantize={quantize!r} is not supported; use {', '.join(map(repr, FORMATS))} or None")
         self.cfg, self.image_token_id = model.cfg, model.image_token_id
         self._source: VisionLanguageModel | None = model
-        self._quantize = quantize
-        self._lock = threading.Lock()
-        self._state = _build(model, quantize)
+        self._quantize, self._lock = quantize, threading.RLock()
         self.on_tile: Callable[[int, int], None] | None = None  # told how many of how many tiles are encoded, from 0 on
+        self.refresh()
 
     @property
     def model(self) -> VisionLanguageModel:
@@ -104,38 +99,37 @@ class InferenceModel(GenerationMixin):
     @property
     def network(self) -> Network:
         """What computes with the current weights; see `KernelNetwork` for its methods."""
-        state = self._state
-        if self._source is None or state.versions == _versions(self._source)[0]:
-            return state.network
         with self._lock:
-            if self._state is state:
+            if self._source is not None and self._versions != _versions(self._source):
                 logger.info("the model's weights have changed; rebuilding the inference model")
-                self._state = _build(self._source, self._quantize)
-        return self._state.network
+                self.refresh()
+            return self._network
 
     @property
     def device(self) -> torch.device:
-        return (self._source or self._state.network.model).device
+        return (self._source or self._network.model).device
 
     @property
     def dtype(self) -> torch.dtype:
-        return (self._source or self._state.network.model).dtype
+        return (self._source or self._network.model).dtype
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters that inference reads."""
-        return self._state.network.model.parameters()
+        return self._network.model.parameters()
 
     def refresh(self) -> None:
         """Rebuild everything that is derived from the model's weights, without looking for a change."""
-        if self._source is not None:
-            self._state = _build(self._source, self._quantize)
+        with self._lock:
+            if self._source is not None:
+                self._versions = _versions(self._source)
+                self._parameters = [*self._source.parameters()]  # alive, so that no address is reused
+                self._network: Network = _build(self._source, self._quantize)
 
     def release_source(self) -> None:
         """Forget the floating-point model, which is free once nobody else holds it. InputError if not quantized."""
         if self._quantize is None:
             raise InputError("release_source needs quantize=; without it, inference uses the model's own weights")
-        self._source = None
-        self._state = _State(self._state.network)
+        self._source, self._parameters = None, []
         if sys.platform == "linux":  # glibc keeps freed memory: here more than the quantized model takes
             trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
             if trim is not None:
@@ -168,48 +162,37 @@ class InferenceModel(GenerationMixin):
 
     @torch.no_grad()
     def decode(self, ids: Tensor, prefix: PrefillState) -> tuple[Tensor, PrefillState]:
-        """See `GenerationMixin.decode`."""
-        network = self._state.network  # a change of the weights is noticed by the next prefill
+        """See `GenerationMixin.decode`. A change of the weights is noticed by the next prefill."""
+        network = self._network
         return network.prefill_embeds(network.embed_tokens(ids[:, None]), None, prefix)
-
-
-@dataclass(frozen=True)
-class _State:
-    """All that is derived from a model's weights."""
-
-    network: Network
-    versions: Sequence[tuple] = ()  # of the model's parameters when this was made; () once it was released
-    parameters: Sequence[Tensor] = ()  # keeps the old tensors alive, so that no address is reused
 
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def _build(model: VisionLanguageModel, quantize: str | None) -> _State:
+def _build(model: VisionLanguageModel, quantize: str | None) -> Network:
     """The network for a model: its own modules, or a tree of new ones that share its parameters, quantized."""
     for module in model.modules():
         if isinstance(module, QuantizedLinear):
             module.check()
-    versions = _versions(model)
     kernels = proven_network(model, model)
     if not quantize:
-        return _State(kernels or PlainNetwork(model), *versions)
-    used = share_modules(model).eval()
+        return kernels or PlainNetwork(model)
+    used = _share_modules(model).eval()
     quantize_linears(used.decoder, quantize)
     if quantize == "int8" and kernels is not None:  # elsewhere int8 saves memory, and costs time
         quantize_linears(used.vision_encoder, quantize)
         quantize_linears(used.MP, quantize)
     move_to_huge_pages([p for m in used.modules() if isinstance(m, QuantizedLinear) for p in m.parameters()])
     quantized = None if kernels is None else proven_network(used, model)
-    return _State(quantized or PlainNetwork(used), *versions)
+    return quantized or PlainNetwork(used)
 
 
-def _versions(model: VisionLanguageModel) -> tuple[list[tuple], list[Tensor]]:
-    """Addresses, dtypes and edit counts of the parameters, which every change counts up; and the parameters."""
-    parameters: list[Tensor] = [*model.parameters()]
-    return [(p.data_ptr(), p.dtype, -1 if p.is_inference() else p._version) for p in parameters], parameters
+def _versions(model: VisionLanguageModel) -> list[tuple]:
+    """Addresses, dtypes and edit counts of the parameters, which every change counts up."""
+    return [(p.data_ptr(), p.dtype, -1 if p.is_inference() else p._version) for p in model.parameters()]
 
 
-def share_modules(model: VisionLanguageModel) -> VisionLanguageModel:
+def _share_modules(model: VisionLanguageModel) -> VisionLanguageModel:
     """A copy with new modules and the same parameters, buffers and hooks; its modules can be replaced."""
     modules = list(model.modules())
     shared: list[Any] = [x for m in modules for x in (*m.parameters(False), *m.buffers(False))]

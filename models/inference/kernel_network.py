@@ -1,4 +1,4 @@
-"""A VisionLanguageModel whose vision encoder and decoder run in the C kernels: packing structs, proof and calling."""
+"""A VisionLanguageModel whose vision encoder and decoder run in the C kernels: packing its weights, and calling."""
 
 import ctypes
 from collections.abc import Sequence
@@ -10,19 +10,7 @@ from torch import Tensor, nn
 from models.cache import KVCache, PrefillState, capacity_for
 from models.config import VLMConfig
 from models.errors import InputError
-from models.inference.kernels.load import (
-    LONG,
-    POINTER,
-    WITHOUT_BF16_DOT,
-    Decoder,
-    DecoderBlock,
-    DecoderStep,
-    Matrix,
-    VisionBlock,
-    VisionEncoder,
-    chosen_level,
-    load_library,
-)
+from models.inference.kernels.load import WITHOUT_BF16_DOT, chosen_level, load_library, read_structs
 from models.inference.quantization import QuantizedLinear
 from models.language_model import LanguageModel, build_attention_mask, rope_cos_sin
 from models.modality_projector import pixel_shuffle
@@ -32,115 +20,108 @@ from models.vision_transformer import VisionTransformer
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}  # the numbers in common.h
 QUANTIZED = {"int8": 2, "int4": 3}
 MAX_PATCHES = 1024  # of images that are encoded together; activations of more leave the CPU's cache
+STRUCTS = read_structs()
+POINTER: Any = ctypes.c_void_p
+LONG: Any = ctypes.c_long
 
 
 class NoKernels(Exception):
     """A device, CPU, dtype or kind of layer that is known to have no kernels."""
 
 
-class Unsupported(Exception):
-    """A model that the kernels do not compute; the message says which part of it."""
-
-
 class Packer:
-    """Makes structs of tensors and layers, and keeps what they point to in memory.
+    """Makes structs of layers, and keeps what they point to in memory.
 
-    The kernels read by address, so every size is compared with the one that they will read: Unsupported if it differs.
+    The kernels read by address, so every size is compared with the one that they will read: ValueError if it differs.
     """
 
     def __init__(self) -> None:
         self.kept: list[Any] = []
 
-    def vector(self, x: Tensor | None, n: int) -> int | None:
-        """The address of a vector (n,) in float32; None for None."""
-        if x is None:
-            return None
-        self._check_shape("a vector", x, (n,))
-        self.kept.append(x.detach().float().contiguous())
+    def address(self, x: Tensor, *shape: int) -> int:
+        """The address of a tensor of this shape, or of a contiguous copy."""
+        if tuple(x.shape) != shape or x.device.type != "cpu":
+            raise ValueError(f"a weight is {tuple(x.shape)} on {x.device}, not {shape} on cpu")
+        self.kept.append(x.detach().contiguous())
         return self.kept[-1].data_ptr()
 
-    def dense(self, weight: Tensor, bias: Tensor | None, shape: tuple[int, int]) -> Matrix:
-        """The struct of a floating-point weight of this shape, (n_rows, depth)."""
-        self._check_shape("a weight", weight, shape)
-        if weight.dtype not in DTYPES:
-            raise Unsupported(f"a weight is of {weight.dtype}")
-        self.kept.append(weight := weight.detach().contiguous())
-        return Matrix(
-            weight.data_ptr(), None, None, self.vector(bias, shape[0]), *shape, shape[1], DTYPES[weight.dtype]
-        )
+    def vector(self, x: Tensor, n: int) -> int:
+        """The address of the n values of a norm or bias in float32."""
+        return self.address(x.float(), n)
 
-    def matrix(self, layer: nn.Module, n_rows: int, depth: int) -> Matrix:
-        """The struct of an nn.Linear or QuantizedLinear."""
-        if type(layer) is nn.Linear:
-            return self.dense(layer.weight, layer.bias, (n_rows, depth))
+    def structs(self, items: Sequence[Any]) -> int:
+        """The address of an array of structs."""
+        self.kept.append((type(items[0]) * len(items))(*items))
+        return ctypes.addressof(self.kept[-1])
+
+    def matrix(self, layer: Any, n_rows: int, depth: int) -> Any:
+        """The struct of an nn.Linear, a QuantizedLinear, or an nn.Conv2d of patches."""
         if hasattr(layer, "lora_A"):  # in training, where modules are expected
             raise NoKernels
-        if type(layer) is not QuantizedLinear:
-            raise Unsupported(f"a layer is a {type(layer).__name__}")
-        layer.check()
-        self._check_shape(
-            "a quantized weight", torch.empty(layer.out_features, layer.in_features, device="meta"), (n_rows, depth)
-        )
-        self.kept.append(layer)
-        scale, groups = (None if x is None else x.data_ptr() for x in (layer.scale, layer.groups))
-        size = n_rows, depth, layer.stride, QUANTIZED[layer.format]
-        return Matrix(layer.data.data_ptr(), scale, groups, self.vector(layer.bias, n_rows), *size)
+        bias = None if layer.bias is None else self.vector(layer.bias, n_rows)
+        if type(layer) is QuantizedLinear:
+            layer.check()
+            if (layer.out_features, layer.in_features) != (n_rows, depth):
+                raise ValueError(f"a quantized weight is not {(n_rows, depth)}")
+            data = {name: self.address(x, *x.shape) for name, x in layer.named_parameters() if name != "bias"}
+            stride, dtype = layer.stride, QUANTIZED[layer.format]
+        elif type(layer) in (nn.Linear, nn.Conv2d):
+            data = {"data": self.address(layer.weight.flatten(1), n_rows, depth)}
+            stride, dtype = depth, DTYPES[layer.weight.dtype]
+        else:
+            raise ValueError(f"a layer is a {type(layer).__name__}")
+        return STRUCTS["matrix"](**data, bias=bias, n_rows=n_rows, depth=depth, stride=stride, dtype=dtype)
 
-    def decoder(self, decoder: LanguageModel, cfg: VLMConfig) -> Decoder:
+    def decoder(self, decoder: LanguageModel, cfg: VLMConfig) -> Any:
         """The struct of a decoder."""
         width, inner, heads = cfg.lm_hidden_dim, cfg.lm_inter_dim, cfg.lm_n_heads * cfg.lm_head_dim
         kv_heads = cfg.lm_n_kv_heads * cfg.lm_head_dim
-        cos, sin = rope_cos_sin(torch.arange(cfg.lm_max_position_embeddings, device="cpu"), cfg)
-        blocks = (DecoderBlock * len(decoder.blocks))()
-        for packed, block in zip(blocks, decoder.blocks):
+        blocks = []
+        for block in decoder.blocks:
             attn, mlp = block.attn, block.mlp
             qkv = (attn.q_proj, heads), (attn.k_proj, kv_heads), (attn.v_proj, kv_heads)
-            packed.qkv[:] = [self.matrix(layer, n_rows, width) for layer, n_rows in qkv]
-            packed.gate_up[:] = [self.matrix(layer, inner, width) for layer in (mlp.gate_proj, mlp.up_proj)]
-            packed.out, packed.down = self.matrix(attn.out_proj, width, heads), self.matrix(mlp.down_proj, width, inner)
-            packed.norm1 = self.vector(block.norm1.weight, width)
-            packed.norm2 = self.vector(block.norm2.weight, width)
-        head = self.matrix(decoder.head, cfg.lm_vocab_size, width)
-        self.kept += [blocks, head]
-        pairs = cfg.lm_head_dim // 2
-        angles = (self.vector(angle[:, :pairs].flatten(), angle[:, :pairs].numel()) for angle in (cos, sin))
-        return Decoder(
-            ctypes.addressof(blocks), ctypes.addressof(head), self.vector(decoder.norm.weight, width), *angles,
-            len(blocks), width, inner, cfg.lm_n_heads, cfg.lm_n_kv_heads, cfg.lm_head_dim, decoder.norm.eps,
+            packed = STRUCTS["decoder_block"](
+                qkv=tuple(self.matrix(layer, n_rows, width) for layer, n_rows in qkv),
+                gate_up=tuple(self.matrix(layer, inner, width) for layer in (mlp.gate_proj, mlp.up_proj)),
+                out=self.matrix(attn.out_proj, width, heads), down=self.matrix(mlp.down_proj, width, inner),
+                norm1=self.vector(block.norm1.weight, width), norm2=self.vector(block.norm2.weight, width),
+            )  # fmt: skip
+            blocks.append(packed)
+        return STRUCTS["decoder"](
+            blocks=self.structs(blocks), head=self.structs([self.matrix(decoder.head, cfg.lm_vocab_size, width)]),
+            norm=self.vector(decoder.norm.weight, width), eps=decoder.norm.eps,
+            n_blocks=len(blocks), hidden_dim=width, inter_dim=inner,
+            n_heads=cfg.lm_n_heads, n_kv_heads=cfg.lm_n_kv_heads, head_dim=cfg.lm_head_dim,
         )  # fmt: skip
 
-    def encoder(self, encoder: VisionTransformer, cfg: VLMConfig, bf16: bool) -> VisionEncoder:
-        """The struct of a vision encoder; bf16 says whether attention multiplies in bfloat16."""
+    def encoder(self, encoder: VisionTransformer, cfg: VLMConfig, dtype: torch.dtype) -> Any:
+        """The struct of a vision encoder; dtype is that in which attention multiplies."""
         width, inner, n_patches = cfg.vit_hidden_dim, cfg.vit_inter_dim, cfg.vit_grid**2
-        embedding = encoder.patch_embedding
+        embedding, norm = encoder.patch_embedding, encoder.layer_norm
         positions = embedding.position_embedding[0]
-        positions = positions if embedding.position_ids is None else positions[embedding.position_ids]
-        depth = 3 * cfg.vit_patch_size**2
-        patch = self.dense(embedding.conv.weight.flatten(1), embedding.conv.bias, (width, depth))
-        blocks = (VisionBlock * len(encoder.blocks))()
-        for packed, block in zip(blocks, encoder.blocks):
-            packed.qkv = self.matrix(block.attn.qkv_proj, 3 * width, width)
-            packed.out = self.matrix(block.attn.out_proj, width, width)
-            packed.fc1, packed.fc2 = self.matrix(block.mlp.fc1, inner, width), self.matrix(block.mlp.fc2, width, inner)
-            packed.ln1, packed.ln1_bias = (self.vector(x, width) for x in (block.ln1.weight, block.ln1.bias))
-            packed.ln2, packed.ln2_bias = (self.vector(x, width) for x in (block.ln2.weight, block.ln2.bias))
-        self.kept += [blocks, patch]
-        norm = encoder.layer_norm
-        return VisionEncoder(
-            ctypes.addressof(blocks), ctypes.addressof(patch), self.vector(positions.flatten(), n_patches * width),
-            self.vector(norm.weight, width), self.vector(norm.bias, width), len(blocks), width, inner, cfg.vit_n_heads,
-            n_patches, DTYPES[torch.bfloat16 if bf16 else torch.float32], norm.eps,
+        if embedding.position_ids is not None:
+            positions = positions[embedding.position_ids]
+        blocks = []
+        for block in encoder.blocks:
+            packed = STRUCTS["vision_block"](
+                qkv=self.matrix(block.attn.qkv_proj, 3 * width, width),
+                out=self.matrix(block.attn.out_proj, width, width),
+                fc1=self.matrix(block.mlp.fc1, inner, width), fc2=self.matrix(block.mlp.fc2, width, inner),
+                ln1=self.vector(block.ln1.weight, width), ln1_bias=self.vector(block.ln1.bias, width),
+                ln2=self.vector(block.ln2.weight, width), ln2_bias=self.vector(block.ln2.bias, width),
+            )  # fmt: skip
+            blocks.append(packed)
+        return STRUCTS["vision_encoder"](
+            blocks=self.structs(blocks),
+            patch=self.structs([self.matrix(embedding.conv, width, 3 * cfg.vit_patch_size**2)]),
+            position=self.address(positions.float(), n_patches, width),
+            norm=self.vector(norm.weight, width), norm_bias=self.vector(norm.bias, width), eps=norm.eps,
+            n_blocks=len(blocks), hidden_dim=width, inter_dim=inner, n_heads=cfg.vit_n_heads,
+            n_patches=n_patches, dtype=DTYPES[dtype],
         )  # fmt: skip
 
-    @staticmethod
-    def _check_shape(what: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
-        if tuple(tensor.shape) != shape:
-            raise Unsupported(f"{what} is {tuple(tensor.shape)}, not {shape}")
-        if tensor.device.type not in ("cpu", "meta"):
-            raise Unsupported(f"{what} is on {tensor.device}")
 
-
-def linear(library: ctypes.CDLL, matrix: Matrix, x: Tensor) -> Tensor:
+def linear(library: ctypes.CDLL, matrix: Any, x: Tensor) -> Tensor:
     """A linear layer by the kernels: x (..., depth) float32 to (..., n_rows) float32."""
     x, n = x.contiguous(), x[..., 0].numel()
     y = x.new_empty(*x.shape[:-1], matrix.n_rows)
@@ -175,10 +156,10 @@ class StackedCache(Sequence[KVCache]):
         self._filled = [length] if filled is None else filled  # tokens in data, for all caches that share it
 
     @classmethod
-    def of(cls, kv_cache: Sequence[KVCache], like: Tensor, n: int) -> "StackedCache":
-        """A copy of other caches, in the dtype and on the device of like, with capacity for n tokens more."""
+    def copy(cls, kv_cache: Sequence[KVCache], n: int, dtype: torch.dtype) -> "StackedCache":
+        """A copy of other caches in dtype, with capacity for n tokens more."""
         B, heads, length, D = kv_cache[0].key.shape
-        data = like.new_empty(len(kv_cache), 2, B, heads, capacity_for(length + n), D)
+        data = kv_cache[0].key.new_empty(len(kv_cache), 2, B, heads, capacity_for(length + n), D, dtype=dtype)
         for block, kv in zip(data, kv_cache):
             block[0, :, :, :length], block[1, :, :, :length] = kv.key, kv.value
         return cls(data, length)
@@ -187,7 +168,7 @@ class StackedCache(Sequence[KVCache]):
         """A cache longer by n tokens, whose keys and values the caller writes into `data`."""
         fits = self._filled[0] == self.length and self.length + n <= self.data.size(4)
         if not fits or (self.data.is_inference() and not torch.is_inference_mode_enabled()):
-            return StackedCache.of(self, self.data, n).extend(n)
+            return StackedCache.copy(self, n, self.data.dtype).extend(n)
         self._filled[0] = self.length + n
         return StackedCache(self.data, self.length + n, self._filled)
 
@@ -203,8 +184,8 @@ class KernelNetwork:
     """Calls the kernels with a model's weights, which it reads where they are; norms and biases are copied to float32.
 
     Activations are float32. Keys and values are stored in bfloat16 where the weights are and the CPU multiplies in it,
-    else in float32: bfloat16 weights are then multiplied exactly. Raises Unsupported for a model, or on a CPU, that
-    the kernels were not written for (NoKernels); `proven_network` also tries whether they compute what the model does.
+    else in float32: bfloat16 weights are then multiplied exactly. Raises NoKernels on a CPU without, and other errors
+    for a model that the kernels cannot read; `proven_network` also tries whether they compute what the model does.
     """
 
     def __init__(self, model: VisionLanguageModel):
@@ -213,46 +194,37 @@ class KernelNetwork:
         library = None if level is None else load_library(level)
         if level is None or library is None or model.dtype not in DTYPES:
             raise NoKernels
-        self.level, self._library = level, library
-        bf16 = model.dtype == torch.bfloat16 and level not in WITHOUT_BF16_DOT
-        self.cache_dtype = torch.bfloat16 if bf16 else torch.float32
-        self._packer = packer = Packer()
-        cfg = model.cfg
+        self.level, self._library, cfg = level, library, model.cfg
+        self.cache_dtype = torch.float32 if level in WITHOUT_BF16_DOT else model.dtype
         if (len(model.vision_encoder.blocks), len(model.decoder.blocks)) != (cfg.vit_n_blocks, cfg.lm_n_blocks):
-            raise Unsupported("another number of blocks than the config's")
+            raise ValueError("another number of blocks than the config's")
         if cfg.vit_grid == 1:
-            raise Unsupported("a tile of one patch")
+            raise ValueError("a tile of one patch")
+        self._packer = packer = Packer()
         self._decoder = packer.decoder(model.decoder, cfg)
-        self._projector = packer.matrix(
-            model.MP.proj, cfg.lm_hidden_dim, cfg.vit_hidden_dim * cfg.mp_pixel_shuffle_factor**2
-        )
-        self._encoder = packer.encoder(model.vision_encoder, cfg, bf16)
-
-    # ---------------------------------------------------------------------------------------------------- images
+        depth = cfg.vit_hidden_dim * cfg.mp_pixel_shuffle_factor**2
+        self._projector = packer.matrix(model.MP.proj, cfg.lm_hidden_dim, depth)
+        self._encoder = packer.encoder(model.vision_encoder, cfg, self.cache_dtype)
+        angles = rope_cos_sin(torch.arange(cfg.lm_max_position_embeddings, device="cpu"), cfg)
+        self._angles = torch.cat([x[:, : cfg.lm_head_dim // 2] for x in angles], dim=1)  # (positions, head_dim)
 
     def encode_images(self, images: Tensor) -> Tensor:
         """`VisionLanguageModel.encode_images`, to float32."""
         cfg = self.cfg
         if not len(images):
             return images.new_zeros(0, cfg.mp_image_token_length, cfg.lm_hidden_dim, dtype=torch.float32)
-        parts = images.float().split(max(1, MAX_PATCHES // cfg.vit_grid**2))
-        x = torch.cat([pixel_shuffle(self._encode(part), cfg.mp_pixel_shuffle_factor) for part in parts])
-        return linear(self._library, self._projector, x)
-
-    def _encode(self, images: Tensor) -> Tensor:
-        """`VisionTransformer.forward`, to float32."""
-        grid, size, S = self.cfg.vit_grid, self.cfg.vit_patch_size, self.cfg.vit_img_size
+        grid, size, S = cfg.vit_grid, cfg.vit_patch_size, cfg.vit_img_size
         if images.shape[1:] != (3, S, S):
             raise InputError(f"images have the shape {tuple(images.shape)}, not (N, 3, {S}, {S}): vit_img_size={S}")
         _check_device(images)
-        whole = images[..., : grid * size, : grid * size]  # a patch cut off at the border is not computed
-        patches = whole.reshape(len(images), 3, grid, size, grid, size).permute(0, 2, 4, 1, 3, 5).contiguous()
-        out = patches.new_empty(len(images), grid**2, self.cfg.vit_hidden_dim)
-        pointers = ctypes.byref(self._encoder), POINTER(patches.data_ptr())
-        self._library.vision_forward(*pointers, LONG(len(images)), POINTER(out.data_ptr()), torch.get_num_threads())
-        return out
-
-    # --------------------------------------------------------------------------------------------------- decoder
+        encoded, whole = [], images.float()[..., : grid * size, : grid * size]  # a patch cut off at the border is left
+        for part in whole.split(max(1, MAX_PATCHES // grid**2)):
+            patches = part.reshape(len(part), 3, grid, size, grid, size).permute(0, 2, 4, 1, 3, 5).contiguous()
+            out = patches.new_empty(len(part), grid**2, cfg.vit_hidden_dim)
+            pointers = ctypes.byref(self._encoder), POINTER(patches.data_ptr())
+            self._library.vision_forward(*pointers, LONG(len(part)), POINTER(out.data_ptr()), torch.get_num_threads())
+            encoded.append(pixel_shuffle(out, cfg.mp_pixel_shuffle_factor))
+        return linear(self._library, self._projector, torch.cat(encoded))
 
     def embed_tokens(self, ids: Tensor) -> Tensor:
         """Embeddings (..., C) float32 of ids (...)."""
@@ -262,12 +234,22 @@ class KernelNetwork:
         self, embeds: Tensor, attention_mask: Tensor | None, prefix: PrefillState | None
     ) -> tuple[Tensor, PrefillState]:
         """`VisionLanguageModel.prefill_embeds`; logits are float32."""
-        mask = self.model.join_masks(embeds, attention_mask, prefix)
+        mask, cfg = self.model.join_masks(embeds, attention_mask, prefix), self.cfg
         (B, T, _), past = embeds.shape, 0 if prefix is None else prefix.length
-        if past + T > (limit := self.cfg.lm_max_position_embeddings):
+        if past + T > (limit := cfg.lm_max_position_embeddings):
             raise InputError(f"{past + T} tokens exceed lm_max_position_embeddings={limit}; shorten the prompt")
-        cache = self._extended(prefix, B, T)
-        logits = self.run(embeds, cache.data, [past] * B, mask, [T - 1] * B)
+        if prefix is None:
+            cache = StackedCache(empty_cache(self, B, capacity_for(T)), 0)
+        elif isinstance(prefix.kv_cache, StackedCache) and prefix.kv_cache.data.dtype == self.cache_dtype:
+            cache = prefix.kv_cache
+        else:
+            cache = StackedCache.copy(prefix.kv_cache, T, self.cache_dtype)
+        n_blocks, _, n_sequences, heads, _, head_dim = cache.data.shape
+        wanted = cfg.lm_n_blocks, B, cfg.lm_n_kv_heads, cfg.lm_head_dim
+        if (n_blocks, n_sequences, heads, head_dim) != wanted:  # the kernels would read and write beyond it
+            raise InputError(f"the prefix is {tuple(cache.data.shape)}, not {wanted}: blocks, rows, heads, head_dim")
+        cache = cache.extend(T)
+        logits = self.run(embeds, cache.data, [past] * B, [T - 1] * B, range(B), mask)
         return logits, PrefillState(cache, mask)
 
     def run(
@@ -275,50 +257,36 @@ class KernelNetwork:
         x: Tensor,
         cache: Tensor,
         past: Sequence[int],
+        last: Sequence[int],
+        slots: Sequence[int],
         mask: Tensor | None = None,
-        last: Sequence[int] = (),
-        slots: Sequence[int] | None = None,
     ) -> Tensor:
         """The decoder on embeddings x (B, T, C), new tokens of B sequences: logits (B, vocabulary) float32.
 
         cache (n_blocks, 2, slots, n_kv_heads, capacity, head_dim) holds `past` tokens of each sequence, in the slot of
-        that number or in those named, and gets the new ones behind them. mask is that of `build_attention_mask`, for
-        sequences of equal `past`; last says whose logits are computed, a new token of each sequence.
+        that number, and gets the new ones behind them. last says whose logits are computed, a new token of each
+        sequence. mask is that of `build_attention_mask`, for sequences of equal `past`.
         """
         B, T, _ = x.shape
         _check_device(x)
-        x = x.contiguous() if x.dtype in DTYPES else x.float().contiguous()
-        numbers = past, range(B) if slots is None else slots, last
-        past_lengths, places, last_tokens = (x.new_tensor(n, dtype=torch.long) for n in numbers)
+        logits = x.new_empty(B, self.cfg.lm_vocab_size, dtype=torch.float32)
+        if not B:  # the kernels divide the work by it
+            return logits
+        x = x.float().contiguous()
+        visible = None
         if mask is None:
-            visible = None
-            positions = past_lengths[:, None] + torch.arange(T, device=x.device)
+            angles = self._angles[past] if T == 1 else torch.cat([self._angles.narrow(0, n, T) for n in past])
         else:
             visible = build_attention_mask(mask, T)[:, 0]
-            positions = visible.sum(-1) - 1
-            visible = visible.expand(B, -1, -1).transpose(1, 2).to(torch.uint8).contiguous()
-        positions = positions.contiguous()
-        logits = x.new_empty(B, self.cfg.lm_vocab_size, dtype=torch.float32)
-        step = DecoderStep(
-            x.data_ptr(), DTYPES[x.dtype], B, T, places.data_ptr(), past_lengths.data_ptr(), positions.data_ptr(),
-            None if visible is None else visible.data_ptr(), last_tokens.data_ptr(), cache.data_ptr(),
-            DTYPES[cache.dtype], cache.size(4), *cache.stride()[:3], logits.data_ptr(), torch.get_num_threads(),
+            angles = self._angles[visible.sum(-1).flatten() - 1]
+            visible = visible.transpose(1, 2).to(torch.uint8).contiguous()
+        sequences = (STRUCTS["sequence"] * B)(*zip(slots, past, last))
+        block_stride, part_stride, sequence_stride, *_ = cache.stride()
+        step = STRUCTS["decoder_step"](
+            x=x.data_ptr(), n_sequences=B, n_new=T, sequences=ctypes.addressof(sequences), angles=angles.data_ptr(),
+            mask=None if visible is None else visible.data_ptr(), cache=cache.data_ptr(), capacity=cache.size(4),
+            cache_dtype=DTYPES[cache.dtype], block_stride=block_stride, part_stride=part_stride,
+            sequence_stride=sequence_stride, logits=logits.data_ptr(), threads=torch.get_num_threads(),
         )  # fmt: skip
-        if B:  # the kernels divide the work by it
-            self._library.decoder_forward(ctypes.byref(self._decoder), ctypes.byref(step))
+        self._library.decoder_forward(ctypes.byref(self._decoder), ctypes.byref(step))
         return logits
-
-    def _extended(self, prefix: PrefillState | None, B: int, T: int) -> StackedCache:
-        """The prefix's cache with place for T new tokens."""
-        if prefix is None:
-            return StackedCache(empty_cache(self, B, capacity_for(T)), 0).extend(T)
-        kv_cache: Sequence[KVCache] = prefix.kv_cache
-        if not isinstance(kv_cache, StackedCache) or kv_cache.data.dtype != self.cache_dtype:
-            kv_cache = StackedCache.of(kv_cache, torch.empty(0, dtype=self.cache_dtype), T)
-        n_blocks, _, n_sequences, heads, _, head_dim = kv_cache.data.shape
-        if n_sequences != B:
-            raise InputError(f"the prefix holds {n_sequences} sequences, but {B} are continued")
-        sizes = self.cfg.lm_n_blocks, self.cfg.lm_n_kv_heads, self.cfg.lm_head_dim
-        if (n_blocks, heads, head_dim) != sizes:  # the kernels would read and write beyond it
-            raise InputError(f"the prefix has {n_blocks} blocks of {heads} heads of {head_dim}, but the model {sizes}")
-        return kv_cache.extend(T)

@@ -48,25 +48,17 @@ def _why_not(model: VisionLanguageModel, source: VisionLanguageModel) -> str:
     """Why the kernels do not compute what the model's modules do; "" if they do."""
     if any(module._forward_hooks or module._forward_pre_hooks for module in source.modules()):
         return "a module has hooks, which the kernels do not call"
-    if different := _differing_block(model):
-        return f"{different} is not made as the first block"
-    is_exact = model is source and model.dtype == torch.float32
-    rounding = BFLOAT_TOLERANCE if model is source else QUANTIZED_TOLERANCE
+    for part in ("vision_encoder", "decoder"):
+        first, *others = (_make(block) for block in getattr(model, part).blocks)
+        for i, other in enumerate(others, 1):
+            if other != first:
+                return f"{part}.blocks.{i} is not made as the first block"
     trials = [(copy.deepcopy(_excerpt(source)).float(), FLOAT_TOLERANCE)]
-    trials += [] if is_exact else [(_excerpt(model), rounding)]
+    if model is not source or model.dtype != torch.float32:
+        trials.append((_excerpt(model), BFLOAT_TOLERANCE if model is source else QUANTIZED_TOLERANCE))
     for tried, tolerance in trials:
         if (error := _largest_difference(tried)) > tolerance:
             return f"they differ by {error:.2g} of the outputs' standard deviation, more than {tolerance:g}"
-    return ""
-
-
-def _differing_block(model: VisionLanguageModel) -> str:
-    """The name of a block that is not made as the first one, which is tried; "" if there is none."""
-    for part in ("vision_encoder", "decoder"):
-        blocks = getattr(model, part).blocks
-        for i, block in enumerate(blocks):
-            if _make(block) != _make(blocks[0]):
-                return f"{part}.blocks.{i}"
     return ""
 
 
@@ -88,34 +80,28 @@ def _excerpt(model: VisionLanguageModel) -> VisionLanguageModel:
     """The model's first and last blocks, few words and small images, with its own modules and weights."""
     cfg, encoder, decoder = model.cfg, model.vision_encoder, model.decoder
     side = min(2 * cfg.mp_pixel_shuffle_factor, cfg.vit_grid)
-    n_rows = min(MAX_ROWS, cfg.lm_vocab_size)
+    n_rows = min(MAX_ROWS, cfg.lm_vocab_size) if type(decoder.head) is nn.Linear else cfg.lm_vocab_size
     small = replace(
-        cfg,
-        vit_n_blocks=min(2, cfg.vit_n_blocks),
-        vit_img_size=side * cfg.vit_patch_size,
-        max_img_size=None,
-        mp_image_token_length=(side // cfg.mp_pixel_shuffle_factor) ** 2,
-        lm_n_blocks=min(2, cfg.lm_n_blocks),
-        lm_vocab_size=n_rows if type(decoder.head) is nn.Linear else cfg.lm_vocab_size,
-        lm_max_position_embeddings=4 * N_TOKENS,
-    )
+        cfg, max_img_size=None, vit_img_size=side * cfg.vit_patch_size, vit_n_blocks=min(2, cfg.vit_n_blocks),
+        mp_image_token_length=(side // cfg.mp_pixel_shuffle_factor) ** 2, lm_n_blocks=min(2, cfg.lm_n_blocks),
+        lm_vocab_size=n_rows, lm_max_position_embeddings=4 * N_TOKENS,
+    )  # fmt: skip
     embedding, head = decoder.token_embedding, decoder.head
-    if small.lm_vocab_size < cfg.lm_vocab_size:
-        embedding = _copy(embedding, weight=nn.Parameter(embedding.weight[:n_rows], requires_grad=False))
-        head = _copy(head, weight=nn.Parameter(head.weight[:n_rows], requires_grad=False))
+    if n_rows < cfg.lm_vocab_size:
+        embedding, head = (_copy(x, weight=_part(x.weight[:n_rows])) for x in (embedding, head))
     patches = _copy(encoder.patch_embedding)
     if patches.position_ids is None:
-        positions = patches.position_embedding[:, : side**2]
-        patches.position_embedding = nn.Parameter(positions, requires_grad=False)
+        patches.position_embedding = _part(patches.position_embedding[:, : side**2])
     else:
         patches.position_ids = patches.position_ids[: side**2]
-    return _copy(
-        model,
-        cfg=small,
-        image_token_id=-1,
-        vision_encoder=_copy(encoder, patch_embedding=patches, blocks=_first_and_last(encoder.blocks)),
-        decoder=_copy(decoder, cfg=small, token_embedding=embedding, head=head, blocks=_first_and_last(decoder.blocks)),
-    )
+    encoder = _copy(encoder, patch_embedding=patches, blocks=_first_and_last(encoder.blocks))
+    blocks = _first_and_last(decoder.blocks)
+    decoder = _copy(decoder, cfg=small, token_embedding=embedding, head=head, blocks=blocks)
+    return _copy(model, cfg=small, image_token_id=-1, vision_encoder=encoder, decoder=decoder)
+
+
+def _part(parameter: Tensor) -> nn.Parameter:
+    return nn.Parameter(parameter, requires_grad=False)
 
 
 def _first_and_last(blocks: Any) -> nn.ModuleList:
@@ -135,16 +121,14 @@ def _copy(module: Any, **changes: Any) -> Any:
 def _largest_difference(model: VisionLanguageModel) -> float:
     """The largest difference between modules and kernels: of an image, a prompt, a padded one, and one more token."""
     kernels, cfg = KernelNetwork(model), model.cfg
-    generator = torch.Generator("cpu").manual_seed(0)
-    size, cpu = cfg.vit_img_size, torch.device("cpu")
-    image = torch.rand(1, 3, size, size, generator=generator, dtype=torch.float32, device=cpu)
-    ids = torch.randint(cfg.lm_vocab_size, (2, N_TOKENS), generator=generator, device=cpu)
+    on_cpu: Any = {"generator": torch.Generator("cpu").manual_seed(0), "device": "cpu"}
+    image = torch.rand(1, 3, cfg.vit_img_size, cfg.vit_img_size, dtype=torch.float32, **on_cpu)
+    ids = torch.randint(cfg.lm_vocab_size, (2, N_TOKENS), **on_cpu)
     mask = torch.ones_like(ids)
     mask[1, 0] = 0
     pairs = [(model.encode_images(image), kernels.encode_images(image))]
-    for n_rows, attention_mask in ((1, None), (2, mask)):
-        outputs = [_two_steps(network, ids[:n_rows], attention_mask) for network in (model, kernels)]
-        pairs += zip(*outputs)
+    for rows, attention_mask in ((ids[:1], None), (ids, mask)):
+        pairs += zip(*(_two_steps(network, rows, attention_mask) for network in (model, kernels)))
     return max(_difference(ours, theirs) for ours, theirs in pairs)
 
 

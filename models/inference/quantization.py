@@ -1,5 +1,9 @@
 """Linear layers with weights in 8 or 4 bits, in the layout that the kernels read."""
 
+import mmap
+from collections.abc import Sequence
+from contextlib import suppress
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -11,6 +15,8 @@ GROUP_SIZE = 32  # weights of a row that share a scale and a minimum in int4
 ROW_MULTIPLE = 64  # stored rows are padded to it
 FIT_STEPS = 3  # reduce the squared error by 7%; more steps add less than 1%
 FIT_ROWS = 256  # of a weight at a time, which fit the cache
+DTYPES = {"data": torch.uint8, "scale": torch.float32, "groups": torch.int32}
+HUGE_PAGE, CACHE_LINE = 2 * 2**20, 64  # bytes
 
 
 class QuantizedLinear(nn.Module):
@@ -25,19 +31,21 @@ class QuantizedLinear(nn.Module):
     def __init__(self, weight: Tensor, bias: Tensor | None = None, format: str = "int8"):
         super().__init__()
         (self.out_features, self.in_features), self.format = weight.shape, format
-        data, scale, groups = quantize_weight(weight.detach(), format)
-        self.stride = data.size(1) * (1 if format == "int8" else 2)
-        self.data = nn.Parameter(data, requires_grad=False)
-        self.scale, self.groups = (None if x is None else nn.Parameter(x, requires_grad=False) for x in (scale, groups))
+        self.stride = -(-self.in_features // ROW_MULTIPLE) * ROW_MULTIPLE
+        fit = _fit_int8 if format == "int8" else _fit_int4
+        padding = self.stride - self.in_features
+        parts = [fit(rows.float().contiguous(), padding) for rows in weight.detach().split(FIT_ROWS)]
+        data, scales = (nn.Parameter(torch.cat(part), requires_grad=False) for part in zip(*parts))
+        self.data = data
+        self.scale = scales if format == "int8" else None
+        self.groups = scales if format == "int4" else None
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
 
     def check(self) -> None:
         """Raise InputError unless the quantized weight still has its dtypes, which `.bfloat16()` would change."""
-        n_rows = self.out_features
-        expected = {"data": torch.uint8, "scale": torch.float32, "groups": torch.int32}
-        for name, dtype in expected.items():
+        for name, dtype in DTYPES.items():
             x = getattr(self, name)
-            if x is not None and (x.dtype != dtype or len(x) != n_rows or not x.is_contiguous()):
+            if x is not None and (x.dtype != dtype or len(x) != self.out_features or not x.is_contiguous()):
                 raise InputError(
                     f"{name} of a quantized layer is {x.dtype} {tuple(x.shape)}, not {dtype}; "
                     "convert the floating-point model, and quantize it then"
@@ -49,72 +57,31 @@ class QuantizedLinear(nn.Module):
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """The weight (out, in) that the layer acts as."""
-        return dequantize_weight(self.data, self.scale, self.groups, self.in_features).to(dtype)
-
-
-def quantize_weight(weight: Tensor, format: str) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """`data`, `scale` and `groups` of `QuantizedLinear` for a weight (out, in)."""
-    stride = -(-weight.size(1) // ROW_MULTIPLE) * ROW_MULTIPLE
-    if format == "int8":
-        return *_quantize_int8(weight.float().contiguous(), stride), None
-    parts = [_quantize_int4(rows.float().contiguous(), stride) for rows in weight.split(FIT_ROWS)]
-    data, groups = (torch.cat(part) for part in zip(*parts))
-    return data, None, groups
-
-
-def dequantize_weight(data: Tensor, scale: Tensor | None, groups: Tensor | None, in_features: int) -> Tensor:
-    """The weight (out, in_features) float32 that `quantize_weight` stored."""
-    if scale is not None:
-        return (data[:, :in_features].float() - 128) * scale[:, None]
-    assert groups is not None
-    n, blocks = len(data), data.view(len(data), -1, 1, GROUP_SIZE)
-    values = torch.cat([blocks & 15, blocks >> 4], dim=2).view(n, -1, GROUP_SIZE)
-    step, minimum = groups.view(torch.bfloat16).view(n, -1, 2, 1).float().unbind(2)
-    return (values * step + minimum).flatten(1)[:, :in_features]
-
-
-def quantize_linears(module: nn.Module, format: str) -> None:
-    """Replace, in place, every linear layer inside module by a QuantizedLinear; LoRA adapters are merged into it.
-
-    With int4 a layer named `head` is stored in int8: four bits there cost more than in all other layers together. A
-    head that shares its weight with the embedding is quantized, the embedding is not. Raises InputError for a module
-    that is quantized already, and for other subclasses of nn.Linear.
-    """
-    from models.lora import LoRALinear  # here, as a caption without quantization needs no adapters
-
-    for name, child in list(module.named_children()):
-        kind = type(child).__name__
-        stored = "int8" if name == "head" else format
-        if isinstance(child, QuantizedLinear):
-            raise InputError(f"{name} is quantized already; quantize the floating-point model instead")
-        if isinstance(child, LoRALinear):
-            setattr(module, name, QuantizedLinear(child.merged(), child.bias, stored))
-        elif type(child) is nn.Linear:
-            setattr(module, name, QuantizedLinear(child.weight, child.bias, stored))
-        elif isinstance(child, nn.Linear):
-            raise InputError(f"{name} is a {kind}, which quantization does not know; merge it first")
+        n = self.out_features
+        if self.scale is not None:
+            weight = (self.data.float() - 128) * self.scale[:, None]
         else:
-            quantize_linears(child, format)
+            assert self.groups is not None
+            pairs = self.data.view(n, -1, 1, GROUP_SIZE)
+            values = torch.cat([pairs & 15, pairs >> 4], dim=2).view(n, -1, GROUP_SIZE)
+            step, minimum = self.groups.view(torch.bfloat16).view(n, -1, 2, 1).float().unbind(2)
+            weight = (values * step + minimum).flatten(1)
+        return weight[:, : self.in_features].to(dtype)
 
 
-def check_format(format: str | None) -> None:
-    """Raise InputError unless format is one of FORMATS or None."""
-    if format is not None and format not in FORMATS:
-        raise InputError(f"quantize={format!r} is not supported; use {', '.join(map(repr, FORMATS))} or None")
-
-
-def _quantize_int8(weight: Tensor, stride: int) -> tuple[Tensor, Tensor]:
+def _fit_int8(weight: Tensor, padding: int) -> tuple[Tensor, Tensor]:
+    """`data` and `scale` of a weight (n, in) float32."""
     scale = (weight.abs().amax(1) / 127).clamp_min(torch.finfo(torch.float32).tiny)
     values = (weight / scale[:, None]).round_().clamp_(-127, 127).add_(128)
-    return F.pad(values, (0, stride - weight.size(1)), value=128).to(torch.uint8), scale
+    return F.pad(values, (0, padding), value=128).to(torch.uint8), scale
 
 
-def _quantize_int4(weight: Tensor, stride: int) -> tuple[Tensor, Tensor]:
-    """Data and groups of a weight (n, in) float32.
+def _fit_int4(weight: Tensor, padding: int) -> tuple[Tensor, Tensor]:
+    """`data` and `groups` of a weight (n, in) float32.
 
     From each group's range on, values and the line through them are fitted in turns, as in Lloyd's algorithm.
     """
-    groups = F.pad(weight, (0, stride - weight.size(1))).view(len(weight), -1, GROUP_SIZE)
+    groups = F.pad(weight, (0, padding)).view(len(weight), -1, GROUP_SIZE)
     smallest, (low, high) = torch.finfo(torch.bfloat16).tiny, groups.aminmax(dim=-1, keepdim=True)
     scale, minimum = _rounded(((high - low) / 15).clamp_min(smallest)), _rounded(low)
     mean = groups.mean(-1, keepdim=True)
@@ -133,3 +100,44 @@ def _quantize_int4(weight: Tensor, stride: int) -> tuple[Tensor, Tensor]:
 
 def _rounded(x: Tensor) -> Tensor:
     return x.bfloat16().float()
+
+
+def quantize_linears(module: nn.Module, format: str) -> None:
+    """Replace, in place, every linear layer inside module by a QuantizedLinear; LoRA adapters are merged into it.
+
+    With int4 a layer named `head` is stored in int8: four bits there cost more than in all other layers together. A
+    head that shares its weight with the embedding is quantized, the embedding is not. Raises InputError for a module
+    that is quantized already, and for other subclasses of nn.Linear.
+    """
+    from models.lora import LoRALinear  # here, as a caption without quantization needs no adapters
+
+    for name, child in list(module.named_children()):
+        if isinstance(child, QuantizedLinear):
+            raise InputError(f"{name} is quantized already; quantize the floating-point model instead")
+        if not isinstance(child, nn.Linear):
+            quantize_linears(child, format)
+            continue
+        if type(child) not in (nn.Linear, LoRALinear):
+            raise InputError(f"{name} is a {type(child).__name__}, which quantization does not know; merge it first")
+        weight = child.merged() if isinstance(child, LoRALinear) else child.weight
+        setattr(module, name, QuantizedLinear(weight, child.bias, "int8" if name == "head" else format))
+
+
+def move_to_huge_pages(tensors: Sequence[Tensor]) -> None:
+    """Move tensors on the CPU, in place, into one block of memory that asks Linux for huge pages.
+
+    Weights that are read at every token then need fewer entries of the CPU's address cache. Where the system has no
+    such pages, or offers them always, only the addresses change.
+    """
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return
+    sizes = [-(-tensor.nbytes // CACHE_LINE) * CACHE_LINE for tensor in tensors]
+    memory = mmap.mmap(-1, sum(sizes) + 2 * HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # of a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    block = torch.frombuffer(memory, dtype=torch.uint8)
+    start = -block.data_ptr() % HUGE_PAGE
+    for tensor, size in zip(tensors, sizes):
+        place = block[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        tensor.data = place.copy_(tensor)
+        start += size

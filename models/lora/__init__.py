@@ -79,18 +79,16 @@ def adapt(
         raise InputError("the model has adapters already; merge them first")
     model.requires_grad_(False)
     linears = {
-        name: module
+        name: min(module.in_features, module.out_features)
         for name, module in model.named_modules()
         if name.split(".")[0] in parts and isinstance(module, nn.Linear) and name != "decoder.head"
     }
-    highest = max((min(module.in_features, module.out_features) for module in linears.values()), default=rank)
-    if rank > highest:
+    if rank > (highest := max(linears.values(), default=rank)):
         raise InputError(f"rank={rank} is more than {highest}, the highest of this model's weights; lower it")
     for name in linears:
         add_adapter(model, name, rank, alpha)
-    if embeddings and "decoder" in parts:
-        for name in EMBEDDINGS:
-            model.get_submodule(name).requires_grad_(True)
+    for name in EMBEDDINGS if embeddings and "decoder" in parts else ():
+        model.get_submodule(name).requires_grad_(True)
 
 
 def merged_state(model: VisionLanguageModel, consume: bool = False) -> Iterator[tuple[str, Tensor]]:
@@ -112,21 +110,22 @@ def merged_state(model: VisionLanguageModel, consume: bool = False) -> Iterator[
 
 def merge(model: VisionLanguageModel, consume: bool = False) -> VisionLanguageModel:
     """Return a model of `merged_state`; tensors without an adapter are shared, not copied."""
-    return _with_state(model, dict(merged_state(model, consume)))
+    return _plain(model, dict(merged_state(model, consume)))
 
 
 def merge_on_disk(model: VisionLanguageModel, folder: Path, dtype: torch.dtype | None = None) -> VisionLanguageModel:
-    """The same on the CPU, in dtype if given, whose weights are files of an empty folder, read when they are used.
+    """`merge` on the CPU, in dtype if given, whose weights are files of an empty folder, read when they are used.
 
     Beside a model that is trained, memory might not hold a second one. All are written before one is opened: small
     objects between large tensors would keep the memory of these from being used again.
     """
     for number, (name, weight) in enumerate(merged_state(model)):
         save_file({name: weight.to("cpu", dtype).contiguous()}, folder / str(number))
-    return _with_state(model, {name: weight for path in folder.iterdir() for name, weight in load_file(path).items()})
+    return _plain(model, {name: weight for path in folder.iterdir() for name, weight in load_file(path).items()})
 
 
-def _with_state(model: VisionLanguageModel, state: dict[str, Tensor]) -> VisionLanguageModel:
+def _plain(model: VisionLanguageModel, state: dict[str, Tensor]) -> VisionLanguageModel:
+    """A model like this one, but without adapters, of such a state dict."""
     plain = empty_model(model.cfg, model.image_token_id)
     plain.load_state_dict(state, assign=True)
     plain.decoder.tie_weights()

@@ -54,21 +54,16 @@ def recorded_base(folder: Path) -> tuple[str | None, str | None]:
     return config.get("base_model_name_or_path"), config.get("revision")
 
 
-# ----------------------------------------------------------------------------------------------------------- writing
-
-
-def write_adapters(
-    folder: Path, model: VisionLanguageModel, base: str | None = None, revision: str | None = None
-) -> None:
-    """Write everything that was trained as two files that PEFT loads; base, at revision, is the model trained on.
+def write_adapters(folder: Path, model: VisionLanguageModel, base: str | None = None) -> None:
+    """Write everything that was trained as two files that PEFT loads; base is the model trained on.
 
     Tensors have the names of the model's format. Beside a model that transformers reads, they are in a subfolder.
     """
-    settings: dict[str, Any] = {"base_model_name_or_path": base, "revision": revision}
-    if format_of(model.cfg).for_transformers:
+    format, settings = format_of(model.cfg), {"base_model_name_or_path": base}
+    if format.for_transformers:
         (folder := folder / ADAPTER).mkdir()
         settings["task_type"] = "CAUSAL_LM"
-    write_adapter_files(folder, model, format_of(model.cfg).to_stored, settings)
+    write_adapter_files(folder, model, format.to_stored, settings)
 
 
 def write_adapter_files(
@@ -82,33 +77,20 @@ def write_adapter_files(
     settings are further keys of adapter_config.json. An adapter of a weight that is stored in parts becomes one for
     each: they share lora_A and get their rows of lora_B. Of a tied pair both are written, as PEFT needs both.
     """
-    in_full = to_stored(fully_trained(model))
+    in_full, targets = to_stored(fully_trained(model)), []
     tensors = dict(in_full)
-    targets: list[str] = []
     for name, module in adapters(model).items():
         for weight, lora_b in to_stored({f"{name}.weight": module.lora_B.weight}).items():
             targets.append(target := weight.removesuffix(".weight"))
-            tensors[f"{target}.lora_A.weight"] = module.lora_A.weight
-            tensors[f"{target}.lora_B.weight"] = lora_b
+            tensors |= {f"{target}.lora_A.weight": module.lora_A.weight, f"{target}.lora_B.weight": lora_b}
     config = {
-        "peft_type": "LORA",
-        "r": module.rank,
-        "lora_alpha": module.alpha,
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-        "target_modules": sorted(targets),
-        "modules_to_save": sorted(name.rpartition(".")[0] for name in in_full) or None,
-        "task_type": None,
-        **settings,
-    }
+        "peft_type": "LORA", "r": module.rank, "lora_alpha": module.alpha, "lora_dropout": 0.0, "bias": "none",
+        "fan_in_fan_out": False, "inference_mode": True, "target_modules": sorted(targets), "task_type": None,
+        "modules_to_save": sorted(name.rpartition(".")[0] for name in in_full) or None, **settings,
+    }  # fmt: skip
     (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     state = {f"{PREFIX}{name}": tensor.detach().cpu().clone() for name, tensor in tensors.items()}
     save_file(state, folder / ADAPTER_WEIGHTS, {"format": "pt"})  # which refuses shared memory
-
-
-# ----------------------------------------------------------------------------------------------------------- reading
 
 
 @torch.no_grad()
@@ -127,12 +109,11 @@ def read_adapters(folder: str | PathLike[str], model: VisionLanguageModel) -> No
         if not isinstance(linear, nn.Linear) or ".lora_" in name:
             continue
         parts = format.to_stored({f"{name}.weight": linear.weight})
-        pairs = {weight: _take_pair(state, weight, rows, config, path) for weight, rows in parts.items()}
-        if not any(pairs.values()) and name not in known:
+        lora_a, lora_b = _joined([_take_pair(state, weight, rows, config, path) for weight, rows in parts.items()])
+        if not len(lora_a) and name not in known:
             continue
         if model.cfg.lm_tie_weights and f"{name}.weight" in TIED:
             raise CheckpointError(f"{path} adapts the head, which is the token embedding, too; untie them in the model")
-        lora_a, lora_b = _joined([pairs[weight] or _no_pair(rows) for weight, rows in parts.items()])
         rank, alpha = len(lora_a), config["lora_alpha"] * (len(lora_a) / config["r"])
         if not known:
             add_adapter(model, name, rank, alpha)
@@ -174,14 +155,13 @@ def _read_tensors(path: Path, dtype: torch.dtype) -> dict[str, Tensor]:
     return state
 
 
-def _take_pair(state: dict[str, Tensor], weight: str, rows: Tensor, config: dict, path: Path) -> Pair | None:
-    """Remove the adapter of a stored weight (out, in) from state; None if it has none, and needs none by the config."""
+def _take_pair(state: dict[str, Tensor], weight: str, rows: Tensor, config: dict, path: Path) -> Pair:
+    """Remove the adapter of a stored weight (out, in) from state; of rank 0 if it has none, and needs none."""
     target, rank = weight.removesuffix(".weight"), config["r"]
-    shapes = {"lora_A": (rank, rows.size(1)), "lora_B": (len(rows), rank)}
-    pair = [state.pop(f"{target}.{part}.weight", None) for part in shapes]
+    pair = [state.pop(f"{target}.{part}.weight", None) for part in ("lora_A", "lora_B")]
     if all(tensor is None for tensor in pair) and not is_target(target, config):
-        return None
-    for (part, shape), tensor in zip(shapes.items(), pair):
+        return rows.new_empty(0, rows.size(1)), rows.new_empty(len(rows), 0)
+    for part, tensor, shape in zip(("lora_A", "lora_B"), pair, ((rank, rows.size(1)), (len(rows), rank))):
         if tensor is None or tensor.shape != shape:
             found = "missing" if tensor is None else tuple(tensor.shape)
             raise CheckpointError(f"{path}: {target}.{part}.weight is {found}, not {shape}")
@@ -205,11 +185,6 @@ def _joined(pairs: list[Pair]) -> Pair:
     if all(torch.equal(lora_a, first) for lora_a, _ in pairs):
         return first, torch.cat([lora_b for _, lora_b in pairs])
     return torch.cat([lora_a for lora_a, _ in pairs]), torch.block_diag(*(lora_b for _, lora_b in pairs))
-
-
-def _no_pair(rows: Tensor) -> Pair:
-    """An adapter of rank 0."""
-    return rows.new_empty(0, rows.size(1)), rows.new_empty(len(rows), 0)
 
 
 def _load_in_full(model: VisionLanguageModel, state: dict[str, Tensor], path: Path, is_adapted: bool) -> None:

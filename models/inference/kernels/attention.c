@@ -93,31 +93,20 @@ static void softmax_panel(const attention_args *a, long t, long n, long n_keys, 
     for (long i = 0; i < PANEL; i += LANES) {
         vec largest = splat(-1e30f), sum = {0};
         for (long s = 0; s < n_keys; s++) largest = max_vec(largest, load(scores + s * PANEL + i));
-        long s = 0;
-        for (; weights->type == BFLOAT16 && s + 2 <= n_keys; s += 2) {
-            vec first = exp_vec(load(scores + s * PANEL + i) - largest);
-            vec second = exp_vec(load(scores + (s + 1) * PANEL + i) - largest);
-            sum += first + second;
-            store_int(weights->data + (s / 2 * PANEL + i) * 4, pack_bf16(first, second));
-        }
-        for (; s < n_keys; s++) {
-            vec weight = exp_vec(load(scores + s * PANEL + i) - largest);
+        for (long s = 0; s < n_keys; s++) {
+            const vec weight = exp_vec(load(scores + s * PANEL + i) - largest);
             sum += weight;
-            if (weights->type != BFLOAT16) store(scores + s * PANEL + i, weight);
-            else store_int(weights->data + (s / 2 * PANEL + i) * 4, pack_bf16(weight, (vec){0}));
+            store(scores + s * PANEL + i, weight);
         }
-        if (weights->type == INT16) {
-            const vec scale = min_vec(splat(32767), INT16_WEIGHTS / sum);
-            for (s = 0; s < n_keys; s += 2) {
-                ivec low = round_to_int(load(scores + s * PANEL + i) * scale), high = {0};
-                if (s + 1 < n_keys) high = round_to_int(load(scores + (s + 1) * PANEL + i) * scale);
-                store_int(weights->data + (s / 2 * PANEL + i) * 4, low | high << 16);
-            }
-            sum *= scale;
+        const vec scale = weights->type == INT16 ? min_vec(splat(32767), INT16_WEIGHTS / sum) : splat(1);
+        for (long u = 0; weights->type != FLOAT32 && u < weights->units; u++) {
+            const float *pair = scores + 2 * u * PANEL + i;
+            const vec low = 2 * u < n_keys ? load(pair) : (vec){0};
+            const vec high = 2 * u + 1 < n_keys ? load(pair + PANEL) : (vec){0};
+            const ivec rounded = round_to_int(low * scale) | round_to_int(high * scale) << 16;
+            store_int(weights->data + (u * PANEL + i) * 4, weights->type == INT16 ? rounded : pack_bf16(low, high));
         }
-        for (long u = (n_keys + 1) / 2; weights->type == BFLOAT16 && u < weights->units; u++)
-            store_int(weights->data + (u * PANEL + i) * 4, (ivec){0});
-        store(total + i, sum);
+        store(total + i, sum * scale);
     }
 }
 
@@ -133,7 +122,7 @@ INLINE void scale_rows(float *sums, long rows, const float *row_scale, const flo
 // One head's attention: panels of queries meet all of their keys at once, whose scores stay in the core's cache.
 static void attend(const attention_args *a, long h) {
     const long D = a->head_dim, kv = h / (a->n_heads / a->n_kv_heads), n_keys = a->n_keys;
-    const long type = a->key.dtype == INT16 ? INT16 : operand_type(a->key.dtype);
+    const long type = a->key.dtype == INT16 ? INT16 : operand_type(a->key.dtype, PANEL);
     const long padded_keys = round_up(n_keys, 64) + 32;  // rows a power of two apart would share places in the cache
     char *values = allocate(D * padded_keys * 4);
     char *buffer = allocate(BLOCK_ROWS * (round_up(max_long(D, n_keys), 64) * 4 + 64));

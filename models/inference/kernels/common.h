@@ -4,7 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-// Levels of instructions. This source is compiled into one library for each, with -DLEVEL=<number>.
+// Levels of instructions. load.py compiles the source into one library for each, with -DLEVEL=<number> and their flags.
 #define NAIVE 0  // plain loops: what the tests compare the others with
 #define AVX2 1
 #define AVX2_VNNI 2  // AVX2 with int8 dot products
@@ -12,18 +12,6 @@
 #define BF16_DOT 4  // AVX-512 with bfloat16 dot products, too
 #define AMX 5
 
-#if LEVEL == AVX2
-#pragma GCC target("avx2,fma,f16c")
-#elif LEVEL == AVX2_VNNI
-#pragma GCC target("avx2,fma,f16c,avxvnni")
-#elif LEVEL == VNNI
-#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,prefer-vector-width=512")
-#elif LEVEL >= BF16_DOT
-#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16,prefer-vector-width=512")
-#endif
-#if LEVEL == AMX && !defined(EMULATE_AMX)
-#pragma GCC target("amx-tile,amx-bf16,amx-int8")
-#endif
 #if LEVEL > NAIVE
 #include <immintrin.h>
 #endif
@@ -238,11 +226,7 @@ static void transpose(const void *from, long from_dtype, long from_stride, long 
         for (long c = 0; c < columns; c += 8) {
             const char *x = (const char *)from + (r * from_stride + c) * from_size;
             char *y = (char *)to + (c * to_stride + r) * to_size;
-            const long x_bytes = from_stride * from_size, y_bytes = to_stride * to_size;
-            if (from_dtype == FLOAT32 && to_dtype == FLOAT32) transpose8(x, FLOAT32, x_bytes, y, FLOAT32, y_bytes);
-            else if (from_dtype == FLOAT32) transpose8(x, FLOAT32, x_bytes, y, BFLOAT16, y_bytes);
-            else if (to_dtype == FLOAT32) transpose8(x, BFLOAT16, x_bytes, y, FLOAT32, y_bytes);
-            else transpose8(x, BFLOAT16, x_bytes, y, BFLOAT16, y_bytes);
+            transpose8(x, from_dtype, from_stride * from_size, y, to_dtype, to_stride * to_size);
         }
 #endif
     for (long r = 0; r < n_rows; r++)

@@ -1,53 +1,40 @@
 // Norms, rotary embeddings, SwiGLU and quantization: one pass over activations in panels, a vector of tokens at a time.
 // With a single token (width 1) the features of that token are one row.
 
-// Mean and mean square of each token in a panel, or of a single token (width 1)
-INLINE void moments(const float *x, long depth, long width, float *mean, float *square) {
+// y = RMSNorm (bias NULL; Zhang and Sennrich 2019) or, of several tokens, LayerNorm of a panel x (depth, width)
+static void normalize(const float *x, const float *weight, const float *bias, float eps, long depth, long width,
+                      float *y) {
     if (width == 1) {
-        vec sum = {0}, squares = {0};
+        vec squares = {0};
         long c = 0;
-        for (; c + LANES <= depth; c += LANES) sum += load(x + c), squares += load(x + c) * load(x + c);
-        *mean = sum_lanes(sum), *square = sum_lanes(squares);
-        for (; c < depth; c++) *mean += x[c], *square += x[c] * x[c];
-        *mean /= depth, *square /= depth;
+        for (; c + LANES <= depth; c += LANES) squares += load(x + c) * load(x + c);
+        float sum = sum_lanes(squares);
+        for (; c < depth; c++) sum += x[c] * x[c];
+        const float inverse = 1 / sqrtf(sum / depth + eps);
+        for (c = 0; c < depth; c++) y[c] = x[c] * inverse * weight[c];
         return;
     }
     for (long i = 0; i < PANEL; i += LANES) {
-        vec sum = {0}, squares = {0};
-        for (long c = 0; c < depth; c++) {
-            vec value = load(x + c * PANEL + i);
-            sum += value, squares += value * value;
+        vec mean = {0}, square = {0};
+        for (long c = 0; c < depth && bias; c++) mean += load(x + c * PANEL + i);
+        mean /= (float)depth;
+        for (long c = 0; c < depth; c++) {  // around the mean: a difference of squares would lose digits
+            const vec centered = load(x + c * PANEL + i) - mean;
+            square += centered * centered;
         }
-        store(mean + i, sum / (float)depth), store(square + i, squares / (float)depth);
-    }
-}
-
-// y = RMSNorm (bias NULL; Zhang and Sennrich 2019) or LayerNorm of a panel x (depth, width)
-static void normalize(const float *x, const float *weight, const float *bias, float eps, long depth, long width,
-                      float *y) {
-    float mean[PANEL] ALIGNED, square[PANEL] ALIGNED, inverse[PANEL] ALIGNED;
-    moments(x, depth, width, mean, square);
-    if (bias) {  // the variance around the mean in a second pass: a difference of squares would lose digits
-        for (long i = 0; i < width; i++) square[i] = 0;
-        for (long c = 0; c < depth; c++)
-            for (long i = 0; i < width; i++) square[i] += (x[c * width + i] - mean[i]) * (x[c * width + i] - mean[i]);
-        for (long i = 0; i < width; i++) square[i] /= depth;
-    }
-    for (long i = 0; i < width; i++) inverse[i] = 1 / sqrtf(square[i] + eps), mean[i] = bias ? mean[i] : 0;
-    if (width == 1) {
-        for (long c = 0; c < depth; c++) y[c] = (x[c] - mean[0]) * inverse[0] * weight[c] + (bias ? bias[c] : 0);
-        return;
-    }
-    for (long c = 0; c < depth; c++)
-        for (long i = 0; i < PANEL; i += LANES) {
-            vec value = (load(x + c * PANEL + i) - load(mean + i)) * load(inverse + i) * weight[c];
+        vec inverse = square / (float)depth + eps;
+        for (int j = 0; j < LANES; j++) inverse[j] = 1 / sqrtf(inverse[j]);
+        for (long c = 0; c < depth; c++) {
+            const vec value = (load(x + c * PANEL + i) - mean) * inverse * weight[c];
             store(y + c * PANEL + i, bias ? value + bias[c] : value);
         }
+    }
 }
 
-// Rotate features i and i + D / 2 of each of n_heads in place (Su et al. 2021); cos and sin (D / 2, width)
-static void rotate(float *x, const float *cos, const float *sin, long n_heads, long D, long width) {
+// Rotate features i and i + D / 2 of each of n_heads in place (Su et al. 2021); D / 2 cosines, then as many sines
+static void rotate(float *x, const float *angles, long n_heads, long D, long width) {
     const long half = D / 2 * width;
+    const float *cos = angles, *sin = angles + half;
     for (long h = 0; h < n_heads; h++, x += 2 * half)
         for (long i = 0; i < half; i++) {
             float first = x[i], second = x[i + half];
@@ -56,22 +43,26 @@ static void rotate(float *x, const float *cos, const float *sin, long n_heads, l
         }
 }
 
-// gate = silu(gate) * up, n values each (Shazeer 2020)
-static void swiglu(float *gate, const float *up, long n) {
-    long i = 0;
-    for (; i + LANES <= n; i += LANES) store(gate + i, silu_vec(load(gate + i)) * load(up + i));
-    for (; i < n; i++) gate[i] = gate[i] / (1 + expf(-gate[i])) * up[i];
+// gate = silu(gate) * up (Shazeer 2020), the first and the second half of the features
+static void swiglu(activations *gate_up, int threads) {
+    const long n = gate_up->n_features / 2 * width_of(gate_up);
+    #pragma omp parallel for num_threads(threads) if (gate_up->n_tokens > PANEL)
+    for (long p = 0; p < panels_of(gate_up); p++) {
+        float *gate = panel_of(gate_up, p), *up = gate + n;
+        long i = 0;
+        for (; i + LANES <= n; i += LANES) store(gate + i, silu_vec(load(gate + i)) * load(up + i));
+        for (; i < n; i++) gate[i] = gate[i] / (1 + expf(-gate[i])) * up[i];
+    }
 }
 
-// Activations from rows (n_tokens, n_features) of dtype, and back to float32
-static void read_rows(const void *rows, long dtype, activations *x, int threads) {
-    const long depth = x->n_features, size = dtype == BFLOAT16 ? 2 : 4;
+// Activations from rows (n_tokens, n_features), and back
+static void read_rows(const float *rows, activations *x, int threads) {
+    const long depth = x->n_features;
     #pragma omp parallel for num_threads(threads) if (x->n_tokens > PANEL)
     for (long p = 0; p < panels_of(x); p++) {
         const long used = min_long(width_of(x), x->n_tokens - p * PANEL);
-        const char *from = (const char *)rows + p * PANEL * depth * size;
         if (used < width_of(x)) memset(panel_of(x, p), 0, depth * PANEL * 4);
-        transpose(from, dtype, depth, used, depth, panel_of(x, p), FLOAT32, width_of(x));
+        transpose(rows + p * PANEL * depth, FLOAT32, depth, used, depth, panel_of(x, p), FLOAT32, width_of(x));
     }
 }
 
@@ -162,23 +153,23 @@ static void pack_panel(const float *x, operand *out, long panel) {
 static void quantize_token(const float *x, operand *out) {
     int8_t *q = (int8_t *)out->data;
     out->offset = 0;
-    for (long g = 0; g * QUANT_GROUP < out->depth; g++) {
-        const long start = g * QUANT_GROUP, n = min_long(QUANT_GROUP, out->depth - start);
+    for (long start = 0; start < out->depth; start += QUANT_GROUP) {
         float values[QUANT_GROUP] ALIGNED = {0};
-        memcpy(values, x + start, n * 4);
+        memcpy(values, x + start, min_long(QUANT_GROUP, out->depth - start) * 4);
         vec largest = splat(1e-30f);
         for (long i = 0; i < QUANT_GROUP; i += LANES) largest = max_abs(largest, load(values + i));
         const float scale = max_lanes(largest) / 127, inverse = 1 / scale;
-        for (long half = 0; half < 2; half++) {
+        for (long half = 0; half < QUANT_GROUP; half += INT4_GROUP) {
             ivec sum = {0};
-            for (long i = half * INT4_GROUP; i < (half + 1) * INT4_GROUP; i += LANES) {
+            for (long i = half; i < half + INT4_GROUP; i += LANES) {
                 ivec rounded = round_to_int(load(values + i) * inverse);
                 sum += rounded;
                 for (int j = 0; j < LANES; j++) q[start + i + j] = (int8_t)rounded[j];
             }
             int32_t total = 0;
             for (int j = 0; j < LANES; j++) total += sum[j];
-            out->scale[2 * g + half] = scale, out->group_sum[2 * g + half] = scale * total;
+            const long group = (start + half) / INT4_GROUP;
+            out->scale[group] = scale, out->group_sum[group] = scale * total;
             out->offset -= INT8_OFFSET * scale * total;
         }
     }

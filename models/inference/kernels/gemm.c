@@ -1,9 +1,9 @@
 // gemm: a weight, row-major as it is stored, times panels of tokens. gemv.c multiplies one token.
 
-// The type of operand that a weight is multiplied by, if there are several tokens
-INLINE long operand_type(long dtype) {
-    if (dtype == INT8) return INT8;
-    return dtype == FLOAT32 || !HAS_BF16_DOT ? FLOAT32 : BFLOAT16;
+// The type of operand that a weight is multiplied by
+INLINE long operand_type(long dtype, long n_tokens) {
+    if (dtype == INT8 || (dtype == INT4 && n_tokens == 1)) return INT8;
+    return dtype == FLOAT32 || n_tokens == 1 || !HAS_BF16_DOT ? FLOAT32 : BFLOAT16;
 }
 
 INLINE long units_of(long depth, long type) {
@@ -29,12 +29,6 @@ static operand new_operand(long n_tokens, long depth, long type) {
 static void free_operand(operand *x) {
     if (!x->borrowed) release(x->data);
     release(x->scale), release(x->sum), release(x->group_sum);
-}
-
-// An operand for products with weights like w, for n_tokens tokens
-static operand operand_for(const matrix *w, long n_tokens) {
-    if (n_tokens > 1) return new_operand(n_tokens, w->depth, operand_type(w->dtype));
-    return new_operand(1, w->depth, w->dtype == FLOAT32 || w->dtype == BFLOAT16 ? FLOAT32 : INT8);
 }
 
 // --- one block of weight rows times one panel ---
@@ -93,35 +87,30 @@ INLINE void multiply_rows(const long type, const long rows, const long vectors, 
         for (long v = 0; v < vectors; v++) store_int((float *)sums + r * PANEL + v * LANES, sum[r][v]);
 }
 
-#if LEVEL == AMX
-static void multiply(long type, long rows, const char *left, long stride, const char *panel, long units, void *sums,
-                     long vectors) {
-    if (type == INT8) return multiply_tiles(INT8, left, stride, panel, units, sums, vectors);
-    if (type == BFLOAT16) return multiply_tiles(BFLOAT16, left, stride, panel, units, sums, vectors);
-    for (long r = 0; r < rows; r += 8) {  // float32 has no tiles
-        float *part = (float *)sums + r * PANEL;
-        if (vectors == 1) multiply_rows(FLOAT32, 8, 1, left + r * stride, stride, panel, units, part);
-        else multiply_rows(FLOAT32, 8, 2, left + r * stride, stride, panel, units, part);
-    }
-}
-#else
 #define SMALL_ROWS 4  // of a last block
+#define SUM_ROWS (LEVEL == AMX ? 8 : BLOCK_ROWS)  // whose sums fit the registers
 INLINE void multiply_type(const long type, long rows, const char *left, long stride, const char *panel, long units,
                           void *sums, long vectors) {
-    if (rows <= SMALL_ROWS && vectors == 1) multiply_rows(type, SMALL_ROWS, 1, left, stride, panel, units, sums);
-    else if (rows <= SMALL_ROWS) multiply_rows(type, SMALL_ROWS, 2, left, stride, panel, units, sums);
-    else if (vectors == 1) multiply_rows(type, BLOCK_ROWS, 1, left, stride, panel, units, sums);
-    else multiply_rows(type, BLOCK_ROWS, 2, left, stride, panel, units, sums);
+    for (; rows > 0; rows -= SUM_ROWS, left += SUM_ROWS * stride, sums = (float *)sums + SUM_ROWS * PANEL) {
+        if (rows <= SMALL_ROWS && vectors == 1) multiply_rows(type, SMALL_ROWS, 1, left, stride, panel, units, sums);
+        else if (rows <= SMALL_ROWS) multiply_rows(type, SMALL_ROWS, 2, left, stride, panel, units, sums);
+        else if (vectors == 1) multiply_rows(type, SUM_ROWS, 1, left, stride, panel, units, sums);
+        else multiply_rows(type, SUM_ROWS, 2, left, stride, panel, units, sums);
+    }
 }
 
 static void multiply(long type, long rows, const char *left, long stride, const char *panel, long units, void *sums,
                      long vectors) {
     if (type == FLOAT32) multiply_type(FLOAT32, rows, left, stride, panel, units, sums, vectors);
+#if LEVEL == AMX
+    else if (type == INT8) multiply_tiles(INT8, left, stride, panel, units, sums, vectors);
+    else multiply_tiles(BFLOAT16, left, stride, panel, units, sums, vectors);
+#else
     else if (type == INT8) multiply_type(INT8, rows, left, stride, panel, units, sums, vectors);
     else if (type == BFLOAT16 && HAS_BF16_DOT) multiply_type(BFLOAT16, rows, left, stride, panel, units, sums, vectors);
     else if (HAS_INT16_DOT) multiply_type(INT16, rows, left, stride, panel, units, sums, vectors);
-}
 #endif
+}
 #endif
 
 INLINE long value_bytes(const matrix *w) {
@@ -181,7 +170,7 @@ static const char *left_rows(const matrix *w, long row, long type, long units, c
 typedef struct {
     activations *y;
     long first;
-    int add, gelu;  // add to what y holds; apply GELU, to the sum
+    int add, gelu;  // add to what y holds; apply GELU to the sum, of several tokens
 } result;
 
 INLINE void finish_block(const matrix *w, long row, long rows, const operand *x, long panel, const void *sums,

@@ -153,7 +153,6 @@ static void gemv(const matrix *weights, int n_weights, const operand *x, result 
         for (long row = 0; row < w->n_rows; row++) {
             float value = dot_row(w, row, x) + (w->bias ? w->bias[row] : 0), *at = out.y->data + first + row;
             if (out.add) value += *at;
-            if (out.gelu) value /= 1 + expf(-1.5957691216f * value * (1 + 0.044715f * value * value));
             *at = value;
         }
     }

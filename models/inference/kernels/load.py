@@ -10,11 +10,13 @@ import hashlib
 import logging
 import os
 import platform
+import re
 import shlex
 import shutil
 import stat
 import subprocess
 import tempfile
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,7 @@ logger = logging.getLogger(__name__)
 FOLDER = Path(__file__).parent
 AVX2 = ("avx2", "fma", "f16c")
 AVX512 = (*AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni")
-LEVELS = {  # name: what common.h is compiled with, and the flags that the CPU must have
+LEVELS = {  # name: what common.h is compiled with, and the flags that the CPU must have; the compiler gets them, too
     "naive": (("-DLEVEL=0",), ()),
     "avx2": (("-DLEVEL=1",), AVX2),
     "avx2-vnni": (("-DLEVEL=2",), (*AVX2, "avx_vnni")),
@@ -40,59 +42,23 @@ NEED_NEW_COMPILER = {"avx2-vnni": "avx2", "amx": "bf16"}  # gcc 11 or clang 12; 
 FOR_TESTS = ("naive", "amx-emulated")  # plain loops, and AMX's instructions in plain C
 FLAGS = [
     "-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-fopenmp", "-fPIC", "-shared", "-w",
-    "-nostartfiles",
-    "-nodefaultlibs", "-lm", "-lc",  # without libgomp: torch has loaded one, and two would compete for the cores
+    "-mprefer-vector-width=512", "-nostartfiles", "-nodefaultlibs", "-lm", "-lc",
+    # without libgomp: torch has loaded one, and two would compete for the cores
 ]  # fmt: skip
 
 
-# The structs below are those of the C sources, field by field.
-POINTER: Any = ctypes.c_void_p
-LONG: Any = ctypes.c_long
-FLOAT: Any = ctypes.c_float
-INT: Any = ctypes.c_int
-
-
-class Matrix(ctypes.Structure):
-    _fields_ = [
-        *((n, POINTER) for n in ("data", "scale", "groups", "bias")),
-        *((n, LONG) for n in ("n_rows", "depth", "stride", "dtype")),
-    ]  # fmt: skip
-
-
-class DecoderBlock(ctypes.Structure):
-    _fields_ = [
-        ("qkv", Matrix * 3), ("out", Matrix), ("gate_up", Matrix * 2), ("down", Matrix),
-        ("norm1", POINTER), ("norm2", POINTER),
-    ]  # fmt: skip
-
-
-class Decoder(ctypes.Structure):
-    _fields_ = [(n, POINTER) for n in ("blocks", "head", "norm", "cos", "sin")] + [
-        *((n, LONG) for n in ("n_blocks", "hidden_dim", "inter_dim", "n_heads", "n_kv_heads", "head_dim")),
-        ("eps", FLOAT),
-    ]
-
-
-class DecoderStep(ctypes.Structure):
-    _fields_ = [
-        ("x", POINTER), ("x_dtype", LONG), ("n_sequences", LONG), ("n_new", LONG),
-        *((n, POINTER) for n in ("slots", "past", "positions", "mask", "last", "cache")),
-        *((n, LONG) for n in ("cache_dtype", "capacity", "block_stride", "part_stride", "sequence_stride")),
-        ("logits", POINTER), ("threads", INT),
-    ]  # fmt: skip
-
-
-class VisionBlock(ctypes.Structure):
-    _fields_ = [(n, Matrix) for n in ("qkv", "out", "fc1", "fc2")] + [
-        (n, POINTER) for n in ("ln1", "ln1_bias", "ln2", "ln2_bias")
-    ]
-
-
-class VisionEncoder(ctypes.Structure):
-    _fields_ = [(n, POINTER) for n in ("blocks", "patch", "position", "norm", "norm_bias")] + [
-        *((n, LONG) for n in ("n_blocks", "hidden_dim", "inter_dim", "n_heads", "n_patches", "dtype")),
-        ("eps", FLOAT),
-    ]
+def read_structs() -> dict[str, Any]:
+    """The C sources' structs by name, as ctypes classes whose fields are written in C alone."""
+    types: dict[str, Any] = {"int": ctypes.c_int, "long": ctypes.c_long, "float": ctypes.c_float}
+    source = "".join((FOLDER / name).read_text(encoding="utf-8") for name in ("common.h", "model.c"))
+    for body, name in re.findall(r"typedef struct \{([^{}]*)\} (\w+);", re.sub("//.*", "", source)):
+        fields = []
+        for kind, names in re.findall(r"(?:const )?(\w+) ([^;]+);", body):
+            for star, field, length in re.findall(r"(\*?)(\w+)(?:\[(\d+)\])?", names):
+                one = ctypes.c_void_p if star else types[kind]
+                fields.append((field, one * int(length) if length else one))
+        types[name] = type(name, (ctypes.Structure,), {"_fields_": fields})
+    return types
 
 
 @cache
@@ -110,7 +76,7 @@ def cpu_info(field: str) -> str:
 def amx_is_allowed() -> bool:
     """Whether Linux lets this process use AMX's tiles, which is asked for here; no Linux before 5.16 does.
 
-    The system call is arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) (Documentation/arch/x86/xstate.rst).
+    It is arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA): Linux, Documentation/arch/x86/xstate.rst.
     """
     return ctypes.CDLL(None).syscall(158, 0x1023, 18) == 0
 
@@ -126,7 +92,7 @@ def available_levels() -> list[str]:
 
 
 def chosen_level() -> str | None:
-    """The level to use: the highest of this CPU, or the highest up to $NANOVLM_CPU_LEVEL; None for "none"."""
+    """The CPU's best level, at most $NANOVLM_CPU_LEVEL; None for "none"."""
     available, wanted = available_levels(), os.environ.get("NANOVLM_CPU_LEVEL")
     if wanted in available:
         return wanted
@@ -146,7 +112,7 @@ def cache_folder() -> Path:
 def library_name(level: str) -> str:
     """The name of a level's library, which changes with the source and the compiler."""
     made_of = [path.read_bytes() for path in sorted(FOLDER.glob("*.[ch]"))]
-    made_of.append(repr((FLAGS, os.environ.get("CC"))).encode())
+    made_of.append(repr((LEVELS, FLAGS, os.environ.get("CC"))).encode())
     return f"kernels-{level}-{hashlib.sha256(b''.join(made_of)).hexdigest()[:12]}.so"
 
 
@@ -156,7 +122,9 @@ def build(level: str, folder: Path) -> Path:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         new = Path(scratch) / "kernels.so"
-        command = [*compiler, *LEVELS[level][0], "-o", str(new), str(FOLDER / "kernels.c"), *FLAGS]
+        defines, needed = LEVELS[level]
+        flags = [f"-m{name.replace('_', '-' if name.startswith('amx') else '')}" for name in needed]
+        command = [*compiler, *defines, "-o", str(new), str(FOLDER / "model.c"), *flags, *FLAGS]
         subprocess.run(command, check=True, capture_output=True, text=True, errors="replace", timeout=120)
         with new.open("rb+") as file:  # the linker's output, then its digest, which loaders ignore
             file.write(hashlib.sha256(file.read()).digest())
@@ -166,15 +134,10 @@ def build(level: str, folder: Path) -> Path:
 
 def is_trusted(path: Path) -> bool:
     """Whether a library is whole, and only this user or root can write to it and to its folder."""
-
-    def is_own(status: os.stat_result) -> bool:
-        return status.st_uid in (0, os.getuid()) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-
     try:
         file, folder = path.lstat(), path.parent.stat()
-        if not (stat.S_ISREG(file.st_mode) and is_own(file) and is_own(folder)):
-            return False
-        content = path.read_bytes()
+        others = any(x.st_uid not in (0, os.getuid()) or x.st_mode & 0o022 for x in (file, folder))
+        content = path.read_bytes() if stat.S_ISREG(file.st_mode) and not others else b""
     except OSError:
         return False
     return hashlib.sha256(content[:-32]).digest() == content[-32:]
@@ -183,15 +146,13 @@ def is_trusted(path: Path) -> bool:
 @cache
 def load_library(level: str) -> ctypes.CDLL | None:
     """A level's library, built now if need be; None, with a log entry, if that is not possible."""
-    name = library_name(level)
-    for folder in (FOLDER, cache_folder()):
-        if is_trusted(folder / name):
-            try:
-                return ctypes.CDLL(str(folder / name))
-            except OSError:  # of another system
-                continue
+    own = cache_folder()
+    for path in (folder / library_name(level) for folder in (FOLDER, own)):
+        if is_trusted(path):
+            with suppress(OSError):  # of another system
+                return ctypes.CDLL(str(path))
     try:
-        path = build(level, cache_folder())
+        path = build(level, own)
         if not is_trusted(path):
             raise OSError(f"other users can write to {path.parent}")
         return ctypes.CDLL(str(path))

@@ -1,5 +1,11 @@
-// The two forward passes, each written once over the kernels: the decoder for any number of sequences and tokens, and
-// the vision encoder.
+// One level of the kernel library, compiled with -DLEVEL=0 to 5 (see common.h): the two forward passes, each written
+// once over the kernels, the decoder for any number of sequences and tokens, and the vision encoder.
+#include "common.h"
+#include "amx.c"
+#include "elementwise.c"
+#include "gemm.c"
+#include "gemv.c"
+#include "attention.c"
 
 typedef struct {
     const float *weight, *bias;  // RMSNorm has no bias
@@ -8,7 +14,7 @@ typedef struct {
 
 // A linear layer's operand: x, normalized if norm is given
 static operand make_operand(const matrix *w, const activations *x, const norm_args *norm, int threads) {
-    operand out = operand_for(w, x->n_tokens);
+    operand out = new_operand(x->n_tokens, w->depth, operand_type(w->dtype, x->n_tokens));
     const long depth = w->depth, width = width_of(x);
     const int splits = width == 1 && w->dtype == BFLOAT16 && LEVEL > NAIVE;  // see split_token
     if (out.type == FLOAT32 && !norm && !splits) {
@@ -60,7 +66,6 @@ typedef struct {
     const decoder_block *blocks;
     const matrix *head;
     const float *norm;
-    const float *cos, *sin;  // (positions, head_dim / 2)
     long n_blocks, hidden_dim, inter_dim, n_heads, n_kv_heads, head_dim;
     float eps;
 } decoder;
@@ -68,14 +73,17 @@ typedef struct {
 // New tokens of n_sequences sequences, n_new of each, and the cache of keys and values (n_blocks, 2, sequences,
 // n_kv_heads, capacity, head_dim) that they are appended to
 typedef struct {
-    const void *x;  // embeddings (n_sequences * n_new, hidden_dim)
-    long x_dtype;
+    long slot;  // where a sequence is in the cache
+    long past;  // tokens that it has there
+    long last;  // the new token whose logits are computed
+} sequence;
+
+typedef struct {
+    const float *x;  // embeddings (n_sequences * n_new, hidden_dim)
     long n_sequences, n_new;
-    const int64_t *slots;      // (n_sequences) where each sequence is in the cache
-    const int64_t *past;       // (n_sequences) tokens that it has there
-    const int64_t *positions;  // (n_sequences * n_new)
-    const uint8_t *mask;       // (n_sequences, past + n_new, n_new), 1 where a query may attend; NULL: causal
-    const int64_t *last;       // (n_sequences) the new token of each whose logits are computed
+    const sequence *sequences;
+    const float *angles;  // cosines, then sines of each token's position (n_sequences * n_new, head_dim)
+    const uint8_t *mask;  // (n_sequences, past + n_new, n_new), 1 where a query may attend; NULL: causal
     void *cache;
     long cache_dtype, capacity;
     long block_stride, part_stride, sequence_stride;  // of the cache, in values
@@ -83,31 +91,20 @@ typedef struct {
     int threads;
 } decoder_step;
 
-// cos and sin (head_dim / 2, tokens) of the new tokens
-static void find_angles(const decoder *d, const decoder_step *s, activations *cos, activations *sin) {
-    const long half = d->head_dim / 2, width = width_of(cos);
-    for (long m = 0; m < panels_of(cos) * width; m++)
-        for (long i = 0; i < half; i++) {
-            const long from = s->positions[min_long(m, cos->n_tokens - 1)] * half + i;
-            const long at = (m / width * half + i) * width + m % width;
-            cos->data[at] = d->cos[from], sin->data[at] = d->sin[from];
-        }
-}
-
 // Rotate queries and keys, and append keys and values to the cache
 static void rotate_and_append(const decoder *d, const decoder_step *s, long block, activations *qkv,
-                              const activations *cos, const activations *sin) {
+                              const activations *angles) {
     const long D = d->head_dim, n = qkv->n_tokens, width = width_of(qkv), size = s->cache_dtype == BFLOAT16 ? 2 : 4;
     #pragma omp parallel for num_threads(s->threads) if (n > PANEL)
     for (long p = 0; p < panels_of(qkv); p++) {
         float *panel = panel_of(qkv, p);
-        rotate(panel, panel_of(cos, p), panel_of(sin, p), d->n_heads + d->n_kv_heads, D, width);
+        rotate(panel, panel_of(angles, p), d->n_heads + d->n_kv_heads, D, width);
         for (long m = p * PANEL, stop; m < min_long(n, (p + 1) * PANEL); m = stop) {  // tokens of one sequence
-            const long b = m / s->n_new, token = s->past[b] + m % s->n_new;
+            const long b = m / s->n_new, slot = s->sequences[b].slot, token = s->sequences[b].past + m % s->n_new;
             stop = min_long(min_long(n, (p + 1) * PANEL), (b + 1) * s->n_new);
             for (long head = 0; head < 2 * d->n_kv_heads; head++) {  // of keys, then of values
                 const long part = head / d->n_kv_heads, h = head % d->n_kv_heads;
-                const long to = block * s->block_stride + part * s->part_stride + s->slots[b] * s->sequence_stride +
+                const long to = block * s->block_stride + part * s->part_stride + slot * s->sequence_stride +
                                 (h * s->capacity + token) * D;
                 transpose(panel + (d->n_heads + head) * D * width + m % width, FLOAT32, width, D, stop - m,
                           (char *)s->cache + to * size, s->cache_dtype, D);
@@ -120,8 +117,8 @@ static void attend_all(const decoder *d, const decoder_step *s, long block, cons
     const long D = d->head_dim, size = s->cache_dtype == BFLOAT16 ? 2 : 4;
     #pragma omp parallel for num_threads(s->threads) schedule(dynamic)
     for (long unit = 0; unit < s->n_sequences * d->n_heads; unit++) {
-        const long b = unit / d->n_heads, n_keys = s->past[b] + s->n_new;
-        char *key = (char *)s->cache + (block * s->block_stride + s->slots[b] * s->sequence_stride) * size;
+        const long b = unit / d->n_heads, n_keys = s->sequences[b].past + s->n_new;
+        char *key = (char *)s->cache + (block * s->block_stride + s->sequences[b].slot * s->sequence_stride) * size;
         const attention_args args = {
             .q = qkv, .y = y, .first_token = b * s->n_new, .key = {key, s->cache_dtype, s->capacity * D},
             .value = {key + s->part_stride * size, s->cache_dtype, s->capacity * D},
@@ -140,46 +137,38 @@ static void keep_last(const decoder_step *s, activations *x) {
     for (long b = 0; b < s->n_sequences; b++)
         for (long c = 0; c < x->n_features; c++) {
             const long to = kept.n_tokens == 1 ? c : panel_at(c, b, x->n_features);
-            kept.data[to] = x->data[panel_at(c, b * s->n_new + s->last[b], x->n_features)];
+            kept.data[to] = x->data[panel_at(c, b * s->n_new + s->sequences[b].last, x->n_features)];
         }
     release(x->data);
     *x = kept;
-}
-
-// gate = silu(gate) * up, the first and the second half of the features
-static void swiglu_all(activations *gate_up, int threads) {
-    const long n = gate_up->n_features / 2 * width_of(gate_up);
-    #pragma omp parallel for num_threads(threads) if (gate_up->n_tokens > PANEL)
-    for (long p = 0; p < panels_of(gate_up); p++) swiglu(panel_of(gate_up, p), panel_of(gate_up, p) + n, n);
 }
 
 void decoder_forward(const decoder *d, const decoder_step *s) {
     const long D = d->head_dim, n = s->n_sequences * s->n_new;
     const int threads = s->threads;
     activations x = new_activations(n, d->hidden_dim), qkv = new_activations(n, (d->n_heads + 2 * d->n_kv_heads) * D);
-    activations y = new_activations(n, d->n_heads * D);
-    activations cos = new_activations(n, D / 2), sin = new_activations(n, D / 2);
-    read_rows(s->x, s->x_dtype, &x, threads);
+    activations y = new_activations(n, d->n_heads * D), angles = new_activations(n, D);
+    read_rows(s->x, &x, threads);
+    read_rows(s->angles, &angles, threads);
     memset(y.data, 0, panels_of(&y) * width_of(&y) * y.n_features * 4);  // tokens behind the last one stay finite
-    find_angles(d, s, &cos, &sin);
     for (long k = 0; k < d->n_blocks; k++) {
         const decoder_block *block = &d->blocks[k];
         const norm_args norm1 = {block->norm1, NULL, d->eps}, norm2 = {block->norm2, NULL, d->eps};
         layer(block->qkv, 3, &x, &norm1, (result){&qkv}, threads);
-        rotate_and_append(d, s, k, &qkv, &cos, &sin);
+        rotate_and_append(d, s, k, &qkv, &angles);
         attend_all(d, s, k, &qkv, &y);
         if (k == d->n_blocks - 1 && s->n_new > 1) keep_last(s, &x), keep_last(s, &y);
         layer(&block->out, 1, &y, NULL, (result){&x, .add = 1}, threads);
         activations gate_up = new_activations(x.n_tokens, 2 * d->inter_dim);
         layer(block->gate_up, 2, &x, &norm2, (result){&gate_up}, threads);
-        swiglu_all(&gate_up, threads);
+        swiglu(&gate_up, threads);
         layer(&block->down, 1, &gate_up, NULL, (result){&x, .add = 1}, threads);
         release(gate_up.data);
     }
     activations logits = new_activations(x.n_tokens, d->head->n_rows);
     layer(d->head, 1, &x, &(norm_args){d->norm, NULL, d->eps}, (result){&logits}, threads);
     write_rows(&logits, s->logits, threads);
-    release(logits.data), release(x.data), release(qkv.data), release(y.data), release(cos.data), release(sin.data);
+    release(logits.data), release(x.data), release(qkv.data), release(y.data), release(angles.data);
 }
 
 // --- the vision encoder: SigLIP (Zhai et al. 2023), as models/vision_transformer.py ---
@@ -200,7 +189,7 @@ typedef struct {
 
 // Attention of one image's head, whose keys are first copied from panels to rows
 static void attend_image(const vision_encoder *e, const activations *qkv, activations *y, long image, long h) {
-    const long C = e->hidden_dim, D = C / e->n_heads, T = e->n_patches, type = operand_type(e->dtype);
+    const long C = e->hidden_dim, D = C / e->n_heads, T = e->n_patches, type = operand_type(e->dtype, PANEL);
     const long size = type == BFLOAT16 ? 2 : 4;
     // With int8 weights activations are rounded anyway: int16 is finer, and twice as fast as float32
     const int rounds = HAS_INT16_DOT && type == FLOAT32 && e->blocks->qkv.dtype == INT8 && D % LANES == 0;
@@ -227,7 +216,7 @@ void vision_forward(const vision_encoder *e, const float *patches, long n_images
     const long C = e->hidden_dim, n = n_images * e->n_patches;
     activations pixels = new_activations(n, e->patch->depth), x = new_activations(n, C), y = new_activations(n, C);
     activations qkv = new_activations(n, 3 * C), hidden = new_activations(n, e->inter_dim);
-    read_rows(patches, FLOAT32, &pixels, threads);
+    read_rows(patches, &pixels, threads);
     for (long image = 0; image < n_images; image++)
         for (long t = 0; t < e->n_patches; t++)
             for (long c = 0; c < C; c++) x.data[panel_at(c, image * e->n_patches + t, C)] = e->position[t * C + c];
@@ -257,7 +246,7 @@ void vision_forward(const vision_encoder *e, const float *patches, long n_images
 // y (n, w.n_rows) float32 = x (n, w.depth) float32 times the transpose of w, plus its bias
 void linear_rows(const matrix *w, const float *x, long n, float *y, int threads) {
     activations in = new_activations(n, w->depth), out = new_activations(n, w->n_rows);
-    read_rows(x, FLOAT32, &in, threads);
+    read_rows(x, &in, threads);
     layer(w, 1, &in, NULL, (result){&out}, threads);
     write_rows(&out, y, threads);
     release(in.data), release(out.data);

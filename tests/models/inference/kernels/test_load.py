@@ -18,7 +18,6 @@ from support.kernels import LEVELS
 
 HAS_KERNELS = pytest.mark.skipif(len(LEVELS) < 2, reason="no kernels for this CPU, or no C compiler")
 IS_X86 = platform.machine() == "x86_64" and sys.platform == "linux"
-LINUX_ON_X86 = pytest.mark.skipif(not IS_X86, reason="the levels are for Linux on x86-64")
 
 
 @pytest.fixture(scope="module")
@@ -26,9 +25,19 @@ def library(tmp_path_factory):
     return build("naive", tmp_path_factory.mktemp("kernels"))
 
 
+@pytest.fixture
+def no_library(monkeypatch, tmp_path):
+    """An empty cache, and a package without built libraries."""
+    monkeypatch.setenv("NANOVLM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(load, "library_name", lambda level: f"kernels-{level}-new.so")
+    load_library.cache_clear()
+    yield tmp_path
+    load_library.cache_clear()
+
+
 def test_the_level_is_the_highest_or_the_one_asked_for(monkeypatch):
-    monkeypatch.delenv("NANOVLM_CPU_LEVEL", raising=False)
     real = [level for level in available_levels() if level not in ("naive", "amx-emulated")]
+    monkeypatch.setenv("NANOVLM_CPU_LEVEL", "")
     assert chosen_level() == (real[-1] if real else None)
     for i, level in enumerate(ALL_LEVELS):
         monkeypatch.setenv("NANOVLM_CPU_LEVEL", level)
@@ -41,41 +50,28 @@ def test_the_level_is_the_highest_or_the_one_asked_for(monkeypatch):
         chosen_level()
 
 
-@LINUX_ON_X86
+@pytest.mark.skipif(not IS_X86, reason="the levels are for Linux on x86-64")
 def test_amx_is_a_level_only_where_linux_lets_this_process_use_it(monkeypatch):
+    assert "amx_tile" in load.cpu_info("flags") or not load.amx_is_allowed()
     monkeypatch.setattr(load, "cpu_info", lambda field: " ".join(ALL_LEVELS["amx"][1]))
     for allowed in (True, False):
         monkeypatch.setattr(load, "amx_is_allowed", lambda allowed=allowed: allowed)
         assert available_levels() == [name for name in ALL_LEVELS if name != "avx2-vnni" and (allowed or name != "amx")]
 
 
-@LINUX_ON_X86
-def test_linux_does_not_allow_amx_on_a_cpu_without_it():
-    assert "amx_tile" in load.cpu_info("flags") or not load.amx_is_allowed()
-
-
-def test_a_compiler_too_old_for_amx_builds_the_level_below(monkeypatch, tmp_path):
+def test_a_compiler_too_old_for_amx_builds_the_level_below(monkeypatch, no_library):
     built: list[str] = []
-    monkeypatch.setattr(load, "build", lambda level, folder: built.append(level) or tmp_path / "absent.so")
-    monkeypatch.setattr(load, "FOLDER", tmp_path)
-    monkeypatch.setenv("NANOVLM_CACHE", str(tmp_path))
-    load_library.cache_clear()
-    try:
-        assert load_library("amx") is None
-    finally:
-        load_library.cache_clear()
-    assert built == ["amx", "bf16"]
+    monkeypatch.setattr(load, "build", lambda level, folder: built.append(level) or no_library / "absent.so")
+    assert load_library("amx") is None and built == ["amx", "bf16"]
 
 
 @HAS_KERNELS
 def test_a_library_is_trusted_only_if_nobody_else_can_write_it(library):
     assert is_trusted(library)
-    library.chmod(0o770)
-    assert not is_trusted(library)
-    library.chmod(0o700)
-    library.parent.chmod(0o777)
-    assert not is_trusted(library)
-    library.parent.chmod(0o700)
+    for path, mode in ((library, 0o770), (library.parent, 0o777)):
+        path.chmod(mode)
+        assert not is_trusted(library)
+        path.chmod(0o700)
     link = library.with_name("link.so")
     link.symlink_to(library)
     os.mkfifo(fifo := library.with_name("fifo.so"))
@@ -83,14 +79,13 @@ def test_a_library_is_trusted_only_if_nobody_else_can_write_it(library):
 
 
 @HAS_KERNELS
-def test_a_damaged_library_is_built_anew(library, monkeypatch, tmp_path):
-    monkeypatch.setenv("NANOVLM_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "linked.so").write_bytes(library.read_bytes()[:-32])
-    (tmp_path / "cc").write_text(f'#!/bin/sh\ncp "{tmp_path}/linked.so" "$3"')  # in place of the "-o" file
-    (tmp_path / "cc").chmod(0o700)
-    monkeypatch.setenv("CC", str(tmp_path / "cc"))
+def test_a_damaged_library_is_built_anew(library, monkeypatch, no_library):
+    (no_library / "linked.so").write_bytes(library.read_bytes()[:-32])
+    (no_library / "cc").write_text(f'#!/bin/sh\ncp "{no_library}/linked.so" "$3"')  # in place of the "-o" file
+    (no_library / "cc").chmod(0o700)
+    monkeypatch.setenv("CC", str(no_library / "cc"))
     assert load_library.__wrapped__("naive") is not None
-    (path,) = (tmp_path / "cache").glob("*.so")
+    (path,) = (no_library / "cache").glob("*.so")
     whole = path.read_bytes()
     for damaged in (whole[:5000], whole[:-40] + bytes(40), b""):
         path.unlink()  # this process runs the former one
@@ -100,30 +95,22 @@ def test_a_damaged_library_is_built_anew(library, monkeypatch, tmp_path):
         assert is_trusted(path)
 
 
-def test_a_compiler_that_takes_too_long_is_one_line_of_the_log(monkeypatch, tmp_path, caplog):
+@pytest.mark.skipif(not IS_X86, reason="the levels are for Linux on x86-64")
+@pytest.mark.parametrize("reason", ["a warning", "no-compiler"])
+def test_without_a_compiler_the_plain_modules_compute_and_one_line_says_so(
+    monkeypatch, no_library, tiny_model, caplog, reason
+):
     def run(command, timeout, **options):
         raise subprocess.TimeoutExpired(command, timeout, stderr=b"a warning")  # in bytes, whatever the options
 
-    monkeypatch.setenv("NANOVLM_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("CC", "slow-compiler")
-    monkeypatch.setattr(subprocess, "run", run)
-    assert load_library.__wrapped__("naive") is None
-    assert "a warning" in caplog.text
-
-
-@HAS_KERNELS
-def test_without_a_compiler_the_plain_modules_compute_and_one_line_says_so(monkeypatch, tmp_path, tiny_model, caplog):
-    monkeypatch.setenv("NANOVLM_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("CC", str(tmp_path / "no-compiler"))
-    load_library.cache_clear()
-    try:
-        with caplog.at_level(logging.WARNING, "models"):
-            inference = InferenceModel(tiny_model())
-            InferenceModel(tiny_model())
-    finally:
-        load_library.cache_clear()
+    monkeypatch.setenv("CC", str(no_library / "no-compiler"))
+    if reason == "a warning":
+        monkeypatch.setattr(subprocess, "run", run)
+    with caplog.at_level(logging.WARNING, "models"):
+        inference = InferenceModel(tiny_model())
+        InferenceModel(tiny_model())
     assert isinstance(inference.network, PlainNetwork)
     (record,) = caplog.records
-    assert record.message.startswith("no CPU kernels (") and "\n" not in record.message
+    assert record.message.startswith("no CPU kernels (") and "\n" not in record.message and reason in record.message
     ids = torch.tensor([[5, 8, 9]])
     torch.testing.assert_close(inference.prefill(ids)[0], tiny_model().prefill(ids)[0], rtol=1e-4, atol=1e-4)
