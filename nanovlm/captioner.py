@@ -24,7 +24,7 @@ from models.inference.inference_model import InferenceModel
 from models.inference.request import Request, TokenOutput
 from models.vision_language_model import VisionLanguageModel, load_model
 from nanovlm.device import choose_device, choose_dtype
-from nanovlm.embedded import EMBEDDED, PROMPT, default_prompt
+from nanovlm.embedded import EMBEDDED, PROMPT, default_prompt, write_prompt
 from nanovlm.errors import InputError
 from nanovlm.generation_config import read_generation_defaults
 from nanovlm.options import GenerationOptions, ModelOptions, generation_options, with_changes
@@ -159,8 +159,9 @@ class Captioner:
         return cls(model, Processor(backbones.cfg, tokenizer))
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Write config, weights and tokenizer, atomically, as `from_pretrained` loads them."""
+        """Write config, weights and tokenizer, atomically, and the default prompt, as `from_pretrained` loads them."""
         self.model.save_pretrained(folder, tokenizer=self.tokenizer.to_json())
+        write_prompt(folder, self.prompt)
 
     def check_prompt(self, prompt: str, max_new_tokens: int) -> None:
         """Raise InputError if the prompt and max_new_tokens exceed the model's context even without an image."""

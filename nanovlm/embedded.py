@@ -1,6 +1,7 @@
 """The model that ships with the package: its folder, an image it can describe, and the default prompt."""
 
 import json
+import os
 from pathlib import Path
 
 EMBEDDED = Path(__file__).parent / "assets"  # a checkpoint folder like any other
@@ -19,3 +20,9 @@ def default_prompt(folder: str | Path) -> str:
     except (OSError, ValueError, KeyError, TypeError):
         return PROMPT
     return prompt if isinstance(prompt, str) and prompt.strip() else PROMPT
+
+
+def write_prompt(folder: str | os.PathLike[str], prompt: str) -> None:
+    """Make the prompt the default of the model in folder."""
+    text = json.dumps({"prompt": prompt}, ensure_ascii=False) + "\n"
+    Path(folder, SETTINGS).write_text(text, encoding="utf-8")

@@ -1,13 +1,12 @@
 """A page to review captions: one HTML file with thumbnails, texts and a filter, which needs no network."""
 
 import base64
-import html
 import io
-import json
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -16,42 +15,55 @@ from PIL import Image
 from nanovlm.processing.image_loading import load_image
 
 SIDE, QUALITY = 128, 60  # of a thumbnail: some 3 kB
-PAGE = """<!doctype html><meta charset="utf-8"><title>{title}</title>
-<style>
-body {{ font: 15px system-ui, sans-serif; margin: 1em auto; max-width: 60em; padding: 0 1em }}
-input {{ font: inherit; width: 100%; padding: .4em; box-sizing: border-box }}
-article {{ display: flex; gap: 1em; min-height: 128px; padding: .5em 0; border-top: 1px solid #ccc }}
-article div:first-child {{ flex: 0 0 128px }}
-small {{ color: #666; overflow-wrap: anywhere }} b {{ color: #b00 }}
-</style>
+NOTES = ["empty", "repeated", "cut", "identical", ""]  # the first word of a caption's mark, in the order of the page
+GALLERY_STYLE = """:root{color-scheme:light dark}
+article{display:flex;gap:1em;padding:.5em 0;border-top:1px solid #8888;content-visibility:auto;
+contain-intrinsic-size:auto 9em}article[hidden]{display:none}article img{flex:none;width:128px;object-fit:contain}
+article p{margin:0;overflow-wrap:anywhere}article small{opacity:.7}article b{color:light-dark(#a00,#f98)}"""
+PAGE = """<!doctype html><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>
+<style>body{{font:15px system-ui,sans-serif;margin:1em auto;max-width:60em;padding:0 1em}}
+input{{font:inherit;width:100%;padding:.4em;box-sizing:border-box}}{style}</style>
 <h1>{title}</h1><p>{summary}</p><input placeholder="filter by words of a caption or a name" autofocus>
-<p id="found"></p><main></main><footer>&nbsp;</footer>
-<script type="application/json">{rows}</script>
+<p id="found"></p>{rows}
 <script>
-const rows = JSON.parse(document.querySelector("script").textContent), main = document.querySelector("main");
-let found = rows, drawn = 0;
-const add = (parent, tag, text) => {{
-  const made = parent.appendChild(document.createElement(tag)); made.textContent = text; return made;
+const rows = [...document.querySelectorAll("article")], input = document.querySelector("input");
+input.oninput = () => {{
+  const words = input.value.toLowerCase();
+  for (const row of rows) row.hidden = !row.textContent.toLowerCase().includes(words);
+  document.querySelector("#found").textContent = rows.filter(row => !row.hidden).length + " of " + rows.length;
 }};
-function draw() {{
-  for (const row of found.slice(drawn, drawn += 50)) {{
-    const article = add(main, "article", ""), left = add(article, "div", ""), right = add(article, "div", "");
-    if (row.image) add(left, "img", "").src = "data:image/jpeg;base64," + row.image;
-    if (row.note) add(right, "b", row.note + " ");
-    add(right, "span", row.text); add(right, "br", ""); add(right, "small", row.name);
-  }}
-}}
-function filter(words) {{
-  found = rows.filter(row => (row.note + row.text + row.name).toLowerCase().includes(words.toLowerCase()));
-  document.querySelector("#found").textContent = found.length + " of " + rows.length;
-  drawn = 0; main.textContent = ""; draw();
-}}
-document.querySelector("input").oninput = event => filter(event.target.value);
-new IntersectionObserver(seen => seen[0].isIntersecting && draw(), {{rootMargin: "900px"}})
-  .observe(document.querySelector("footer"));
-filter("");
+input.oninput();
 </script>
 """
+
+
+def gallery(rows: Iterable[tuple[Any, str, str, str]]) -> str:
+    """HTML of rows, to be styled by GALLERY_STYLE: an image, a text, its name or reference, and a mark such as wrong.
+
+    An image that cannot be read has no thumbnail.
+    """
+    rows = list(rows)
+    with ThreadPoolExecutor() as threads:
+        images = threads.map(thumbnail, [row[0] for row in rows])
+        bold = [f"<b>{escape(mark)}</b> " if mark else "" for *_, mark in rows]
+        return "\n".join(
+            f"<article>{image}<p>{mark}{escape(text)}<br><small>{escape(name)}</small></p></article>"
+            for image, mark, (_, text, name, _) in zip(images, bold, rows)
+        )
+
+
+def thumbnail(source: Any) -> str:
+    """An img element that holds the image itself; empty if it cannot be read."""
+    try:
+        image = Image.open(source) if isinstance(source, str | os.PathLike) else source
+        if isinstance(image, Image.Image):
+            image.draft("RGB", (SIDE, SIDE))  # decodes a JPEG file at an eighth of its size
+        small = load_image(image).copy()
+    except Exception:
+        return ""
+    small.thumbnail((SIDE, SIDE))
+    small.save(file := io.BytesIO(), "JPEG", quality=QUALITY)
+    return f'<img alt="" src="data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}">'
 
 
 def write_page(
@@ -60,42 +72,26 @@ def write_page(
     """Write the page; images without a caption come first, then captions that repeat themselves or each other."""
     texts = [str(row.get("text", "")) for row in captions]
     counts = Counter(texts)
-    with ThreadPoolExecutor() as threads:
-        rows = [
-            {"name": name, "text": text or failed.get(name, ""), "image": image, "note": _note(text, row, counts[text])}
-            for name, text, row, image in zip(images, texts, captions, threads.map(_thumbnail, images))
-        ]
-    rows.sort(key=lambda row: (NOTES.index(row["note"].split(" ")[0]), row["text"] if row["note"] else ""))
-    kinds = Counter(row["note"].split(" ")[0] for row in rows if row["note"])
-    summary = f"{len(rows):,} images" + "".join(f"; {n:,} {kind}" for kind, n in kinds.items())
-    data = json.dumps(rows).replace("<", "\\u003c")
-    title = html.escape(f"Captions of {os.path.commonpath(map(os.path.abspath, images)) if images else 'nothing'}")
-    Path(path).write_text(PAGE.format(title=title, summary=summary, rows=data), "utf-8", "replace")
-
-
-NOTES = ["empty", "repeated", "cut", "identical", ""]
+    rows = [
+        (name, text or failed.get(name, ""), name, _note(text, row, counts[text]))
+        for name, text, row in zip(images, texts, captions)
+    ]
+    kind = lambda row: row[3].partition(" ")[0]  # noqa: E731
+    rows.sort(key=lambda row: (NOTES.index(kind(row)), row[1] if row[3] else ""))
+    kinds = Counter(map(kind, rows))
+    summary = f"{len(rows):,} images" + "".join(f"; {n:,} {note}" for note, n in kinds.items() if note)
+    title = escape(f"Captions of {os.path.commonpath(map(os.path.abspath, images)) if images else 'nothing'}")
+    page = PAGE.format(title=title, summary=summary, style=GALLERY_STYLE, rows=gallery(rows))
+    Path(path).write_text(page, "utf-8", "replace")
 
 
 def _note(text: str, row: Mapping[str, Any], n: int) -> str:
     """What a reviewer looks at first."""
-    if not text.strip():
-        return "empty"
     words = text.lower().split()
-    is_repeated = len(words) >= 12 and len(set(words)) < len(words) / 3
-    if row.get("finish_reason") == "repetition" or is_repeated:
+    if not words:
+        return "empty"
+    if row.get("finish_reason") == "repetition" or (len(words) >= 12 and len(set(words)) < len(words) / 3):
         return "repeated"
     if row.get("finish_reason") == "length":
         return "cut"
     return f"identical to {n - 1:,} others" if n > 1 and "probability" not in row else ""
-
-
-def _thumbnail(path: str) -> str:
-    try:
-        with Image.open(path) as image:
-            image.draft("RGB", (SIDE, SIDE))  # decodes a JPEG at an eighth of its size
-            small = load_image(image)
-            small.thumbnail((SIDE, SIDE))
-    except Exception:  # it is no image that can be read, which its row says
-        return ""
-    small.save(file := io.BytesIO(), "JPEG", quality=QUALITY)
-    return base64.b64encode(file.getvalue()).decode()

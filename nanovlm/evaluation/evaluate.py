@@ -2,18 +2,18 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
 
+from models.inference.caches import TiledImage
+from models.inference.request import Request
 from nanovlm.captioner import Captioner
-from nanovlm.chat_session import ChatSession
 from nanovlm.console import progress_bar
 from nanovlm.data import Subset
 from nanovlm.data.examples import Example, Question, questions
 from nanovlm.errors import DataError, ImageError, InputError
-from nanovlm.evaluation.metrics import METRICS, Metric, intervals
+from nanovlm.evaluation.metrics import METRICS, Metric, exact_match, intervals
+from nanovlm.options import GenerationOptions, generation_options
 from nanovlm.processing.image_loading import load_image
 
 MAX_FROM_ENDLESS = 200  # examples to ask of a source that has no end
@@ -30,11 +30,16 @@ class QuestionList:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the model answered, and the score by each metric."""
+    """The model's answer, and its score by each metric."""
 
     question: Question
     text: str
     scores: Mapping[str, float]
+
+    @property
+    def is_right(self) -> bool:
+        """True if it is one of the references."""
+        return exact_match(self.text, self.question.references) == 1
 
 
 @dataclass(frozen=True)
@@ -77,12 +82,12 @@ class Evaluation:
 
     def wrong(self) -> list[Answer]:
         """The answers that equal none of their references, the worst first."""
-        found = [answer for answer in self.answers if not _is_right(answer)]
+        found = [answer for answer in self.answers if not answer.is_right]
         return sorted(found, key=lambda answer: sum(answer.scores.get(name, 0) for name in ("f1", "anls")))
 
     def advice(self) -> str | None:
-        """What to do if no answer is right."""
-        if not self.answers or any(map(_is_right, self.answers)):
+        """Advice if no answer is right."""
+        if len(self.wrong()) < max(1, len(self.answers)):
             return None
         texts = {answer.text for answer in self.answers}
         if len(texts) == 1 and len(self.answers) > 1:
@@ -93,10 +98,6 @@ class Evaluation:
             "no answer is right: compare answers and references, see with --check-data that questions and answers are "
             "what you meant, then train longer (--epochs) or with another --lr"
         )
-
-
-def _is_right(answer: Answer) -> bool:
-    return answer.text.strip() in [reference.strip() for reference in answer.question.references]
 
 
 def in_words(scores: Mapping[str, float], n: int = 0) -> str:
@@ -113,9 +114,8 @@ def questions_of(subsets: Sequence[Subset], limit: int | None = None, skip_error
     asked: list[tuple[str, Example]] = []
     for subset in subsets:
         n = limit or (MAX_FROM_ENDLESS if subset.source.endless else None)
-        asked += (
-            (subset.source.path, example) for example in islice(subset.usable(skipped if skip_errors else None), n)
-        )
+        examples = subset.usable(skipped if skip_errors else None)
+        asked += ((subset.source.path, example) for example in islice(examples, n))
     return QuestionList(questions(asked), skipped)
 
 
@@ -124,59 +124,40 @@ def evaluate(captioner: Captioner, listed: QuestionList, options: EvaluationOpti
 
     DataError for a question that cannot be used, such as one with a broken image, unless options.skip_errors.
     """
-    limit, encode = options.max_new_tokens, captioner.tokenizer.encode
+    limit = options.max_new_tokens
     if limit is None:
-        lengths = (len(encode(text)) for question in listed.questions for text in question.references)
+        lengths = (len(captioner.tokenizer.encode(text)) for q in listed.questions for text in q.references)
         limit = max(lengths, default=0) + SPARE_TOKENS
-    answered: list[tuple[int, str]] = []  # the numbers of questions, and the answers
+    changes = {"max_new_tokens": limit, "temperature": 0.0}  # a score that can be repeated
+    how = generation_options(None, changes, captioner.defaults)
+    answered: list[tuple[Question, str]] = []
     skipped = list(listed.skipped)
-    with progress_bar(len(listed.questions), "question") if options.show_progress else nullcontext() as bar:
-        for numbers in _batches(listed.questions, options.batch_size):
-            batch = [listed.questions[i] for i in numbers]
-            for i, text in zip(numbers, _answer_batch(captioner, batch, limit)):
-                if not isinstance(text, DataError):
-                    answered.append((i, text))
-                elif options.skip_errors:
-                    skipped.append(str(text))
-                else:
-                    raise text
-            if bar is not None:
-                bar.update(len(batch))
-    pairs = [(listed.questions[i], text) for i, text in sorted(answered)]
-    texts, references = [text for _, text in pairs], [question.references for question, _ in pairs]
+    requests = (_request(captioner, question, how) for question in listed.questions)
+    with progress_bar(len(listed.questions), "question", is_hidden=not options.show_progress) as bar:
+        for question, request in zip(listed.questions, captioner.run(requests, options.batch_size)):
+            if options.skip_errors and isinstance(request.error, DataError):
+                skipped.append(str(request.error))
+            else:
+                answered.append((question, captioner.answer(request)))
+            bar.update()
+    texts = [text for _, text in answered]
+    references = [question.references for question, _ in answered]
     columns = {name: metric(texts, references) for name, metric in options.metrics.items()}
-    scored = [
-        Answer(question, text, {name: column[i] for name, column in columns.items()})
-        for i, (question, text) in enumerate(pairs)
-    ]
-    return Evaluation(scored, skipped)
+    scores = [{name: column[i] for name, column in columns.items()} for i in range(len(texts))]
+    return Evaluation([Answer(*pair, score) for pair, score in zip(answered, scores)], skipped)
 
 
-def _batches(questions: Sequence[Question], batch_size: int) -> list[list[int]]:
-    """The numbers of questions to ask together: later turns of a chat alone, all others batch_size at a time."""
-    later_turns = [[i] for i, question in enumerate(questions) if question.history]
-    others = [i for i, question in enumerate(questions) if not question.history]
-    return [others[i : i + batch_size] for i in range(0, len(others), batch_size)] + later_turns
-
-
-def _answer_batch(captioner: Captioner, batch: Sequence[Question], limit: int) -> list[str | DataError]:
-    """The answer of up to `limit` tokens to each question, or in its place the error that prevents one."""
-    question = batch[0]
+def _request(captioner: Captioner, question: Question, options: GenerationOptions) -> Request:
+    """A request for the answer, as long as the context has room; its error is why the question cannot be asked."""
     try:
-        images: list[Any] = [[load_image(image) for image in question.images] for question in batch]
-        if len(batch) == 1:  # its context may have less room
-            used = len(captioner.prepare(images[0], question.prompt)[0])
-            used += sum(len(captioner.tokenizer.encode(text)) for pair in question.history for text in pair)
-            limit = max(1, min(limit, captioner.processor.cfg.lm_max_position_embeddings - used))
-        if question.history:
-            session = ChatSession(captioner, images[0])
-            session.history = list(question.history)
-            return ["".join(session.ask(question.prompt, max_new_tokens=limit, temperature=0.0))]
-        prompts = [question.prompt for question in batch]
-        greedy: dict[str, Any] = {"max_new_tokens": limit, "temperature": 0.0}  # a score that can be repeated
-        return list(captioner.captions(images, prompts, batch_size=len(batch), **greedy))
+        images = [load_image(image) for image in question.images]
+        tiles, grids, _ = captioner.processor.preprocess_all(images)
+        ids = captioner.processor.encode_prompt(grids, question.prompt, question.history)
+        captioner.inference.validate_length(len(ids), 1)
     except (ImageError, InputError) as error:
-        if len(batch) > 1:
-            return [answer for question in batch for answer in _answer_batch(captioner, [question], limit)]
         message = str(error)
-        return [DataError(message if message.startswith(question.name) else f"{question.name}: {message}")]
+        return Request(
+            (), error=DataError(message if message.startswith(question.name) else f"{question.name}: {message}")
+        )
+    room = captioner.processor.cfg.lm_max_position_embeddings - len(ids) + 1
+    return Request(ids, [TiledImage(one) for one in tiles], options.sampling, min(options.max_new_tokens, room))

@@ -55,22 +55,17 @@ def token_f1(answer: str, references: Sequence[str]) -> float:
 
     Unlike SQuAD's, a number keeps its sign and its point: 3.50 is not 350, and -5 is not 5.
     """
-    return max(_f1(_squad_words(answer), _squad_words(reference)) for reference in references)
+    words, *truths = map(_squad_words, (answer, *references))
+    overlaps = [2 * (words & truth).total() / max(1, words.total() + truth.total()) for truth in truths]
+    return 1.0 if not words and Counter() in truths else max(overlaps)
 
 
-def _squad_words(text: str) -> list[str]:
-    words = [
-        number[1].replace(",", "") if (number := NUMBER.fullmatch(word)) else word.translate(WITHOUT_PUNCTUATION)
-        for word in text.lower().split()
-    ]
-    return ARTICLES.sub(" ", " ".join(words)).split()
-
-
-def _f1(answer: list[str], reference: list[str]) -> float:
-    if not answer or not reference:
-        return float(answer == reference)
-    overlap = (Counter(answer) & Counter(reference)).total()
-    return 2 * overlap / (len(answer) + len(reference))
+def _squad_words(text: str) -> Counter[str]:
+    words = []
+    for word in text.lower().split():
+        number = NUMBER.fullmatch(word)
+        words.append(number[1].replace(",", "") if number else word.translate(WITHOUT_PUNCTUATION))
+    return Counter(ARTICLES.sub(" ", " ".join(words)).split())
 
 
 def vqa_accuracy(answer: str, references: Sequence[str]) -> float:
@@ -99,15 +94,8 @@ def _vqa_normalize(text: str) -> str:
 
 def anls(answer: str, references: Sequence[str]) -> float:
     """ANLS (Biten et al. 2019): 1 - edit distance / length of the longer text, 0 where that is below one half."""
-    return max(_similarity(_anls_text(answer), _anls_text(reference)) for reference in references)
-
-
-def _anls_text(text: str) -> str:
-    return " ".join(text.lower().split())
-
-
-def _similarity(a: str, b: str) -> float:
-    distance = edit_distance(a, b) / max(len(a), len(b), 1)
+    text, *truths = (" ".join(words.lower().split()) for words in (answer, *references))
+    distance = min(edit_distance(text, truth) / max(len(text), len(truth), 1) for truth in truths)
     return 1 - distance if distance < ANLS_THRESHOLD else 0.0
 
 
@@ -179,15 +167,14 @@ def load_metric(name: str) -> tuple[str, Metric]:
         function = getattr(importlib.import_module(module_name), function_name)
     except (ImportError, AttributeError) as error:
         raise InputError(f"metric={name}: {error}; name a function as my_module:my_function") from None
-    return function_name, partial(_each, partial(_checked, name, function))
 
+    def score(answer: str, references: Sequence[str]) -> float:
+        try:
+            return float(function(answer, list(references)))
+        except Exception as error:
+            raise InputError(
+                f"metric={name} failed for the answer {answer!r} and the references {references!r}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
 
-def _checked(name: str, function: PairMetric, answer: str, references: Sequence[str]) -> float:
-    """The score by the user's function; InputError if it fails or is no number."""
-    try:
-        return float(function(answer, list(references)))
-    except Exception as error:
-        raise InputError(
-            f"metric={name} failed for the answer {answer!r} and the references {references!r}: "
-            f"{type(error).__name__}: {error}"
-        ) from error
+    return function_name, partial(_each, score)

@@ -1,7 +1,5 @@
-"""report.html: one self-contained page with the curves of a training run, what was mistaken for what, wrong answers."""
+"""report.html: one self-contained page with a run's curves, what was mistaken for what, and a gallery of answers."""
 
-import base64
-import io
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -11,19 +9,15 @@ from typing import Any
 from models.checkpoint import atomic_write
 from nanovlm.console import CONTROL, count
 from nanovlm.evaluation.evaluate import Answer, Evaluation
-from nanovlm.processing.image_loading import load_image
+from nanovlm.review_page import GALLERY_STYLE, gallery
 
-MAX_SHOWN = 60  # wrong answers
+MAX_SHOWN = 60  # wrong answers, and right ones
 MAX_ANSWERS = 40  # different ones, for a table of what was mistaken for what
-THUMBNAIL = 192  # pixels
 WIDTH, HEIGHT = 480, 160  # of a chart
-STYLE = """:root{color-scheme:light dark}
-body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:auto;padding:1rem}
+STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:auto;padding:1rem}
 .wide{overflow-x:auto}table{border-collapse:collapse}td,th{padding:.2em .5em;text-align:right;font-weight:normal}
 .right{background:#2a82}.mistake{background:#d428;font-weight:bold}svg{width:100%;max-width:30rem;overflow:visible}
-svg *{fill:none;stroke:currentColor}svg text{font-size:12px;fill:currentColor;stroke:none}
-.grid{display:grid;grid-template-columns:repeat(auto-fill,minmax(9rem,1fr));gap:1rem}
-figure{margin:0;overflow-wrap:anywhere}img{width:100%}"""
+svg *{fill:none;stroke:currentColor}svg text{font-size:12px;fill:currentColor;stroke:none}"""
 
 Points = Sequence[tuple[float, float]]
 
@@ -47,15 +41,25 @@ def write_report(
     curve = _points(metrics, f"validation_{metric}") if metric != "loss" else []
     sections += [_chart(f"{metric} of held-out answers", {metric: curve}, best)] if curve else []
     sections.append(_confusion(evaluation.answers))
-    wrong = evaluation.wrong()
-    shown = f", the first {MAX_SHOWN}" if len(wrong) > MAX_SHOWN else ""
-    sections.append(f"<h2>Wrong: {len(wrong):,} of {count(len(evaluation.answers), 'answer')}{shown}</h2>")
-    sections.append(f'<div class="grid">{"".join(map(_figure, wrong[:MAX_SHOWN]))}</div>')
-    head = f"<!doctype html><html lang=en><meta charset=utf-8><title>{escape(title)}</title><style>{STYLE}</style>"
-    head += '<meta name=viewport content="width=device-width">'
+    right = [answer for answer in evaluation.answers if answer.is_right]
+    for kind, answers in (("Wrong", evaluation.wrong()), ("Right", right)):
+        shown = f", the first {MAX_SHOWN}" if len(answers) > MAX_SHOWN else ""
+        sections.append(f"<h2>{kind}: {len(answers):,} of {count(len(evaluation.answers), 'answer')}{shown}</h2>")
+        sections.append(gallery(map(_row, answers[:MAX_SHOWN])))
+    head = f"<!doctype html><html lang=en><meta charset=utf-8><title>{escape(title)}</title>"
+    head += f'<meta name=viewport content="width=device-width"><style>{STYLE}\n{GALLERY_STYLE}</style>'
     page = CONTROL.sub("\N{REPLACEMENT CHARACTER}", "\n".join([head, *sections, "</html>\n"]))
     with atomic_write(path) as new:
         new.write_text(page, encoding="utf-8", errors="replace")  # names may hold bytes that are not Unicode
+
+
+def _row(answer: Answer) -> tuple[Any, str, str, str]:
+    """The image, the answer, and the references with question and file, for `gallery`."""
+    question = answer.question
+    below = (
+        f"reference: {' | '.join(question.references)} \N{MIDDLE DOT} {question.prompt} \N{MIDDLE DOT} {question.name}"
+    )
+    return next(iter(question.images), None), f"answer: {answer.text}", below, ""
 
 
 def _confusion(answers: Sequence[Answer]) -> str:
@@ -64,33 +68,20 @@ def _confusion(answers: Sequence[Answer]) -> str:
     truths = sorted({truth for truth, _ in counts})
     if not 2 <= len(truths) <= MAX_ANSWERS or len(truths) == len(answers):
         return ""
-    columns = [*truths, "others"]
     rows = []
     for truth in truths:
-        row = {text: counts[truth, text] for text in truths}
-        row["others"] = sum(n for (wanted, _), n in counts.items() if wanted == truth) - sum(row.values())
-        kinds = {text: "" if not n else "right" if text == truth else "mistake" for text, n in row.items()}
-        cells = "".join(f'<td class="{kinds[text]}">{row[text] or ""}</td>' for text in columns)
-        rows.append(f"<tr><th>{escape(truth)}</th>{cells}</tr>")
-    names = "".join(f"<th>{escape(text)}</th>" for text in columns)
+        cells = [_cell(counts[truth, text], text == truth) for text in truths]
+        cells.append(
+            _cell(sum(n for (wanted, text), n in counts.items() if wanted == truth and text not in truths), False)
+        )
+        rows.append(f"<tr><th>{escape(truth)}</th>{''.join(cells)}</tr>")
+    names = "".join(f"<th>{escape(text)}</th>" for text in [*truths, "others"])
     table = f"<table><tr><th></th>{names}</tr>{''.join(rows)}</table>"
     return f'<h2>What was taken for what</h2><p>Rows: references. Columns: answers.</p><div class="wide">{table}</div>'
 
 
-def _figure(answer: Answer) -> str:
-    """A wrong answer below its image: the file's name, the question, the answer and the references."""
-    question, wanted = answer.question, " | ".join(answer.question.references)
-    lines = [question.name, question.prompt, f"answer: {answer.text}", f"reference: {wanted}"]
-    caption = "<br>".join(map(escape, lines))
-    return f"<figure>{''.join(map(_thumbnail, question.images[:1]))}<figcaption>{caption}</figcaption></figure>"
-
-
-def _thumbnail(source: Any) -> str:
-    image = load_image(source)
-    image.thumbnail((THUMBNAIL, THUMBNAIL))
-    file = io.BytesIO()
-    image.save(file, "JPEG")
-    return f'<img alt="" src="data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}">'
+def _cell(n: int, is_right: bool) -> str:
+    return f'<td class="{"right" if is_right else "mistake"}">{n:,}</td>' if n else "<td></td>"
 
 
 def _points(metrics: Sequence[Mapping[str, Any]], name: str) -> Points:
@@ -100,7 +91,8 @@ def _points(metrics: Sequence[Mapping[str, Any]], name: str) -> Points:
 def _chart(title: str, lines: Mapping[str, Points], best: int | None) -> str:
     """An SVG of lines over steps, the first one thin, with a dashed line at the best step."""
     xs, ys = zip(*(point for points in lines.values() for point in points))
-    high, last = max(*ys, 1e-9), max(*xs, 1)
+    high = max(*ys, 1e-9)
+    last = max(*xs, 1)
     parts = [f'<text y="-6">{escape(title)}, up to {high:.3g}; {last:,} steps</text>']
     parts.append(f'<path d="M0 {HEIGHT}H{WIDTH}" opacity=".3"/>')
     if best is not None:

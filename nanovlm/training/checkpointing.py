@@ -1,48 +1,39 @@
-"""Training checkpoints: folder/checkpoints/step-N holds a complete model and all that is needed to resume from it.
+"""Training checkpoints: folder/checkpoints/step-N holds a complete model and what a resumed run needs beside it.
 
-Beside the model's own files these are the optimizer's state (optimizer.safetensors), the adapters of a LoRA run, and
-trainer.json: the step, the settings, the scores so far and the gradient scaler's state.
+That is the optimizer's state (optimizer.safetensors), the adapters of a LoRA run, and trainer.json: the step, the
+settings, the scores so far and the gradient scaler's state.
 """
 
 import json
 import logging
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
-from models.checkpoint import atomic_dir, load_config, read_object, write_checkpoint_files
+from models.checkpoint import atomic_dir, load_config, opened, read_object, write_checkpoint_files
 from models.lora import adapters, merge_on_disk, merged_state
 from models.lora.files import read_adapters, write_adapters
 from models.vision_language_model import VisionLanguageModel, load_model
-from nanovlm.embedded import SETTINGS
+from nanovlm.embedded import write_prompt
 from nanovlm.errors import CheckpointError, TrainingError
+from nanovlm.options import check_output_folder
+from nanovlm.training.config import TrainConfig
 
 OPTIMIZER, STATE = "optimizer.safetensors", "trainer.json"
+FIXED = ("lora_rank", "train_embeddings", "optimizer")  # settings that a resumed run must have, too
 
 logger = logging.getLogger(__name__)
 
 
 class DamagedCheckpointError(CheckpointError):
     """A training checkpoint with files that are missing or cannot be read."""
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A training checkpoint in memory."""
-
-    path: Path
-    state: dict[str, Any]  # trainer.json, see Trainer.save
-    weights: dict[str, Tensor]  # the state dict of the model; of a LoRA run, with merged adapters
-    optimizer: dict[str, Tensor]  # see optimizer_state
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
@@ -63,28 +54,26 @@ def stored_settings(folder: Path) -> dict[str, Any] | None:
     return None
 
 
-# ----------------------------------------------------------------------------------------------------------- writing
-
-
 @contextmanager
 def write_errors(folder: Path) -> Iterator[None]:
     """Turn a full disk, or a folder without write permission, into a TrainingError that says how to resume."""
     try:
         yield
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         steps = checkpoint_steps(folder)
         remedy = "free some disk space" if "No space" in str(error) else "correct that"
+        goal = f"resume from {checkpoint_path(folder, steps[-1])}" if steps else "start over"
         raise TrainingError(
-            f"{folder} cannot be written: {error}; {remedy} and run the same command again to "
-            + (f"resume from {checkpoint_path(folder, steps[-1])}" if steps else "start over")
+            f"{folder} cannot be written: {error}; {remedy} and run the same command again to {goal}"
         ) from error
 
 
-def disk_space(model: VisionLanguageModel, checkpoints: int) -> int:
-    """Bytes of a model, of weights being merged, and of checkpoints with two moments of each trained weight, too."""
+def check_disk_space(folder: Path, model: VisionLanguageModel, cfg: TrainConfig) -> None:
+    """InputError for a new folder without space for the model and its checkpoints, with two moments a weight."""
     size = sum(p.nbytes for p in model.parameters())
-    checkpoint = size + 2 * sum(p.nbytes for p in model.parameters() if p.requires_grad)
-    return size * (2 if adapters(model) else 1) + checkpoints * checkpoint
+    moments = 2 * sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    if not checkpoint_steps(folder):  # those of a run that is resumed have their space
+        check_output_folder(folder, 2 * size + (cfg.keep_checkpoints + 2) * (size + moments))
 
 
 def write_model(
@@ -97,13 +86,12 @@ def write_model(
     base: str | None = None,
     prompt: str | None = None,
 ) -> None:
-    """Write the files of a model into folder; adapters are merged into its weights, and written beside them, too.
+    """Write the files of a model, whose default is the prompt; adapters are merged, and written beside it, too.
 
-    home is the folder where the trained model will be found. Adapters name the base model. The prompt becomes the
-    model's default.
+    home is the folder where the trained model will be found. Adapters name the base model.
     """
     if prompt is not None:
-        (folder / SETTINGS).write_text(json.dumps({"prompt": prompt}, ensure_ascii=False) + "\n", encoding="utf-8")
+        write_prompt(folder, prompt)
     where = None if home is None else str(home.resolve())
     if not adapters(model):
         return write_checkpoint_files(folder, model, tokenizer, dtype, where)
@@ -112,19 +100,13 @@ def write_model(
     write_adapters(folder, model, base)
 
 
-def optimizer_state(model: VisionLanguageModel, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
-    """The optimizer's tensors as ("name of the parameter/name of the tensor", tensor)."""
-    for name, parameter in model.named_parameters():
-        for key, value in optimizer.state.get(parameter, {}).items():
-            yield f"{name}/{key}", value
-
-
-def write_training_state(
-    folder: Path, model: VisionLanguageModel, optimizer: torch.optim.Optimizer, state: dict[str, Any]
-) -> None:
-    """Write what a checkpoint holds beside the model."""
-    save_file({name: tensor.cpu() for name, tensor in optimizer_state(model, optimizer)}, folder / OPTIMIZER)
-    (folder / STATE).write_text(json.dumps(state, indent=2) + "\n")
+def optimizer_state(model: VisionLanguageModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The optimizer's tensors by "name of the parameter/name of the tensor"."""
+    return {
+        f"{name}/{key}": value
+        for name, parameter in model.named_parameters()
+        for key, value in optimizer.state.get(parameter, {}).items()
+    }
 
 
 def remove_leftovers(folder: Path) -> None:
@@ -136,68 +118,80 @@ def remove_leftovers(folder: Path) -> None:
             leftover.unlink(missing_ok=True)
 
 
-def save_checkpoint(folder: Path, step: int, keep: int, best: int | None, write: Callable[[Path], None]) -> None:
-    """Make folder/checkpoints/step-N of the files that `write` puts into a folder: all of them, or none.
-
-    Afterwards the oldest checkpoints are removed; `keep` stay, and that of the step `best`.
-    """
+def save_checkpoint(
+    folder: Path,
+    model: VisionLanguageModel,
+    optimizer: torch.optim.Optimizer,
+    state: dict[str, Any],
+    keep: int,
+    best: int | None,
+    **files: Any,
+) -> None:
+    """Write all files of a checkpoint, or none; files are arguments of `write_model`. Keep the newest and the best."""
+    step = state["step"]
     path = checkpoint_path(folder, step)
     with write_errors(folder):
         if path.exists():  # a damaged one; the run was resumed from an older one
             shutil.rmtree(path)
-        with atomic_dir(path) as files:
-            write(files)
+        with atomic_dir(path) as new:
+            write_model(new, model, **files)
+            save_file({name: t.cpu() for name, t in optimizer_state(model, optimizer).items()}, new / OPTIMIZER)
+            (new / STATE).write_text(json.dumps(state, indent=2) + "\n")
     until_now = [other for other in checkpoint_steps(folder) if other <= step]
     for other in until_now[:-keep]:
         if other != best:
             shutil.rmtree(checkpoint_path(folder, other), ignore_errors=True)
 
 
-# ----------------------------------------------------------------------------------------------------------- reading
-
-
-def load_newest(folder: Path, model: VisionLanguageModel) -> Checkpoint | None:
-    """Read the newest of folder/checkpoints that is not damaged; None if there are none.
-
-    CheckpointError if all are damaged, or if the newest belongs to another model.
-    """
+def restore_newest(folder: Path, model: VisionLanguageModel, cfg: TrainConfig) -> tuple[dict[str, Any], dict] | None:
+    """`restore` the newest of folder/checkpoints that is not damaged; CheckpointError if all are, None without any."""
     damaged: list[str] = []
     for step in reversed(checkpoint_steps(folder)):
         path = checkpoint_path(folder, step)
         try:
-            checkpoint = read_checkpoint(path, model)
-            for message in damaged:
-                logger.warning(f"{message}; resuming from {path} instead")
-            return checkpoint
+            restored = restore(path, model, cfg)
         except DamagedCheckpointError as error:
             damaged.append(str(error))
+            continue
+        for message in damaged:
+            logger.warning(f"{message}; resuming from {path} instead")
+        return restored
     if damaged:
         raise CheckpointError(f"{damaged[0]}; move it away to start over")
     return None
 
 
-def read_checkpoint(path: Path, model: VisionLanguageModel) -> Checkpoint:
-    """Read a checkpoint of the same model; CheckpointError if it is of another, DamagedCheckpointError if damaged."""
+def restore(path: Path, model: VisionLanguageModel, cfg: TrainConfig) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Load a checkpoint's weights into model, and return trainer.json and the optimizer's tensors.
+
+    CheckpointError for one of another model or of other settings, DamagedCheckpointError for unreadable files.
+    """
     with _damage(path):
-        cfg, state = load_config(path), read_object(path / STATE)
-    stored, wanted = cfg.to_dict(), model.cfg.to_dict()
-    for name in wanted.keys() - {"lm_tokenizer"}:  # which says where the tokenizer is found, not what it is
-        if stored.get(name) != wanted[name]:
+        state = read_object(path / STATE)
+        before = load_config(path).to_dict() | state["config"]
+    now = model.cfg.to_dict() | {name: getattr(cfg, name) for name in FIXED} | {"freeze": list(cfg.freeze)}
+    del now["lm_tokenizer"]  # which says where the tokenizer is, not what it is
+    for name, value in now.items():
+        if before.get(name) != value:
             raise CheckpointError(
-                f"{path} holds a model with {name}={stored.get(name)}, but this one has {name}={wanted[name]}; "
-                "train it in another folder"
+                f"{path} was trained with {name}={before.get(name)}, but this run has {name}={value}; "
+                "resume with the same, or train in another folder"
             )
-    rank = state.get("config", {}).get("lora_rank") or 0
-    if ({module.rank for module in adapters(model).values()} or {0}) != {rank}:
-        raise CheckpointError(
-            f"{path} was trained with lora_rank={rank}; resume with the same, or train in another folder"
-        )
     with _damage(path):
         weights = load_model(path, model.cfg, model.image_token_id, device=model.device).state_dict()
-        try:
-            return Checkpoint(path, state, weights, load_file(path / OPTIMIZER))
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{path / OPTIMIZER} cannot be read: {error}") from None
+        with opened(path / OPTIMIZER) as file:
+            optimizer = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+    if not adapters(model):
+        model.load_state_dict(weights)
+        return state, optimizer
+    read_adapters(path, model)
+    for name, tensor in merged_state(model):
+        if not torch.allclose(tensor, weights[name].to(tensor.device), rtol=1e-3, atol=1e-5):
+            raise CheckpointError(
+                f"{path} holds adapters of a model with another {name}; "
+                "start from the same model as before, or train in another folder"
+            )
+    return state, optimizer
 
 
 @contextmanager
@@ -206,41 +200,3 @@ def _damage(path: Path) -> Iterator[None]:
         yield
     except (OSError, CheckpointError) as error:
         raise DamagedCheckpointError(f"{path} is damaged: {error}") from None
-
-
-def restore_model(checkpoint: Checkpoint, model: VisionLanguageModel) -> None:
-    """Load the weights; of a model with adapters only these, if the model is the one that they were trained on.
-
-    CheckpointError unless the parameters that are trained now are those that were.
-    """
-    trained = {name for name, p in model.named_parameters() if p.requires_grad}
-    stored = {name.rpartition("/")[0] for name in checkpoint.optimizer}
-    for name in sorted(trained ^ stored)[:1]:
-        raise CheckpointError(
-            f"{checkpoint.path} has {'' if name in stored else 'no '}moments of {name}; "
-            "resume with the same parts frozen as before, or train in another folder"
-        )
-    if not adapters(model):
-        model.load_state_dict(checkpoint.weights)
-        return
-    read_adapters(checkpoint.path, model)
-    for name, tensor in merged_state(model):
-        if not torch.allclose(tensor, checkpoint.weights[name].to(tensor.device), rtol=1e-3, atol=1e-5):
-            raise CheckpointError(
-                f"{checkpoint.path} holds adapters of a model with another {name}; "
-                "start from the same model as before, or train in another folder"
-            )
-
-
-def restore_optimizer(
-    checkpoint: Checkpoint, model: VisionLanguageModel, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler
-) -> None:
-    """Load the state of optimizer and scaler; CheckpointError if it is of another optimizer."""
-    ours, stored = dict(optimizer_state(model, optimizer)), checkpoint.optimizer
-    if ours.keys() != stored.keys():
-        before = f"{checkpoint.path} was trained with optimizer={checkpoint.state['config'].get('optimizer')}"
-        raise CheckpointError(f"{before}; resume with the same, or train in another folder")
-    for name, value in stored.items():
-        ours[name].copy_(value)
-    if scaler.is_enabled() and checkpoint.state.get("scaler"):
-        scaler.load_state_dict(checkpoint.state["scaler"])

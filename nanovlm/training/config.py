@@ -171,39 +171,7 @@ class FinetuneOptions:
 
 # How the embedded model is trained; see its card, nanovlm/assets/README.md.
 SCENES = TrainConfig(max_steps=6200, batch_size=48, optimizer="muon", lr=1e-3, warmup_steps=100, decay=0.3)
-FINETUNING = TrainConfig(
-    max_steps=850,
-    batch_size=8,
-    augment=0.15,
-    lr=8e-4,
-    warmup_steps=20,
-    decay=0.6,
-    log_every=10,
-)
+FINETUNING = TrainConfig(max_steps=850, batch_size=8, augment=0.15, lr=8e-4, warmup_steps=20, decay=0.6, log_every=10)
 AUTOMATIC = ("optimizer", "lr", "max_steps")
 REFERENCE_WIDTH = 192  # lm_hidden_dim of the embedded model, for which the default learning rates were tuned
 ADAPTERS = replace(FINETUNING, lr=3e-3)  # LoRA wants a higher learning rate (Schulman et al. 2025)
-
-
-def choose(
-    cfg: TrainConfig, automatic: Sequence[str], *, width: int, optimizer: str | None, steps_per_epoch: float
-) -> tuple[TrainConfig, list[str]]:
-    """cfg with the automatic settings, and the reasons; docs/training.md shows what the values were chosen by.
-
-    width is the model's lm_hidden_dim: the wider, the lower the learning rate, in proportion (Yang et al. 2022).
-    optimizer is what the model was trained by, if that is known, and suits it best; but Muon needs whole matrices.
-    steps_per_epoch is 0 if unknown.
-    """
-    chosen: dict[str, Any] = {}
-    reasons = []
-    if "optimizer" in automatic and optimizer == "muon" and not cfg.lora_rank:
-        chosen["optimizer"] = optimizer
-        reasons.append("muon, as the model was trained by it")
-    if "lr" in automatic:
-        is_muon = chosen.get("optimizer", cfg.optimizer) == "muon"
-        chosen["lr"] = (MUON_LR if is_muon else cfg.lr) * REFERENCE_WIDTH / width
-        reasons.append(f"learning rate {chosen['lr']:.1e} for a width of {width:,}")
-    if "max_steps" in automatic and steps_per_epoch:
-        chosen["max_steps"] = min(max(cfg.max_steps, math.ceil(EPOCHS * steps_per_epoch)), MAX_STEPS)
-        reasons.append(f"{chosen['max_steps']:,} steps, {chosen['max_steps'] / steps_per_epoch:.0f} epochs")
-    return replace(cfg, **chosen), reasons

@@ -25,9 +25,9 @@ MAX_MATMUL_KEYS = 512  # with more, the scores of all pairs of tokens take too m
 @contextmanager
 def cpu_ops(model: VisionLanguageModel) -> Iterator[None]:
     """Let a model on a CPU compute with this module's attention, within the context."""
-    changed: list[Any] = [module for module in model.modules() if getattr(module, "attend", None) is attention]
-    if model.device.type != "cpu" or not _agrees():
-        changed = []
+    changed: list[Any] = []
+    if model.device.type == "cpu" and _agrees():
+        changed = [module for module in model.modules() if getattr(module, "attend", None) is attention]
     for module in changed:
         module.attend = matmul_attention
     try:
@@ -38,7 +38,7 @@ def cpu_ops(model: VisionLanguageModel) -> Iterator[None]:
 
 
 def _agrees() -> bool:
-    """Whether matmul_attention computes what the core's attention does; a line says so if not."""
+    """Compare matmul_attention with the core's attention; a line says so if they differ."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, heads, 6, 8, generator=generator, dtype=torch.float32) for heads in (4, 2, 2))
     mask = torch.rand(2, 1, 6, 6, generator=generator) < 0.7

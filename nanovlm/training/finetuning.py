@@ -5,7 +5,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -13,33 +13,23 @@ from typing import Any
 
 import torch
 
-from models.checkpoint import WEIGHTS, atomic_write, checkpoint_dtype, load_config, read_object, snapshot_path
-from models.vision_language_model import VisionLanguageModel, load_model
+from models.checkpoint import WEIGHTS, atomic_write, checkpoint_dtype, read_object, snapshot_path
+from models.vision_language_model import VisionLanguageModel
 from nanovlm.captioner import Captioner
-from nanovlm.data import Batches, Mixture, Stream, Subset, check_data
+from nanovlm.data import Batches, ExampleError, Mixture, Stream, Subset, check_data, parse_data
 from nanovlm.data.examples import questions as questions_about
 from nanovlm.data.mixture import parse_validation
 from nanovlm.device import choose_device
 from nanovlm.errors import TrainingError, UsageError, is_out_of_memory
 from nanovlm.evaluation import Evaluation, EvaluationOptions, evaluate, load_metric
 from nanovlm.evaluation.evaluate import QuestionList
-from nanovlm.evaluation.metrics import Metric
 from nanovlm.options import check_output_folder
 from nanovlm.processing.processor import Processor
-from nanovlm.processing.tokenizer import Tokenizer
+from nanovlm.training import examples
 from nanovlm.training.checkpointing import checkpoint_steps, stored_settings, write_errors
-from nanovlm.training.config import RUN_FILE, FinetuneOptions, TrainConfig, choose
+from nanovlm.training.config import EPOCHS, MAX_STEPS, MUON_LR, REFERENCE_WIDTH, RUN_FILE, FinetuneOptions, TrainConfig
 from nanovlm.training.distributed import training_lock
-from nanovlm.training.examples import (
-    count_steps_per_epoch,
-    data_errors,
-    describe_data,
-    fingerprint,
-    open_examples,
-    parse_data,
-    resumed_options,
-    world_size,
-)
+from nanovlm.training.examples import open_examples, resumed_options
 from nanovlm.training.loop import Trainer, TrainingTask
 from nanovlm.training.metrics import LOSS, check_installed
 
@@ -49,20 +39,23 @@ logger = logging.getLogger(__name__)
 
 
 def fine_tune(options: FinetuneOptions, cfg: TrainConfig) -> VisionLanguageModel:
-    """Train options.model on options.data, write it to options.out and return it; see Trainer.run.
+    """Train options.model on options.data, or a new one on drawn scenes; write it to options.out and return it.
 
-    Without data, the embedded model is trained from scratch on drawn scenes. If the folder holds checkpoints, training
-    is resumed from the newest.
+    If the folder holds checkpoints, training is resumed from the newest; see Trainer.run.
     """
-    with data_errors(), memory_errors():
+    with remedies():
         return start(options, cfg).run()
 
 
 @contextmanager
-def memory_errors() -> Iterator[None]:
-    """Turn running out of memory, here or in a data loader worker, into a TrainingError that says what helps."""
+def remedies() -> Iterator[None]:
+    """Turn an unusable example, or running out of memory, into a TrainingError that says what helps."""
     try:
         yield
+    except ExampleError as error:
+        raise TrainingError(
+            f"{error}; --on-error skip goes on without it, --check-data lists all unusable examples"
+        ) from error
     except (MemoryError, RuntimeError) as error:
         if "DataLoader worker (pid" in str(error):  # killed, or exited
             line = str(error).strip().splitlines()[-1]
@@ -85,29 +78,46 @@ def start(options: FinetuneOptions, cfg: TrainConfig) -> Trainer:
     """The run with the model and the data of the options, or with drawn scenes."""
     check_installed(cfg)
     check_folder(options.out, options.data)
-    model, task, cfg = prepare(options, cfg) if options.data else prepare_scenes(options, cfg)
-    is_main = os.environ.get("RANK", "0") == "0"
-    if cfg.lora_rank and options.backbones and is_main:
+    model, task, cfg = (prepare if options.data else prepare_scenes)(options, cfg)
+    if cfg.lora_rank and options.backbones and is_main():
         with write_errors(options.out), training_lock(options.out):  # without its base an adapter is of no use
             model.save_pretrained(options.out / BASE, tokenizer=task.tokenizer)
     model.to(choose_device(options.device))
     run = Trainer(model, task, cfg)
-    if options.flags is not None and is_main:  # for --config, and for who asks what a model was trained on
+    if options.flags is not None and is_main():  # for --config, and for who asks what a model was trained on
         chosen = [name for name in options.automatic if name != "max_steps" or options.epochs is None]
         settings = {**options.flags, **{name: getattr(cfg, name) for name in chosen}}
         if options.data:
-            settings["data"] = list(map(absolute, options.data))
-            if own := parse_validation(options.validation)[0]:
-                settings["validation"] = os.path.abspath(own)
+            settings["data"] = list(map(examples.absolute, options.data))
+        if own := parse_validation(options.validation)[0]:
+            settings["validation"] = os.path.abspath(own)
         with write_errors(options.out), atomic_write(options.out / RUN_FILE) as new:
             new.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     return run
 
 
-def absolute(text: str | os.PathLike[str]) -> str:
-    """The name of some data, with its share if any, by which it is found from every folder."""
-    path, _ = parse_data(text)
-    return os.path.abspath(path) + os.fspath(text)[len(path) :] if os.path.exists(path) else os.fspath(text)
+def is_main() -> bool:
+    """True for the process that writes files and lines."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def check_folder(folder: Path, data: Sequence[str | os.PathLike[str]]) -> None:
+    """UsageError or InputError for a folder to which a model cannot be written, or only over something else."""
+    check_output_folder(folder)
+    if (folder / WEIGHTS).exists() and not checkpoint_steps(folder):
+        raise UsageError(f"--out {folder} holds a model but no checkpoints to resume from; name another folder")
+    if folder.resolve() in [Path(parse_data(text)[0]).resolve() for text in data]:
+        raise UsageError(f"--out {folder} holds the data; name another folder for the model")
+
+
+def prepare_scenes(options: FinetuneOptions, cfg: TrainConfig) -> tuple[VisionLanguageModel, TrainingTask, TrainConfig]:
+    """The embedded model with random weights, and its task: drawn scenes."""
+    from nanovlm.synthetic import recipe  # here: other data do without the drawer
+
+    model, processor = recipe.make_model(cfg.seed)
+    get_batch = recipe.SceneBatches(processor, cfg.batch_size, cfg.seed)
+    tokenizer = processor.tokenizer.to_json()
+    return model, TrainingTask(get_batch, tokenizer, options.out, save_dtype=recipe.CHECKPOINT_DTYPE), cfg
 
 
 def prepare(options: FinetuneOptions, cfg: TrainConfig) -> tuple[VisionLanguageModel, TrainingTask, TrainConfig]:
@@ -117,25 +127,27 @@ def prepare(options: FinetuneOptions, cfg: TrainConfig) -> tuple[VisionLanguageM
     if options.metric != FinetuneOptions.metric and not held_out:
         raise UsageError("--metric has no effect: nothing of these data is held out; add --validation N, or omit it")
     model, processor, dtype = load_start(options)
-    mixture, skip = Mixture(training, cfg.seed), options.read.skip_errors
-    cfg, reasons = choose_settings(options, cfg, processor.cfg.lm_hidden_dim, mixture)
+    mixture = Mixture(training, cfg.seed)
+    cfg, reasons = choose_settings(
+        options, cfg, processor.cfg.lm_hidden_dim, examples.count_steps_per_epoch(mixture, cfg)
+    )
     n_parts = 1
     if any(isinstance(subset.source, Stream) for subset in training):  # each process that prepares batches reads a part
-        n_parts = world_size() * max(1, cfg.num_workers)
+        n_parts = int(os.environ.get("WORLD_SIZE", 1)) * max(1, cfg.num_workers)
     own, number = parse_validation(options.validation)
     task = TrainingTask(
-        Batches(mixture, processor, cfg.batch_size, skip, cfg.pack, cfg.augment, n_parts),
+        Batches(mixture, processor, cfg.batch_size, options.read.skip_errors, cfg.pack, cfg.augment, n_parts),
         processor.tokenizer.to_json(),
         options.out,
         save_dtype=dtype,
-        data_fingerprint=fingerprint(training, n_parts),
+        data_fingerprint=examples.fingerprint(training, n_parts),
         n_held_out=os.path.abspath(own) if own else sum(map(len, held_out)) if number is None else number,
         base=base_model(options),
         prompt=options.read.question,
         **(held_out_task(options, cfg, held_out, processor) if held_out else {}),
     )
-    if os.environ.get("RANK", "0") == "0":
-        logger.info(describe_data(mixture, held_out, cfg, options.validation))
+    if is_main():
+        logger.info(examples.describe_data(mixture, held_out, cfg, options.validation is None))
         if reasons:
             logger.info(f"chosen: {'; '.join(reasons)}")
     return model, task, cfg
@@ -144,64 +156,64 @@ def prepare(options: FinetuneOptions, cfg: TrainConfig) -> tuple[VisionLanguageM
 def held_out_task(
     options: FinetuneOptions, cfg: TrainConfig, held_out: Sequence[Subset], processor: Processor
 ) -> dict[str, Any]:
-    """The part of a TrainingTask that scores a model on held-out examples."""
+    """The fields of a TrainingTask that score a model on held-out examples."""
     unseen = Mixture(held_out, cfg.seed)
     positions = range(sum(map(len, held_out)))
-    metrics = dict(load_metric(name) for name in dict.fromkeys((options.metric, "f1", "exact_match")) if name != LOSS)
-    metric = LOSS if options.metric == LOSS else next(iter(metrics))
-    # packed as the training batches are: padded ones might need more memory
-    batches = Batches(unseen, processor, cfg.batch_size, options.read.skip_errors, cfg.pack, positions=positions)
-    return {
-        "validation": batches,
-        "n_validation": math.ceil(len(positions) / cfg.batch_size),
-        "answer_questions": answer_scorer(unseen, positions, processor, metrics, cfg.validation_questions),
-        "metric": metric,
-    }
-
-
-def answer_scorer(
-    held_out: Mixture, positions: Sequence[int], processor: Processor, metrics: dict[str, Metric], n: int
-) -> Callable[[VisionLanguageModel, bool], Evaluation]:
-    """A model's scored answers to the first n questions of the held-out examples at positions, or to all."""
-    picked = [held_out.pick(0, position) for position in positions]
+    picked = [unseen.pick(0, position) for position in positions]
     questions = questions_about((source.path, source[i]) for source, i in picked)
+    names = dict.fromkeys((options.metric, "f1", "exact_match"))
+    metrics = dict(load_metric(name) for name in names if name != LOSS)
     how = EvaluationOptions(metrics, skip_errors=True, show_progress=False)
 
     def answer(model: VisionLanguageModel, everything: bool) -> Evaluation:
-        asked = questions if everything else questions[:n]
+        asked = questions if everything else questions[: cfg.validation_questions]
         return evaluate(Captioner(model, processor), QuestionList(asked), how)
 
-    return answer
-
-
-def prepare_scenes(options: FinetuneOptions, cfg: TrainConfig) -> tuple[VisionLanguageModel, TrainingTask, TrainConfig]:
-    """The embedded model with random weights, and its task: drawn scenes."""
-    from nanovlm.synthetic import recipe  # here: other data do without the drawer
-
-    model, processor = recipe.make_model(cfg.seed)
-    get_batch, tokenizer = recipe.SceneBatches(processor, cfg.batch_size, cfg.seed), processor.tokenizer.to_json()
-    return model, TrainingTask(get_batch, tokenizer, options.out, save_dtype=recipe.CHECKPOINT_DTYPE), cfg
+    return {
+        # packed as the training batches are: padded ones might need more memory
+        "validation": Batches(
+            unseen, processor, cfg.batch_size, options.read.skip_errors, cfg.pack, positions=positions
+        ),
+        "n_validation": math.ceil(len(positions) / cfg.batch_size),
+        "answer_questions": answer,
+        "metric": LOSS if options.metric == LOSS else next(iter(metrics)),
+    }
 
 
 def choose_settings(
-    options: FinetuneOptions, cfg: TrainConfig, width: int, mixture: Mixture
-) -> tuple[TrainConfig, Sequence[str]]:
-    """cfg with the steps that options.epochs ask for and the settings that options.automatic leave open; and why."""
-    automatic, steps_per_epoch = options.automatic, count_steps_per_epoch(mixture, cfg)
+    options: FinetuneOptions, cfg: TrainConfig, width: int, steps_per_epoch: float
+) -> tuple[TrainConfig, list[str]]:
+    """cfg with options.epochs and the settings that options.automatic leaves open, and why; see docs/training.md.
+
+    The wider the model, the lower the learning rate, in proportion (Yang et al. 2022). The optimizer that a model was
+    trained by suits it best, but Muon needs whole matrices. steps_per_epoch is 0 if unknown.
+    """
+    chosen: dict[str, Any] = {}
+    reasons = []
+    if "optimizer" in options.automatic and not cfg.lora_rank and find_optimizer(options) == "muon":
+        chosen["optimizer"] = "muon"
+        reasons.append("muon, as the model was trained by it")
+    if "lr" in options.automatic:
+        is_muon = chosen.get("optimizer", cfg.optimizer) == "muon"
+        chosen["lr"] = (MUON_LR if is_muon else cfg.lr) * REFERENCE_WIDTH / width
+        reasons.append(f"learning rate {chosen['lr']:.1e} for a width of {width:,}")
     if options.epochs is not None:
         if not steps_per_epoch:
             raise UsageError("--epochs needs data whose size is known, unlike a stream's or scenes'; use --max-steps")
-        cfg = replace(cfg, max_steps=max(1, math.ceil(round(options.epochs * steps_per_epoch, 6))))
-        automatic = [name for name in automatic if name != "max_steps"]
+        chosen["max_steps"] = max(1, math.ceil(round(options.epochs * steps_per_epoch, 6)))
+    elif "max_steps" in options.automatic and steps_per_epoch:
+        chosen["max_steps"] = min(max(cfg.max_steps, math.ceil(EPOCHS * steps_per_epoch)), MAX_STEPS)
+        reasons.append(f"{chosen['max_steps']:,} steps, {chosen['max_steps'] / steps_per_epoch:.0f} epochs")
+    return replace(cfg, **chosen), reasons
+
+
+def find_optimizer(options: FinetuneOptions) -> str | None:
+    """The optimizer of the run that is resumed, or that a model was trained by, as its run.json or its card say."""
     if resumed := stored_settings(options.out):
-        optimizer = resumed.get("optimizer")
-    else:
-        optimizer = None if options.backbones else find_optimizer(snapshot_path(options.model))
-    return choose(cfg, automatic, width=width, optimizer=optimizer, steps_per_epoch=steps_per_epoch)
-
-
-def find_optimizer(folder: Path) -> str | None:
-    """The optimizer that a model was trained by, as run.json or the metadata of its card say."""
+        return resumed.get("optimizer")
+    if options.backbones:
+        return None
+    folder = snapshot_path(options.model)
     if (folder / RUN_FILE).is_file() and (optimizer := read_object(folder / RUN_FILE).get("optimizer")):
         return optimizer
     card = folder / "README.md"
@@ -216,25 +228,15 @@ def base_model(options: FinetuneOptions) -> str:
     return str(folder.resolve()) if options.backbones or folder.is_dir() else os.fspath(options.model)
 
 
-def check_folder(folder: Path, data: Sequence[str | os.PathLike[str]]) -> None:
-    """UsageError or InputError for a folder to which a model cannot be written, or only over something else."""
-    check_output_folder(folder)
-    if (folder / WEIGHTS).exists() and not checkpoint_steps(folder):
-        raise UsageError(f"--out {folder} holds a model but no checkpoints to resume from; name another folder")
-    if folder.resolve() in [Path(parse_data(text)[0]).resolve() for text in data]:
-        raise UsageError(f"--out {folder} holds the data; name another folder for the model")
-
-
 def load_start(options: FinetuneOptions) -> tuple[VisionLanguageModel, Processor, torch.dtype]:
     """The model to start from, in float32 on the CPU, its processor, and the dtype to save it in."""
     choose_device(options.device)  # raises for one that is not here, before anything is loaded
     if options.backbones:
+        vision, language = options.backbones
         with torch.random.fork_rng():  # the projector and the rows of new tokens are the same at every start
             torch.manual_seed(0)
-            vision, language = options.backbones
             captioner = Captioner.from_backbones(vision, language)
         return captioner.model, captioner.processor, torch.float32
     folder = snapshot_path(options.model)
-    cfg = load_config(folder)
-    tokenizer = Tokenizer.from_pretrained(folder, cfg)
-    return load_model(folder, cfg, tokenizer.image_token_id), Processor(cfg, tokenizer), checkpoint_dtype(folder)
+    captioner = Captioner.from_pretrained(folder, "cpu", "float32")
+    return captioner.model, captioner.processor, checkpoint_dtype(folder)

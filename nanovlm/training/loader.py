@@ -1,4 +1,4 @@
-"""Batches by their numbers, prepared in other processes; and what a signal does to all of these processes."""
+"""Batches by their numbers, prepared in other processes; and signals, which reach all of these processes."""
 
 import pickle
 import signal
@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, get_worker_info
 
 from nanovlm.errors import NanoVLMError
 
@@ -20,15 +20,22 @@ PREFETCH = 4  # batches that each worker prepares ahead
 
 
 class Batches(Iterator[Batch]):
-    """Batches in the order of their numbers; `state` says where each stream stands after the last one."""
+    """Batches in the order of their numbers; `state` says where each stream that was read on stands."""
 
-    def __init__(self, items: Iterator[Any], state: dict[str, Any]):
-        self.items, self.state = items, dict(state)
+    def __init__(self, items: Iterator[Any], start: dict[str, Any]):
+        self.items = items
+        self.start = start
+        self.state: dict[str, Any] = {}
 
     def __next__(self) -> Batch:
-        batch = _received(next(self.items))
-        self.state |= batch.pop("streams", {})
-        return batch
+        item = next(self.items)
+        if isinstance(item, bytes):
+            item = pickle.loads(item)
+        if isinstance(item, Exception):
+            raise item
+        streams = item.pop("streams", {})  # a worker knows of the streams of others only where they started
+        self.state |= {key: state for key, state in streams.items() if state != self.start.get(key)}
+        return item
 
 
 @contextmanager
@@ -41,10 +48,10 @@ def load_batches(
     loader: DataLoader = DataLoader(
         numbers,  # type: ignore[arg-type]  # a dataset is anything with a length and items
         batch_size=None,
-        collate_fn=partial(_sendable if num_workers else _batch_or_error, get_batch),
+        collate_fn=partial(_prepare, get_batch),
         num_workers=num_workers,
         prefetch_factor=PREFETCH if num_workers else None,
-        worker_init_fn=ignore_stop_signals,
+        worker_init_fn=_ignore_stop_signals,
     )
     items = iter(loader)
     try:
@@ -54,38 +61,29 @@ def load_batches(
             items._shutdown_workers()  # type: ignore[attr-defined]  # there is no public way
 
 
-def _batch_or_error(get_batch: Callable[[int], Batch], number: int) -> Batch | Exception:
-    """A batch, or in its place an error of the user's data.
+def _prepare(get_batch: Callable[[int], Batch], number: int) -> Batch | Exception | bytes:
+    """A batch, or the error of the user's data, to which a DataLoader would add a worker's traceback.
 
-    A DataLoader would wrap an exception that a worker raises into another one, with a traceback as its message.
+    A worker shares its tensors or, where shared memory is full, pickles them: a container has 64 MB by default. Its
+    queue would share them in a thread, which prints its error, and the training process would wait on.
     """
     try:
-        return get_batch(number)
+        batch = get_batch(number)
     except (NanoVLMError, OSError) as error:
         return error
-
-
-def _sendable(get_batch: Callable[[int], Batch], number: int) -> Batch | Exception | bytes:
-    """The same for another process: tensors in shared memory or, where that is full, all of it pickled.
-
-    The worker's queue would share them in a thread, which prints its error, and the training process would wait on.
-    """
-    item = _batch_or_error(get_batch, number)
     try:
-        for value in item.values() if isinstance(item, dict) else ():
+        for value in batch.values() if get_worker_info() else ():
             if isinstance(value, Tensor):
                 value.share_memory_()
-    except RuntimeError:  # a container has 64 MB unless it was started with more
-        return pickle.dumps(item)
-    return item
+    except RuntimeError:
+        return pickle.dumps(batch)
+    return batch
 
 
-def _received(item: Batch | Exception | bytes) -> Batch:
-    if isinstance(item, bytes):
-        return pickle.loads(item)
-    if isinstance(item, Exception):
-        raise item
-    return item
+def _ignore_stop_signals(worker: int) -> None:
+    """Ctrl-C reaches every process of the terminal, and the training process ends its workers."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 class TrainingInterrupted(SystemExit):
@@ -94,10 +92,7 @@ class TrainingInterrupted(SystemExit):
 
 @contextmanager
 def catch_stop_signals() -> Iterator[list[int]]:
-    """A list to which SIGINT and SIGTERM are appended while the process goes on; a second signal acts as usual.
-
-    In a thread other than the main thread, where Python allows no handlers, signals act as usual.
-    """
+    """A list to which SIGINT and SIGTERM are appended while the process goes on; a second one acts as usual."""
     received: list[int] = []
     handlers: dict[int, Any] = {}
 
@@ -109,15 +104,9 @@ def catch_stop_signals() -> Iterator[list[int]]:
         received.append(number)
         restore()
 
-    if threading.current_thread() is threading.main_thread():
+    if threading.current_thread() is threading.main_thread():  # Python allows no handlers in others
         handlers = {number: signal.signal(number, receive) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield received
     finally:
         restore()
-
-
-def ignore_stop_signals(worker: int = 0) -> None:
-    """In a data loader worker: Ctrl-C reaches every process of the terminal, and the training process stops them."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)

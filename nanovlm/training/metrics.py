@@ -7,7 +7,7 @@ import math
 import os
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +29,6 @@ LOSS = "loss"  # lower is better; of every other metric, higher is
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class StepMetrics:
-    """What one optimizer step measured, over all processes."""
-
-    step: int  # steps done, this one included
-    loss: float  # mean over the answer tokens
-    lr: float
-    grad_norm: float  # before clipping
-    tokens: int  # read, without padding
-
-
 class MetricsLogger:
     """Writes the metrics of a run in `folder` that starts, or is resumed, after `first_step` steps.
 
@@ -56,8 +45,11 @@ class MetricsLogger:
         context: DistributedContext,
         clock: Callable[[], float] = time.perf_counter,
     ):
-        self.path, self.cfg, self.first_step = folder / METRICS, cfg, first_step
-        self.context, self.clock = context, clock
+        self.path = folder / METRICS
+        self.cfg = cfg
+        self.first_step = first_step
+        self.context = context
+        self.clock = clock
         self.tracker: Any = None
         if context.is_main:
             with write_errors(folder):
@@ -67,62 +59,61 @@ class MetricsLogger:
         self.last = clock()  # when the last step or evaluation ended
         self.evaluation_seconds = 0.0  # of the last one
         self.seconds: list[float] = []  # of each step, checkpoints included
-        self.recent: list[StepMetrics] = []  # since the last progress line
+        self.recent: list[tuple[float, int]] = []  # loss and tokens of each step since the last progress line
 
-    def _lap(self) -> float:
-        now = self.clock()
-        seconds, self.last = now - self.last, now
-        return seconds
+    def log_step(self, step: int, loss: float, lr: float, grad_norm: float, tokens: int) -> None:
+        """Write the metrics of a step; a progress line every cfg.log_every steps, and once what the run needs.
 
-    def log_step(self, metrics: StepMetrics) -> None:
-        """Write the metrics of a step; a progress line every cfg.log_every steps, and once what the run needs."""
+        loss is the mean over the answer tokens, grad_norm is before clipping, tokens are without padding.
+        """
+        if not self.context.is_main:
+            return
         self.seconds.append(self._lap())
-        self.recent.append(metrics)
-        step, memory = metrics.step, peak_memory(self.context.device)
-        values = asdict(metrics) | {"tokens_per_s": round(metrics.tokens / self.seconds[-1], 1), "memory": memory}
-        del values["tokens"]
-        self._write(**values)
-        pace = sum(self.seconds[1:]) / max(1, len(self.seconds) - 1)  # the first step warms up
+        self.recent.append((loss, tokens))
+        memory = peak_memory(self.context.device)
+        speed = round(tokens / self.seconds[-1], 1)
+        self._write(step, loss=loss, lr=lr, grad_norm=grad_norm, tokens_per_s=speed, memory=memory)
         steps_left = self.cfg.max_steps - step
+        pace = sum(self.seconds[1:]) / max(1, len(self.seconds) - 1)  # the first step warms up
         left = steps_left * pace + math.ceil(steps_left / self.cfg.interval) * self.evaluation_seconds
         needs = f"{memory / 2**20:,.0f} MiB, {pace:.2f} s/step, about {left / 60:,.0f} min left"
         if step - self.first_step == FIRST_STEPS:
-            self._log(f"after {FIRST_STEPS} steps: peak memory {needs}; Ctrl-C ends with the best model so far")
+            logger.info(f"after {FIRST_STEPS} steps: peak memory {needs}; Ctrl-C ends with the best model so far")
         if step % self.cfg.log_every == 0 or steps_left == 0:
-            loss = sum(recent.loss for recent in self.recent) / len(self.recent)
-            speed = sum(recent.tokens for recent in self.recent) / sum(self.seconds[-len(self.recent) :])
-            self._log(
-                f"step {step}/{self.cfg.max_steps}: loss {loss:.4f}, lr {metrics.lr:.1e}, "
-                f"{speed:,.0f} tokens/s, {needs}"
-            )
+            n = len(self.recent)
+            mean = sum(loss for loss, _ in self.recent) / n
+            speed = sum(tokens for _, tokens in self.recent) / sum(self.seconds[-n:])
+            progress = f"step {step}/{self.cfg.max_steps}: loss {mean:.4f}, lr {lr:.1e}"
+            logger.info(f"{progress}, {speed:,.0f} tokens/s, {needs}")
             self.recent.clear()
 
     def log_evaluation(self, step: int, loss: float | None, evaluation: Evaluation | None) -> None:
         """Write what an evaluation after `step` steps measured on held-out examples."""
+        if not self.context.is_main:
+            return
         self.evaluation_seconds = self._lap()
         values = {} if loss is None else {"loss": loss}
         values |= evaluation.scores if evaluation else {}
         if values:
             self._write(step, **{f"validation_{name}": value for name, value in values.items()})
-            self._log(f"step {step}/{self.cfg.max_steps}: held out: {in_words(values)}")
+            logger.info(f"step {step}/{self.cfg.max_steps}: held out: {in_words(values)}")
         shown = evaluation.answers[:SHOWN_ANSWERS] if evaluation else ()
         if shown:
             self._write(step, answers=[answer.text for answer in shown])
         for answer in shown:
-            self._log(f"  answer: {answer.text}  (reference: {answer.question.references[0]})")
+            logger.info(f"  answer: {answer.text}  (reference: {answer.question.references[0]})")
 
-    def _log(self, line: str) -> None:
-        if self.context.is_main:
-            logger.info(line)
+    def _lap(self) -> float:
+        before = self.last
+        self.last = self.clock()
+        return self.last - before
 
     def _write(self, step: int, **values: Any) -> None:
-        if not self.context.is_main:
-            return
         for name, value in values.items():
             if isinstance(value, float) and not math.isfinite(value):
                 values[name] = None  # a gradient norm may overflow in float16, and JSON has no infinity
-        if self.tracker:
-            numbers = {name: value for name, value in values.items() if isinstance(value, float | int)}
+        numbers = {name: value for name, value in values.items() if isinstance(value, float | int)}
+        if self.tracker and numbers:
             self.tracker.log(numbers, step=step)
         with write_errors(self.path.parent), open(self.path, "a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step} | values) + "\n")
@@ -139,11 +130,7 @@ def check_installed(cfg: TrainConfig) -> None:
 
 
 def start_tracker(cfg: TrainConfig, folder: Path, resumed: bool = False) -> Any:
-    """Start a run of wandb or trackio, which share an interface, and return the module; nothing leaves the machine.
-
-    WANDB_MODE=online, and what trackio reads from its environment, say otherwise. A resumed run goes on under the id
-    that it had.
-    """
+    """Start a run of wandb or trackio, offline unless their environment says otherwise; a resumed run keeps its id."""
     module = importlib.import_module(cfg.report_to)
     options: dict[str, Any] = {"resume": "allow" if resumed else "never"}
     if cfg.report_to == "wandb":

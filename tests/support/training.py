@@ -30,3 +30,14 @@ def answer_questions(model, everything=True):
 def train(model, tokenizer, get_batch, cfg, folder, **options):
     """Train model, write it to folder and return it; options are the other fields of TrainingTask."""
     return Trainer(model, TrainingTask(get_batch, tokenizer, Path(folder), **options), cfg).run()
+
+
+def before_batch(number, action, batch):
+    """batch, which calls the action before it returns the batch of this number."""
+
+    def get_batch(i):
+        if i == number:
+            action()
+        return batch(i)
+
+    return get_batch

@@ -8,10 +8,9 @@ import pytest
 from nanovlm import EMBEDDED
 from nanovlm.chat_session import ChatSession
 from nanovlm.cli import main as cli
-from nanovlm.data import ReadOptions
+from nanovlm.data import ReadOptions, open_data
 from nanovlm.evaluation import Evaluation, EvaluationOptions, evaluate, questions_of
 from nanovlm.evaluation.evaluate import Answer, Question
-from nanovlm.training.examples import open_data
 from support import noise_image
 from support.data import write
 
@@ -33,11 +32,11 @@ def workdir(tmp_path, monkeypatch):
     write("coco.json", {"images": [{"id": 1, "file_name": "cards/0.png"}], "annotations": captions})
 
 
-def ask(embedded, *paths, **options):
+def ask(embedded, *paths, max_new_tokens=8, **options):
     read = ReadOptions(on_error="skip" if options.get("skip_errors") else "stop")
     subsets, _ = open_data(paths, read, 0)
     asked = questions_of(subsets, skip_errors=options.get("skip_errors", False))
-    return evaluate(embedded, asked, EvaluationOptions(max_new_tokens=8, **options))
+    return evaluate(embedded, asked, EvaluationOptions(max_new_tokens=max_new_tokens, **options))
 
 
 def test_answers_are_those_of_the_captioner_asked_one_by_one(embedded):
@@ -47,10 +46,8 @@ def test_answers_are_those_of_the_captioner_asked_one_by_one(embedded):
     session.history = [("What is it?", "Noise.")]
     first = embedded.caption("cards/0.png", "What is it?", max_new_tokens=8)
     second = "".join(session.ask("How many objects are there?", max_new_tokens=8))
-    answers = {(a.question.source, a.question.name, a.question.prompt): a for a in result.answers}
-    assert sorted(answer.text for answer in answers.values()) == sorted([*alone, first, second, alone[0]])
-    coco = answers["coco.json", "coco.json[0]", "Describe this picture."]
-    assert list(coco.question.references) == ["One.", "Two."]
+    assert [answer.text for answer in result.answers] == [*alone, first, second, alone[0]]
+    assert list(result.answers[-1].question.references) == ["One.", "Two."]
 
 
 def test_scores_are_means_for_each_source_and_prompt(embedded):
@@ -78,17 +75,12 @@ def test_an_unusable_example_is_named_or_skipped(embedded):
     assert "has an empty answer" in ask(embedded, "cards", skip_errors=True).skipped[0], "as in training"
 
 
-def test_a_report_shows_every_wrong_answer_with_its_image():
+def test_the_command_prints_a_table_or_json_and_writes_a_report(capsys):
     assert cli.main(["evaluate", "--data", "cards", "chat.json", *FLAGS, "--report", "report.html"]) == 0
-    page = Path("report.html").read_text(encoding="utf-8")
-    assert page.count("<figure>") == 4 and "cards/1.png" in page and page.count("base64,") == 4
-
-
-def test_the_command_prints_a_table_and_json(capsys):
-    assert cli.main(["evaluate", "--data", "cards", "chat.json", *FLAGS]) == 0
     out, err = capsys.readouterr()
     assert [line.split()[0] for line in out.splitlines()[1:]] == ["cards", "chat.json", "What", "How", "all", "95%"]
     assert "no answer is right" in err and err.startswith("cards: 2 examples, 2 different images\n")
+    assert Path("report.html").read_text(encoding="utf-8").count("base64,") == 4
     Path("mine.py").write_text("def short(answer, _):\n    return len(answer) < 1000\nnan = lambda *_: float('nan')\n")
     flags = ["--metric", "mine:short", "--metric", "mine:nan", "--metric", "anls", "--validation", "1", "--json"]
     assert cli.main(["evaluate", "--data", "cards", *FLAGS, *flags]) == 0
@@ -119,29 +111,44 @@ def test_wrong_use_is_one_line(capsys, flags, words):
     assert len(err.splitlines()) == 1 and all(word in err for word in words), err
 
 
-def test_answers_are_as_long_as_the_longest_reference_and_a_bit(embedded):
-    """A perfect model of long captions would be wrong by a limit."""
-    lengths = []
-    metrics = {"length": lambda answers, references: [lengths.append(len(text.split())) or 0.0 for text in answers]}
-    Path("cards/0.txt").write_text("word " * 150)
-    (subsets, _) = open_data(["cards"], ReadOptions(), 0)
-    asked, limits = questions_of(subsets), []
-    captions = embedded.captions
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(embedded, "captions", lambda *a, **kw: limits.append(kw["max_new_tokens"]) or captions(*a, **kw))
-        evaluate(embedded, asked, EvaluationOptions(metrics, show_progress=False))
-    assert limits == [len(embedded.tokenizer.encode("word " * 150)) + 16] or limits[0] > 150
+@pytest.mark.parametrize(
+    ("reference", "limit", "expected"),
+    [
+        (" ".join(["word"] * 150), None, lambda n, room: n + 16),
+        (" ".join(["word"] * 150), 9, lambda n, room: 9),
+        ("a", 9999, lambda n, room: room),
+    ],
+)
+def test_answers_are_as_long_as_the_longest_reference_and_a_bit(embedded, monkeypatch, reference, limit, expected):
+    """A perfect model of long captions would be wrong by a limit; but no answer is longer than the context."""
+    limits = []
+
+    def run(requests, batch_size):
+        for request in requests:
+            limits.append(
+                (request.max_new_tokens, embedded.processor.cfg.lm_max_position_embeddings - len(request.ids) + 1)
+            )
+            yield request
+
+    Path("cards/0.txt").write_text(reference)
+    monkeypatch.setattr(embedded, "run", run)
+    ask(embedded, "cards", max_new_tokens=limit)
+    assert [asked for asked, _ in limits] == [
+        expected(len(embedded.tokenizer.encode(reference)), room) for _, room in limits
+    ]
 
 
 @pytest.mark.parametrize(
-    ("texts", "words"),
+    ("texts", "f1", "words"),
     [
-        (["a", "a"], "no answer is right, and all are 'a'"),
-        (["a", "b"], "no answer is right: compare answers and references"),
-        (["a", "r"], None),
+        (["a", "a"], 0, "no answer is right, and all are 'a'"),
+        (["a", "b"], 0, "no answer is right: compare answers and references"),
+        (["a", "b"], 0.6, "no answer is exactly right, but many words are"),
+        (["a", " r\n"], 0, None),
     ],
 )
-def test_a_model_that_is_never_right_is_told_what_to_do(texts, words):
-    answers = [Answer(Question("s", "n", [], "q", ["r"]), text, {"exact_match": float(text == "r")}) for text in texts]
+def test_a_model_that_is_never_right_is_told_what_to_do(texts, f1, words):
+    answers = [Answer(Question("s", "n", [], "q", ["r "]), text, {"f1": f1}) for text in texts]
     advice = Evaluation(answers).advice()
     assert advice is None if words is None else advice.startswith(words)
+    assert Evaluation([]).advice() is None

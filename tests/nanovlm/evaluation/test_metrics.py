@@ -18,26 +18,30 @@ REFERENCES = [
 ]
 
 
-def test_exact_match_ignores_only_white_space_around_the_text():
-    answers = ["red ", "Red", "red.", "blue"]
-    assert METRICS["exact_match"](answers, [["red", "blue"]] * 4) == [1, 0, 0, 1]
-
-
-def test_f1_is_squads():
-    """Words count as often as they occur in both; the figures are computed by hand."""
-    assert METRICS["f1"](["The cat!", "in the Norman era", "x"], [["a cat"], ["Norman, era"], ["y"]]) == [1.0, 0.8, 0.0]
-    assert METRICS["f1"](ANSWERS, REFERENCES) == pytest.approx([1, 4 / 5, 10 / 11, 0, 4 / 5])
-
-
 @pytest.mark.parametrize(
-    ("answer", "reference", "score"),
+    ("metric", "answer", "references", "score"),
     [
-        ("$3.50", "$350", 0), ("$3.50", "3.50", 1), ("-5", "5", 0), ("+5", "-5", 0), ("1,000", "1000", 1),
-        ("7.", "7", 1),        ("5%", "5", 1), ("t-shirt", "tshirt", 1), ("The end.", "end", 1),
+        *(("exact_match", text, ["red", "blue"], n) for text, n in [("red ", 1), ("Red", 0), ("red.", 0), ("blue", 1)]),
+        ("f1", "The cat!", ["a cat"], 1),
+        ("f1", "in the Norman era", ["Norman, era"], 0.8),
+        *(("f1", text, truths, n) for text, truths, n in zip(ANSWERS, REFERENCES, [1, 4 / 5, 10 / 11, 0, 4 / 5])),
+        # a number keeps its sign and its point
+        ("f1", "$3.50", ["$350"], 0), ("f1", "$3.50", ["3.50"], 1), ("f1", "-5", ["5"], 0), ("f1", "+5", ["-5"], 0),
+        ("f1", "1,000", ["1000"], 1), ("f1", "7.", ["7"], 1), ("f1", "5%", ["5"], 1), ("f1", "t-shirt", ["tshirt"], 1),
+        # each of ten people who agree is worth three tenths
+        *(("vqa_accuracy", "two", ["2"] * n + ["three"] * (10 - n), min(1, 0.3 * n)) for n in range(11)),
+        ("vqa_accuracy", "The Dog.", ["dog"], 1), ("vqa_accuracy", "1,000", ["1000"], 1),
+        ("vqa_accuracy", "1.5", ["15"], 0), ("vqa_accuracy", "dont", ["don't"], 1),
+        ("vqa_accuracy", "yes", ["no", "yes"], 1), ("vqa_accuracy", "none", ["0"], 1), ("vqa_accuracy", "5%", ["5"], 0),
+        ("vqa_accuracy", "$3", ["3"], 0), ("vqa_accuracy", "9:30", ["9 30"], 0),
+        ("vqa_accuracy", "t-shirt", ["t shirt"], 1), ("vqa_accuracy", "yes , no", ["yes no"], 1),
+        ("anls", "helo world", ["hello world", "y"], 1 - 1 / 11), ("anls", "Hello  World", ["hello world"], 1),
+        ("anls", "abcd", ["abxy"], 0), ("anls", "x", ["abcdef"], 0), ("anls", "", ["a"], 0), ("anls", "", [""], 1),
     ],
 )  # fmt: skip
-def test_f1_keeps_the_sign_and_the_point_of_a_number(answer, reference, score):
-    assert METRICS["f1"]([answer], [[reference]]) == [score]
+def test_the_score_of_an_answer(metric, answer, references, score):
+    """The figures are computed by hand, and those of the official scripts."""
+    assert METRICS[metric]([answer], [references]) == [pytest.approx(score)]
 
 
 def test_the_interval_is_wilsons():
@@ -46,21 +50,6 @@ def test_the_interval_is_wilsons():
     assert intervals({"f1": 1.0, "cider": 1.0, "loss": 0.5}, 10) == {"f1": (pytest.approx(0.7225, abs=1e-4), 1.0)}
     assert intervals({"f1": 0.8}, 200)["f1"] == pytest.approx((0.7391, 0.8495), abs=1e-4)
     assert intervals({"f1": 0.8}, 0) == {}
-
-
-def test_vqa_accuracy_grows_by_three_tenths_for_each_of_ten_people_who_agree():
-    for n, expected in enumerate([0, 0.3, 0.6, 0.9, 1, 1, 1, 1, 1, 1, 1]):
-        assert METRICS["vqa_accuracy"](["two"], [["2"] * n + ["three"] * (10 - n)]) == [pytest.approx(expected)]
-    answers = ["The Dog.", "1,000", "1.5", "dont", "yes", "none", "5%", "$3", "9:30", "t-shirt", "yes , no"]
-    references = ["dog"], ["1000"], ["15"], ["don't"], ["no", "yes"], ["0"], ["5"], ["3"], ["9 30"], ["t shirt"]
-    references += (["yes no"],)
-    assert METRICS["vqa_accuracy"](answers, references) == [1, 1, 0, 1, 1, 1, 0, 0, 0, 1, 1]
-
-
-def test_anls_is_the_similarity_of_the_best_reference_above_one_half():
-    answers = ["helo world", "Hello  World", "abcd", "x", ""]
-    references = [["hello world", "y"], ["hello world"], ["abxy"], ["abcdef"], ["a"]]
-    assert METRICS["anls"](answers, references) == pytest.approx([1 - 1 / 11, 1, 0, 0, 0])
 
 
 def test_the_edit_distance_is_that_of_its_recursive_definition():
@@ -75,7 +64,6 @@ def test_the_edit_distance_is_that_of_its_recursive_definition():
     for _ in range(50):
         a, b = ("".join(rng.choices("abc", k=rng.randrange(9))) for _ in range(2))
         assert edit_distance(a, b) == distance(a, b)
-    assert edit_distance("kitten", "sitting") == 3
 
 
 def test_cider_is_that_of_coco_caption():

@@ -1,4 +1,4 @@
-"""The page of a run or an evaluation: curves, what was taken for what, and wrong answers only."""
+"""The page of a run or an evaluation: curves, what was taken for what, and a gallery of answers, wrong ones first."""
 
 import base64
 import io
@@ -17,37 +17,43 @@ METRICS = [{"step": step, "loss": 4.0 - step} for step in range(1, 4)]
 METRICS += [{"step": step, "validation_loss": 5.0, "validation_f1": None, "validation_anls": 0.5} for step in (0, 3)]
 
 
-def test_the_page_shows_loss_and_one_metric_and_wrong_answers_beside_references(tmp_path):
-    write_report(tmp_path / "report.html", "mine", answer_questions(None), "anls", METRICS, ["a fact"], best=3)
-    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+def written(path, *args, **options):
+    write_report(path / "report.html", *args, **options)
+    return (path / "report.html").read_text(encoding="utf-8")
+
+
+def test_the_page_shows_loss_and_one_metric_and_wrong_answers_first(tmp_path):
+    page = written(tmp_path, "mine", answer_questions(None), "anls", METRICS, ["a fact"], best=3)
     texts = [unescape(text) for text in re.findall(r">([^<]+)<", page)]
     assert page.count("<svg") == 2 and any(text.startswith("anls of held-out answers") for text in texts)
-    assert "Wrong: 2 of 4 answers" in texts and "answer: $\\frac{1}$ <b>" in texts and "reference: blue" in texts
+    wrong, right = page.partition("Wrong: 2 of 4 answers")[2].split("Right: 2 of 4 answers")
+    for part, answers in ((wrong, ["$\\frac{1}$ <b>", "gray"]), (right, ["gray", "red"])):
+        assert [unescape(text) for text in re.findall(r"answer: ([^\n]+?)<br>", part)] == answers
+        pixels = [Image.open(io.BytesIO(base64.b64decode(data))) for data in re.findall(r"base64,([^\"]+)", part)]
+        assert [image.size for image in pixels] == [(40, 30)] * 2
+    assert "reference: blue" in wrong and "reference: blue" not in right
     (points,) = re.findall(r'<polyline points="([^"]*)" stroke-width="1"', page)[:1]
     heights = [float(point.split(",")[1]) for point in points.split()]
     assert heights == sorted(heights) and len(heights) == 3, "a falling loss"
-    pixels = [Image.open(io.BytesIO(base64.b64decode(data))) for data in re.findall(r"base64,([^\"]+)", page)]
-    assert {image.size for image in pixels} == {(40, 30)} and len(pixels) == 2
     assert "http" not in page and "stroke-dasharray" in page and "width=device-width" in page and "light dark" in page
 
 
-def test_a_table_says_what_was_taken_for_what(tmp_path):
-    write_report(tmp_path / "report.html", "mine", answer_questions(None))
-    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+def test_a_table_says_what_was_taken_for_what_if_answers_recur(tmp_path):
+    page = written(tmp_path, "mine", answer_questions(None))
     rows = [re.findall(r"<t[hd][^>]*>([^<]*)</t", row) for row in re.findall(r"<tr>(.*?)</tr>", page)]
     assert rows[0] == ["", "blue", "gray", "red", "others"]
     assert rows[1:] == [["blue", "", "1", "", ""], ["gray", "", "1", "", ""], ["red", "", "", "1", "1"]]
-    captions = [Answer(Question("s", "n", [], "q", [str(i)]), "a", {}) for i in range(3)]
-    write_report(tmp_path / "captions.html", "mine", Evaluation(captions))
-    assert "<table" not in (tmp_path / "captions.html").read_text(encoding="utf-8")
+    for n, has_table in ((3, False), (80, True), (82, False)):
+        texts = range(n) if n == 3 else [i // 2 for i in range(n)]
+        answers = [Answer(Question("s", "n", [], "q", [str(i)]), "a", {}) for i in texts]
+        assert ("<table" in written(tmp_path, "mine", Evaluation(answers))) == has_table, "at most 40 different ones"
 
 
 def test_a_report_is_a_page_whatever_names_and_texts_hold(tmp_path):
     question = Question("s", "a\udcff\"'>.png", [], "q\0\x1b[31m", ["</script><img src=x onerror=alert(1)>"])
-    write_report(tmp_path / "report.html", "t\udcff", Evaluation([Answer(question, "a", {})]))
-    page, tags = (tmp_path / "report.html").read_text(encoding="utf-8"), set()
+    page, tags = written(tmp_path, "t\udcff", Evaluation([Answer(question, "a", {})])), set()
     parser = HTMLParser()
     parser.handle_starttag = lambda tag, attributes: tags.add(tag)
     parser.feed(page)
-    assert "figcaption" in tags and not tags & {"img", "script"}
+    assert "article" in tags and not tags & {"img", "script"}
     assert all(c.isprintable() or c == "\n" for c in page) and "q\ufffd\ufffd[31m" in page

@@ -14,11 +14,10 @@ from models.vision_language_model import VisionLanguageModel
 from nanovlm.data.examples import EncodedExample, collate
 from nanovlm.errors import TrainingError
 from nanovlm.training.config import TrainConfig
-from nanovlm.training.distributed import DistributedContext
 from nanovlm.training.loader import TrainingInterrupted
-from nanovlm.training.loop import Trainer, TrainingTask
 from support import TINY, randomize
 from support.logs import log_lines
+from support.training import before_batch, train
 
 DEFAULTS = {
     "warmup_steps": 0, "decay": 0, "lr": 1e-3, "num_workers": 0, "log_every": 1, "dtype": "float32",
@@ -38,7 +37,7 @@ def row(i: int) -> EncodedExample:
     return EncodedExample(ids, targets, [1] * len(ids), images)
 
 
-def run(folder, settings, rows=1, stop_at=None, kill_at=None, apart=False, bucket=None):
+def run(folder, settings=(), rows=1, stop_at=None, kill_at=None, apart=False):
     """Train on batches of so many rows and return the lines logged.
 
     SIGTERM arrives with batch `stop_at`; SIGKILL with batch `kill_at`, but once only. If `apart`, each process has a
@@ -47,23 +46,23 @@ def run(folder, settings, rows=1, stop_at=None, kill_at=None, apart=False, bucke
     if apart:
         folder = folder / os.environ["RANK"]
 
-    def get_batch(i: int) -> dict:
-        if i == stop_at:
-            os.kill(os.getpid(), signal.SIGTERM)
-        if i == kill_at and not (folder / "killed").exists():
+    def kill():
+        if not (folder / "killed").exists():
             (folder / "killed").touch()
             os.kill(os.getpid(), signal.SIGKILL)
+
+    def get_batch(i: int) -> dict:
         return collate([row(i * rows + j) for j in range(rows)])
 
+    cfg = TrainConfig(**DEFAULTS | dict(settings))
+    batch = before_batch(stop_at, lambda: os.kill(os.getpid(), signal.SIGTERM), before_batch(kill_at, kill, get_batch))
     # the initial weights of other processes must not count; adapters start from the model as it is
-    torch.manual_seed(0 if settings.get("lora_rank") else int(os.environ.get("RANK", 0)))
+    torch.manual_seed(0 if cfg.lora_rank else int(os.environ.get("RANK", 0)))
     model = randomize(VisionLanguageModel(VLMConfig(**TINY), 3))
-    context = DistributedContext(model.device, **({"max_bucketed_bytes": bucket} if bucket else {}))
     held_out = {"validation": lambda i: get_batch(N_VALIDATION // rows + i), "n_validation": 8 // rows}
-    task = TrainingTask(get_batch, TOKENIZER, folder, **held_out)
     with log_lines() as lines:
         try:
-            Trainer(model, task, TrainConfig(**DEFAULTS | settings), context).run()
+            train(model, TOKENIZER, batch, cfg, folder, **held_out)
         except TrainingInterrupted as error:
             lines.append(f"exit code {error.code}")
         except TrainingError as error:
@@ -74,7 +73,7 @@ def run(folder, settings, rows=1, stop_at=None, kill_at=None, apart=False, bucke
 def run_all(folder: Path, runs: list) -> int:
     """Run one after another as one of several processes, in one process group; returns the exit code."""
     torch.set_num_threads(1)
-    if "WORLD_SIZE" in os.environ and len(runs) > 1:
+    if os.environ["WORLD_SIZE"] != "1" and len(runs) > 1:
         torch.distributed.init_process_group("gloo")  # one group for all runs
     failed = False
     for name, options in runs:
@@ -82,7 +81,7 @@ def run_all(folder: Path, runs: list) -> int:
         failed |= any(line.startswith("error: ") for line in lines)
         if torch.distributed.is_initialized() and not failed:
             torch.distributed.barrier()  # the main process may still be writing
-        (folder / f"{name}.{os.environ.get('RANK', 0)}.log").open("a").write("\n".join(lines) + "\n")
+        (folder / f"{name}.{os.environ['RANK']}.log").open("a").write("\n".join(lines) + "\n")
     return int(failed)
 
 
@@ -104,14 +103,10 @@ def run_groups(folder: Path, groups: list) -> None:
         (folder / "exit_codes").open("a").write(f"{codes}\n")
 
 
-def main() -> None:
+if __name__ == "__main__":
     folder, groups = Path(sys.argv[1]), json.loads(sys.argv[2])
     if "WORLD_SIZE" in os.environ:  # under torchrun
         sys.exit(run_all(folder, groups[0][1]))
-    import torch.distributed.nn  # noqa: F401  # once for all
+    import torch.distributed.nn  # once for all
 
     run_groups(folder, groups)
-
-
-if __name__ == "__main__":
-    main()
