@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from nanovlm import device
-from nanovlm.errors import InputError, TrainingError
+from nanovlm.errors import TrainingError
 from nanovlm.training import optimizer as optimizers
 from nanovlm.training.config import PARTS, TrainConfig
 from nanovlm.training.distributed import DistributedContext
@@ -199,10 +199,3 @@ def test_linear_layers_learn_by_muon_and_all_else_by_adamw_and_matrices_decay(ti
     assert len(linear) > 5 and len(other) > len(linear) + 4
     for name, weight in models["muon"].named_parameters():
         assert torch.equal(weight, other[name]) == (name not in linear), name
-
-
-def test_muon_needs_whole_matrices():
-    with pytest.raises(InputError, match="lora_rank"):
-        replace(CFG, optimizer="muon", lora_rank=4)
-    with pytest.raises(InputError, match="optimizer=sgd is none of adamw, muon"):
-        replace(CFG, optimizer="sgd")
