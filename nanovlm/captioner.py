@@ -161,7 +161,8 @@ class Captioner:
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write config, weights and tokenizer, atomically, and the default prompt, as `from_pretrained` loads them."""
         self.model.save_pretrained(folder, tokenizer=self.tokenizer.to_json())
-        write_prompt(folder, self.prompt)
+        if self.prompt != default_prompt(folder):
+            write_prompt(folder, self.prompt)
 
     def check_prompt(self, prompt: str, max_new_tokens: int) -> None:
         """Raise InputError if the prompt and max_new_tokens exceed the model's context even without an image."""

@@ -144,7 +144,7 @@ def save_checkpoint(
 
 
 def restore_newest(folder: Path, model: VisionLanguageModel, cfg: TrainConfig) -> tuple[dict[str, Any], dict] | None:
-    """`restore` the newest of folder/checkpoints that is not damaged; CheckpointError if all are, None without any."""
+    """Restore the newest of folder/checkpoints that is not damaged; CheckpointError if all are, None without any."""
     damaged: list[str] = []
     for step in reversed(checkpoint_steps(folder)):
         path = checkpoint_path(folder, step)

@@ -183,7 +183,7 @@ def held_out_task(
 def choose_settings(
     options: FinetuneOptions, cfg: TrainConfig, width: int, steps_per_epoch: float
 ) -> tuple[TrainConfig, list[str]]:
-    """cfg with options.epochs and the settings that options.automatic leaves open, and why; see docs/training.md.
+    """Apply options.epochs and choose the settings that options.automatic names; returns cfg and the reasons.
 
     The wider the model, the lower the learning rate, in proportion (Yang et al. 2022). The optimizer that a model was
     trained by suits it best, but Muon needs whole matrices. steps_per_epoch is 0 if unknown.

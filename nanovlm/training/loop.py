@@ -58,17 +58,11 @@ class Trainer:
     Under torchrun, each process reads cfg.gradient_accumulation_steps batches a step; the main one writes the files.
     """
 
-    def __init__(
-        self,
-        model: VisionLanguageModel,
-        task: TrainingTask,
-        cfg: TrainConfig,
-        context: DistributedContext | None = None,
-    ):
+    def __init__(self, model: VisionLanguageModel, task: TrainingTask, cfg: TrainConfig):
         self.model = model
         self.task = task
         self.cfg = cfg
-        self.context = context or DistributedContext(model.device)
+        self.context = DistributedContext(model.device)
         self.dtype = choose_training_dtype(cfg.dtype, model.device)
         self.scaler = torch.amp.GradScaler(model.device.type, enabled=self.dtype == torch.float16)
         self.busy = BusyMonitor(torch.get_num_threads())
@@ -151,7 +145,7 @@ class Trainer:
             group["lr"] = lr * group["lr_scale"]
         inputs = list(islice(batches, cfg.gradient_accumulation_steps))
         with self.busy.measure():
-            loss = backward(model, inputs, self.dtype, self.scaler, context)
+            loss = self.backward(inputs)
         if context.is_main and model.device.type == "cpu" and (note := self.busy.note()):
             logger.info(note)
         context.sum_gradients(model)
@@ -164,6 +158,31 @@ class Trainer:
         self.optimizer.zero_grad()
         self.step += 1
         return loss, lr, grad_norm, int(tokens)
+
+    @torch.enable_grad()
+    def backward(self, batches: list[Batch]) -> float:
+        """Add up the gradients of the mean loss over the answer tokens of all batches, here and on other processes.
+
+        Returns this process's share of the loss. Cutting a batch into several changes nothing.
+        """
+        counts = list(map(count_answers, batches))
+        if not all(counts):
+            raise TrainingError("a batch has no answer tokens to learn; remove examples without an answer")
+        (answer_tokens,) = self.context.sum(sum(counts))
+        total = 0.0
+        for batch, count in zip(batches, counts):
+            loss = self._loss(batch) * (count / answer_tokens)
+            if loss.requires_grad:  # not if only the projector is trained, and the batch has no images
+                self.scaler.scale(loss).backward()
+            total += loss.item()
+        return total
+
+    def _loss(self, batch: Batch) -> Tensor:
+        """The mean loss of a batch's answer tokens, computed with autocast."""
+        device = self.model.device
+        inputs = {name: tensor if tensor is None else tensor.to(device) for name, tensor in batch.items()}
+        with torch.autocast(device.type, self.dtype, enabled=self.dtype != torch.float32):
+            return self.model(**inputs, targets_only=True)[1]
 
     def _check_finite(self, loss: float, grad_norm: float) -> None:
         # float16 overflows now and then: the scaler skips that step and lowers its scale, which ends at 1
@@ -201,7 +220,7 @@ class Trainer:
         for i in range(self.context.rank, self.task.n_validation, self.context.world_size):
             batch = self.task.validation(i)
             n = count_answers(batch)
-            total += n * forward_loss(self.model, batch, self.dtype).item()
+            total += n * self._loss(batch).item()
             tokens += n
         total, tokens = self.context.sum(total, tokens)
         return total / tokens if tokens else None
@@ -281,38 +300,6 @@ class Trainer:
                 logger.warning(f"no {REPORT}: {type(error).__name__}: {error}")
 
 
-@torch.enable_grad()
-def backward(
-    model: VisionLanguageModel,
-    batches: list[Batch],
-    dtype: torch.dtype,
-    scaler: torch.amp.GradScaler,
-    context: DistributedContext,
-) -> float:
-    """Add up the gradients of the mean loss over the answer tokens of all batches, here and on other processes.
-
-    Returns this process's share of the loss. Cutting a batch into several changes nothing.
-    """
-    counts = list(map(count_answers, batches))
-    if not all(counts):
-        raise TrainingError("a batch has no answer tokens to learn; remove examples without an answer")
-    (answer_tokens,) = context.sum(sum(counts))
-    total = 0.0
-    for batch, count in zip(batches, counts):
-        loss = forward_loss(model, batch, dtype) * (count / answer_tokens)
-        if loss.requires_grad:  # not if only the projector is trained, and the batch has no images
-            scaler.scale(loss).backward()
-        total += loss.item()
-    return total
-
-
 def count_answers(batch: Batch) -> int:
     """The number of answer tokens."""
     return int((batch["targets"] != IGNORE_INDEX).sum())
-
-
-def forward_loss(model: VisionLanguageModel, batch: Batch, dtype: torch.dtype) -> Tensor:
-    """The mean loss of a batch's answer tokens, computed with autocast to dtype."""
-    batch = {name: tensor if tensor is None else tensor.to(model.device) for name, tensor in batch.items()}
-    with torch.autocast(model.device.type, dtype, enabled=dtype != torch.float32):
-        return model(**batch, targets_only=True)[1]

@@ -58,8 +58,7 @@ class MetricsLogger:
                 self.tracker = start_tracker(cfg, folder, first_step > 0)
         self.last = clock()  # when the last step or evaluation ended
         self.evaluation_seconds = 0.0  # of the last one
-        self.seconds: list[float] = []  # of each step, checkpoints included
-        self.recent: list[tuple[float, int]] = []  # loss and tokens of each step since the last progress line
+        self.steps: list[tuple[float, int, float]] = []  # loss, tokens and seconds of each, checkpoints included
 
     def log_step(self, step: int, loss: float, lr: float, grad_norm: float, tokens: int) -> None:
         """Write the metrics of a step; a progress line every cfg.log_every steps, and once what the run needs.
@@ -68,24 +67,21 @@ class MetricsLogger:
         """
         if not self.context.is_main:
             return
-        self.seconds.append(self._lap())
-        self.recent.append((loss, tokens))
+        seconds = self._lap()
         memory = peak_memory(self.context.device)
-        speed = round(tokens / self.seconds[-1], 1)
+        speed = round(tokens / seconds, 1)
         self._write(step, loss=loss, lr=lr, grad_norm=grad_norm, tokens_per_s=speed, memory=memory)
+        self.steps.append((loss, tokens, seconds))
         steps_left = self.cfg.max_steps - step
-        pace = sum(self.seconds[1:]) / max(1, len(self.seconds) - 1)  # the first step warms up
+        pace = sum(lap for _, _, lap in self.steps[1:]) / max(1, len(self.steps) - 1)  # the first step warms up
         left = steps_left * pace + math.ceil(steps_left / self.cfg.interval) * self.evaluation_seconds
         needs = f"{memory / 2**20:,.0f} MiB, {pace:.2f} s/step, about {left / 60:,.0f} min left"
         if step - self.first_step == FIRST_STEPS:
             logger.info(f"after {FIRST_STEPS} steps: peak memory {needs}; Ctrl-C ends with the best model so far")
         if step % self.cfg.log_every == 0 or steps_left == 0:
-            n = len(self.recent)
-            mean = sum(loss for loss, _ in self.recent) / n
-            speed = sum(tokens for _, tokens in self.recent) / sum(self.seconds[-n:])
-            progress = f"step {step}/{self.cfg.max_steps}: loss {mean:.4f}, lr {lr:.1e}"
-            logger.info(f"{progress}, {speed:,.0f} tokens/s, {needs}")
-            self.recent.clear()
+            losses, counts, laps = zip(*self.steps[-self.cfg.log_every :])
+            progress = f"step {step}/{self.cfg.max_steps}: loss {sum(losses) / len(losses):.4f}, lr {lr:.1e}"
+            logger.info(f"{progress}, {sum(counts) / sum(laps):,.0f} tokens/s, {needs}")
 
     def log_evaluation(self, step: int, loss: float | None, evaluation: Evaluation | None) -> None:
         """Write what an evaluation after `step` steps measured on held-out examples."""

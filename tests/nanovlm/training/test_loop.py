@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from nanovlm.embedded import SETTINGS
-from nanovlm.errors import DataError, MissingExtraError, TrainingError, UsageError
+from nanovlm.errors import MissingExtraError, TrainingError, UsageError
 from nanovlm.training.distributed import DistributedContext
 from nanovlm.training.loader import TrainingInterrupted, load_batches
 from nanovlm.training.metrics import MetricsLogger, check_installed, read_metrics, truncate
@@ -145,17 +145,6 @@ def test_training_works_in_a_thread_where_python_allows_no_signal_handlers(learn
     thread.start()
     thread.join()
     assert (tmp_path / "model.safetensors").exists()
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_an_error_of_the_data_keeps_its_class_and_message(learn, make_batch, tmp_path, num_workers):
-    """A DataLoader's worker would put a traceback into the message."""
-
-    def refuse():
-        raise DataError("cat.png is damaged")
-
-    with pytest.raises(DataError, match=r"^cat.png is damaged$"):
-        learn(tmp_path, replace(CFG, num_workers=num_workers), before_batch(1, refuse, make_batch))
 
 
 def batch_without_shared_memory(number):

@@ -13,21 +13,24 @@ from nanovlm import device
 from nanovlm.errors import TrainingError
 from nanovlm.training import optimizer as optimizers
 from nanovlm.training.config import PARTS, TrainConfig
-from nanovlm.training.distributed import DistributedContext
-from nanovlm.training.loop import backward
+from nanovlm.training.loop import Trainer, TrainingTask
 from nanovlm.training.metrics import read_metrics
-from nanovlm.training.optimizer import MUON_LR_SCALE, Muon, accelerated, freeze, make_optimizer, orthogonalized
+from nanovlm.training.optimizer import MUON_LR_SCALE, Muon, accelerated, make_optimizer, orthogonalized
 from support.training import train
 
 CFG = TrainConfig(
     max_steps=2, lr=1e-3, warmup_steps=0, decay=0, weight_decay=0, dtype="float32", num_workers=0, log_every=9
 )
-CONTEXT = DistributedContext(torch.device("cpu"))
-UNSCALED = torch.amp.GradScaler("cpu", enabled=False)
 
 
 def gradients(model):
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.fixture
+def trainer(tiny_model, make_batch, tmp_path):
+    """A tiny model's Trainer that has taken no step."""
+    return lambda cfg=CFG: Trainer(tiny_model(), TrainingTask(make_batch, "{}", tmp_path / "new"), cfg)
 
 
 @pytest.fixture
@@ -45,41 +48,41 @@ def learn(tiny_model, make_batch, tmp_path):
 
 @pytest.mark.parametrize(("frozen", "module"), PARTS.items())
 def test_a_frozen_part_stays_and_has_neither_moments_nor_gradients(
-    learn, tiny_model, make_batch, tmp_path, frozen, module
+    learn, trainer, make_batch, tmp_path, frozen, module
 ):
     cfg = replace(CFG, freeze=[frozen], weight_decay=0.1)
     changes = learn(cfg)
     moments = load_file(tmp_path / "checkpoints/step-2/optimizer.safetensors")
-    freeze(model := tiny_model(), cfg)
+    model = (untrained := trainer(cfg)).model
     assert model.vision_encoder(torch.rand(1, 3, 16, 16)).requires_grad == (frozen != "vision"), "keeps no activations"
-    backward(model, [make_batch(0)], torch.float32, UNSCALED, CONTEXT)
+    untrained.backward([make_batch(0)])
     for name, p in model.named_parameters():
         is_trained = not name.startswith(f"{module}.")
         assert bool(changes[name].any()) == (f"{name}/exp_avg" in moments) == (p.grad is not None) == is_trained, name
 
 
-def test_a_batch_without_images_leaves_the_projector_and_one_without_answers_is_an_error(learn, tiny_model, make_batch):
+def test_a_batch_without_images_leaves_the_projector_and_one_without_answers_is_an_error(learn, trainer, make_batch):
     only = replace(CFG, freeze=["vision", "language"])
     assert not any(delta.any() for delta in learn(only, lambda i: make_batch(i, images=False)).values())
     batch = make_batch(0)
     batch["targets"].fill_(-100)
     with pytest.raises(TrainingError, match="no answer tokens"):
-        backward(tiny_model(), [batch], torch.float32, UNSCALED, CONTEXT)
+        trainer().backward([batch])
 
 
-def test_accumulated_batches_give_the_loss_and_gradients_of_the_whole(tiny_model, make_batch):
+def test_accumulated_batches_give_the_loss_and_gradients_of_the_whole(tiny_model, trainer, make_batch):
     """The pieces have answers of different lengths, so the mean of their losses would be another number."""
     pieces = [make_batch(i, lengths) for i, lengths in enumerate([(30, 31), (4, 2), (9, 6)])]
     width = max(piece["input_ids"].size(1) for piece in pieces)
     whole = {"images": torch.cat([piece["images"] for piece in pieces])}
     for name, fill in (("input_ids", 0), ("targets", -100), ("attention_mask", 0)):
         whole[name] = torch.cat([nn.functional.pad(p[name], (0, width - p[name].size(1)), value=fill) for p in pieces])
-    one, many = tiny_model(), tiny_model()
+    one, many = tiny_model(), trainer()
     one(**whole)[1].backward()
-    loss = backward(many, pieces, torch.float32, UNSCALED, CONTEXT)
+    loss = many.backward(pieces)
     assert loss == pytest.approx(one(**whole)[1].item(), abs=1e-5)
     assert loss != pytest.approx(sum(one(**piece)[1].item() for piece in pieces) / 3, abs=1e-3)
-    torch.testing.assert_close(gradients(many), gradients(one), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(gradients(many.model), gradients(one), atol=1e-5, rtol=1e-5)
 
 
 def test_gradients_are_clipped(learn, tmp_path):
@@ -112,14 +115,16 @@ def test_gradient_checkpointing_changes_memory_and_nothing_else(tiny_model, make
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_a_step_in_half_precision_goes_the_same_way(tiny_model, make_batch, dtype):
-    precise, half = tiny_model(), tiny_model()
-    exact = backward(precise, [make_batch(0)], torch.float32, UNSCALED, CONTEXT)
-    scaler = torch.amp.GradScaler("cpu", init_scale=256, enabled=dtype == "float16")
-    loss = backward(half, [make_batch(0)], getattr(torch, dtype), scaler, CONTEXT)
+def test_a_step_in_half_precision_goes_the_same_way(trainer, make_batch, dtype):
+    found = []
+    for name in ("float32", dtype):
+        run = trainer(replace(CFG, dtype=name))
+        run.scaler = torch.amp.GradScaler("cpu", init_scale=256, enabled=name == "float16")
+        loss = run.backward([make_batch(0)])
+        run.scaler.unscale_(run.optimizer)
+        found.append((loss, torch.cat([gradient.flatten() for gradient in gradients(run.model).values()])))
+    (exact, a), (loss, b) = found
     assert loss == pytest.approx(exact, rel=0.02) and loss != exact
-    scaler.unscale_(make_optimizer(half, CFG))
-    a, b = (torch.cat([g.flatten() for g in gradients(model).values()]) for model in (precise, half))
     assert nn.functional.cosine_similarity(a, b, dim=0) > 0.99
     assert b.norm() / a.norm() == pytest.approx(1, abs=0.1)
 
