@@ -6,7 +6,7 @@ from itertools import permutations
 from random import Random
 from typing import TypeVar
 
-from nanovlm.synthetic.scene import CLEAR_OFFSET, COLORS, SAME_COLUMN, SHAPES, SIZES, WITHHELD, Scene, Shape
+from nanovlm.synthetic.scene import CLEAR_OFFSET, COLORS, SAME_COLUMN, SHAPES, SIZES, TRAINED_PAIRS, Scene, Shape
 
 NUMBERS = ("none", "one", "two", "three", "four")
 RELATIONS = ("left of", "right of", "above", "below")
@@ -27,9 +27,13 @@ def short_caption(scene: Scene) -> str:
 
 def _listed(phrases: Sequence[str]) -> str:
     """A small red star, a large ring and a cross."""
-    names = [_with_article(phrase) for phrase in phrases]
-    text = " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+    *names, last = map(_with_article, phrases)
+    text = " and ".join(filter(None, (", ".join(names), last)))
     return text[0].upper() + text[1:]
+
+
+def _with_article(phrase: str) -> str:
+    return f"an {phrase}" if phrase[0] in "aeiou" else f"a {phrase}"
 
 
 def questions(scene: Scene, rng: Random) -> list[tuple[str, str]]:
@@ -41,7 +45,7 @@ def questions(scene: Scene, rng: Random) -> list[tuple[str, str]]:
     groups = []
     for make_pairs in QUESTION_KINDS:
         by_answer: dict[str, list[tuple[str, str]]] = {}
-        for question, answer in make_pairs(scene.shapes, rng, scene.background):
+        for question, answer in make_pairs(scene, rng):
             by_answer.setdefault(answer, []).append((question, answer))
         for pairs in by_answer.values():
             rng.shuffle(pairs)
@@ -59,18 +63,6 @@ def _take_turns(groups: Sequence[Sequence[T]], rng: Random) -> list[T]:
     return items
 
 
-def _with_article(phrase: str) -> str:
-    return f"an {phrase}" if phrase[0] in "aeiou" else f"a {phrase}"
-
-
-# Referring to one shape
-
-
-def _fits(phrase: str, shape: Shape) -> bool:
-    """Whether every word of "small red star" (or "red object") is true of this shape."""
-    return all(word in (shape.size, shape.color, shape.kind, "object") for word in phrase.split())
-
-
 def _unique_phrase(shape: Shape, shapes: Sequence[Shape], rng: Random, without: str = "") -> str | None:
     """A phrase that fits this shape alone: mostly the shortest, sometimes a longer one; None if there is none.
 
@@ -80,47 +72,41 @@ def _unique_phrase(shape: Shape, shapes: Sequence[Shape], rng: Random, without: 
     kind = "object" if without == "kind" else shape.kind
     phrases = [kind, f"{color} {kind}", f"{size} {kind}", f"{size} {color} {kind}"]
     phrases = [p for p in phrases if p != "object" and not (without and getattr(shape, without) in p.split())]
-    unique = [p for p in phrases if sum(_fits(p, other) for other in shapes) == 1]
+    unique = [p for p in phrases if sum({*p.split()} <= {"object", *s.name.split()} for s in shapes) == 1]
     if not unique:
         return None
     shortest = min(len(p.split()) for p in unique)
     return "the " + rng.choice(unique if rng.random() < 0.3 else [p for p in unique if len(p.split()) == shortest])
 
 
-# The kinds of questions: (shapes, rng, background) -> (question, answer) pairs
+# The kinds of questions: (scene, rng) -> (question, answer) pairs
 
 
-def _attribute(shapes: Sequence[Shape], rng: Random, background: str, question: str, attribute: str) -> Pairs:
+def _attribute(scene: Scene, rng: Random, question: str, attribute: str) -> Pairs:
     """The question about an attribute, for every shape that can be referred to without it."""
-    for shape in shapes:
-        phrase = _unique_phrase(shape, shapes, rng, without=attribute)
-        if phrase:
+    for shape in scene.shapes:
+        if phrase := _unique_phrase(shape, scene.shapes, rng, without=attribute):
             yield question.format(phrase), getattr(shape, attribute)
 
 
-def _total(shapes: Sequence[Shape], rng: Random, background: str) -> Pairs:
-    yield "How many objects are there?", NUMBERS[len(shapes)]
-
-
-def _counts(shapes: Sequence[Shape], rng: Random, background: str) -> Pairs:
+def _counts(scene: Scene, rng: Random) -> Pairs:
     for color in COLORS:
-        yield f"How many {color} objects are there?", NUMBERS[sum(shape.color == color for shape in shapes)]
+        yield f"How many {color} objects are there?", NUMBERS[sum(shape.color == color for shape in scene.shapes)]
     for kind in SHAPES:
         plural = f"{kind}es" if kind.endswith("s") else f"{kind}s"
-        yield f"How many {plural} are there?", NUMBERS[sum(shape.kind == kind for shape in shapes)]
+        yield f"How many {plural} are there?", NUMBERS[sum(shape.kind == kind for shape in scene.shapes)]
 
 
-def _exists(shapes: Sequence[Shape], rng: Random, background: str) -> Pairs:
+def _exists(scene: Scene, rng: Random) -> Pairs:
     """For every true phrase a false one of the same form, mostly one that is nearly true."""
-    pairs = [(color, kind) for color in COLORS for kind in SHAPES if (color, kind) not in WITHHELD]
     forms: tuple[list[tuple[str, ...]], ...] = (
         [(kind,) for kind in SHAPES],
-        [*pairs],
-        [(size, *pair) for size in SIZES for pair in pairs],
+        [*TRAINED_PAIRS],
+        [(size, *pair) for size in SIZES for pair in TRAINED_PAIRS],
     )
     for phrases in forms:
         length = len(phrases[0])
-        true = {(shape.size, shape.color, shape.kind)[-length:] for shape in shapes}
+        true = {tuple(shape.name.split()[-length:]) for shape in scene.shapes}
         absent = [words for words in phrases if words not in true]
         near = [words for words in absent if any(sum(map(str.__eq__, words, t)) == length - 1 for t in true)]
         false = rng.sample(absent, min(len(true), len(absent)))
@@ -129,18 +115,18 @@ def _exists(shapes: Sequence[Shape], rng: Random, background: str) -> Pairs:
         yield from ((f"Is there {_with_article(' '.join(words))}?", "no") for words in sorted(set(false)))
 
 
-def _positions(shapes: Sequence[Shape], rng: Random, background: str) -> Pairs:
-    for shape in shapes:
-        phrase, position = _unique_phrase(shape, shapes, rng), _position(shape)
+def _positions(scene: Scene, rng: Random) -> Pairs:
+    for shape in scene.shapes:
+        phrase, position = _unique_phrase(shape, scene.shapes, rng), _position(shape)
         if phrase and position:
             yield f"Where is {phrase}?", position
 
 
-def _shapes_at(shapes: Sequence[Shape], rng: Random, background: str) -> Pairs:
-    positions = [position for shape in shapes if (position := _position(shape))]
-    if len(positions) < len(shapes):
+def _shapes_at(scene: Scene, rng: Random) -> Pairs:
+    positions = [position for shape in scene.shapes if (position := _position(shape))]
+    if len(positions) < len(scene.shapes):
         return
-    for shape, position in zip(shapes, positions):
+    for shape, position in zip(scene.shapes, positions):
         # "at the top" may be read as the whole upper third: ask only where both readings have one answer
         if sum(position == other or position in other.split() for other in positions) == 1:
             preposition = "in" if position == "middle" else "at"
@@ -156,23 +142,22 @@ def _position(shape: Shape) -> str | None:
     return f"{row} {column}".strip() or "middle"
 
 
-def _relations(shapes: Sequence[Shape], rng: Random, background: str) -> Pairs:
-    for a, b in permutations(shapes, 2):
-        first, second = _unique_phrase(a, shapes, rng), _unique_phrase(b, shapes, rng)
+def _relations(scene: Scene, rng: Random) -> Pairs:
+    for a, b in permutations(scene.shapes, 2):
+        first, second = _unique_phrase(a, scene.shapes, rng), _unique_phrase(b, scene.shapes, rng)
         for relation in RELATIONS:
             offset = _offset(relation, a, b)
             if abs(offset) >= CLEAR_OFFSET and first and second:
                 yield f"Is {first} {relation} {second}?", "yes" if offset > 0 else "no"
 
 
-def _neighbors(shapes: Sequence[Shape], rng: Random, background: str) -> Pairs:
-    for shape in shapes:
-        others = [other for other in shapes if other is not shape]
+def _neighbors(scene: Scene, rng: Random) -> Pairs:
+    for shape in scene.shapes:
         for relation in RELATIONS:
-            offsets = [_offset(relation, other, shape) for other in others]
-            there = [other for other, offset in zip(others, offsets) if offset > 0]
-            phrase = _unique_phrase(shape, shapes, rng)
-            if phrase and len(there) == 1 and all(abs(offset) >= CLEAR_OFFSET for offset in offsets):
+            offsets = {other: _offset(relation, other, shape) for other in scene.shapes if other is not shape}
+            there = [other for other, offset in offsets.items() if offset > 0]
+            phrase = _unique_phrase(shape, scene.shapes, rng)
+            if phrase and len(there) == 1 and all(abs(offset) >= CLEAR_OFFSET for offset in offsets.values()):
                 yield f"What is {relation} {phrase}?", _with_article(there[0].name)
 
 
@@ -181,13 +166,9 @@ def _offset(relation: str, a: Shape, b: Shape) -> float:
     return {"left of": b.x - a.x, "right of": a.x - b.x, "above": b.y - a.y, "below": a.y - b.y}[relation]
 
 
-def _background(shapes: Sequence[Shape], rng: Random, background: str) -> Pairs:
-    yield "What is the background like?", background
-
-
 # The order is part of the training data: it decides which random numbers each kind draws.
-QUESTION_KINDS: tuple[Callable[[Sequence[Shape], Random, str], Pairs], ...] = (
-    _total,
+QUESTION_KINDS: tuple[Callable[[Scene, Random], Pairs], ...] = (
+    lambda scene, rng: [("How many objects are there?", NUMBERS[len(scene.shapes)])],
     _counts,
     partial(_attribute, question="What colour is {}?", attribute="color"),
     partial(_attribute, question="What shape is {}?", attribute="kind"),
@@ -197,5 +178,5 @@ QUESTION_KINDS: tuple[Callable[[Sequence[Shape], Random, str], Pairs], ...] = (
     _shapes_at,
     _relations,
     _neighbors,
-    _background,
+    lambda scene, rng: [("What is the background like?", scene.background)],
 )

@@ -8,9 +8,10 @@ from random import Random
 from PIL import Image, ImageChops, ImageDraw
 
 from nanovlm.errors import InputError
-from nanovlm.synthetic.scene import RGB, Scene, Shape
+from nanovlm.synthetic.scene import Scene, Shape
 
 Point = tuple[float, float]
+Canvas = ImageDraw.ImageDraw
 
 # Bright and dim tone; every mixture of the two stays far from the color of every shape.
 TONES = (
@@ -23,7 +24,7 @@ TONES = (
     ((56, 70, 92), (12, 18, 32)),
     ((54, 76, 72), (10, 24, 22)),
 )
-_SUPERSAMPLING = 3  # patterns and shapes are drawn this many times larger, then averaged
+SUPERSAMPLING = 3  # patterns and shapes are drawn this many times larger, then averaged
 
 
 def draw(scene: Scene, width: int = 192, height: int = 192, varied: bool = True) -> Image.Image:
@@ -41,10 +42,54 @@ def draw(scene: Scene, width: int = 192, height: int = 192, varied: bool = True)
     if varied and background == "dotted" and rng.random() < 0.5:
         background = "staggered"
     image = Image.new("RGB", (width, height), bright)
-    image.paste(dim, mask=_mask(background, rng, width, height))
+    if background in SOFT:
+        mask = SOFT[background](rng, width, height)
+    else:
+        mask, canvas = _canvas(width, height)
+        SHARP[background](rng, canvas, *mask.size)
+        mask = mask.reduce(SUPERSAMPLING)
+    image.paste(dim, mask=mask)
     for shape in scene.shapes:
         _draw_shape(image, shape, rng, varied)
     return image
+
+
+def _canvas(width: int, height: int) -> tuple[Image.Image, Canvas]:
+    mask = Image.new("L", (SUPERSAMPLING * width, SUPERSAMPLING * height))
+    return mask, ImageDraw.Draw(mask)
+
+
+def _draw_shape(image: Image.Image, shape: Shape, rng: Random, varied: bool) -> None:
+    """Paint one shape, flat, outlined or softly shaded."""
+    style = rng.choice(("flat", "flat", "outlined", "shaded"))
+    shading = rng.choice(DIRECTIONS)
+    kind = "full heart" if varied and shape.kind == "heart" and rng.random() < 0.5 else shape.kind
+    outline = OUTLINES[kind](rng)
+    radius = shape.radius * min(image.size)
+    x, y = shape.x * image.width, shape.y * image.height
+    left, top = math.floor(x - 1.1 * radius) - 1, math.floor(y - 1.1 * radius) - 1
+    side = math.ceil(2.2 * radius) + 3  # of a canvas for this shape
+    cos, sin = math.cos(math.radians(shape.angle)), math.sin(math.radians(shape.angle))
+
+    def to_canvas(points: Sequence[Point]) -> list[Point]:
+        turned = [(cos * u - sin * v, sin * u + cos * v) for u, v in points]
+        return [(SUPERSAMPLING * (x - left + radius * u), SUPERSAMPLING * (y - top + radius * v)) for u, v in turned]
+
+    def paint(mask: Image.Image, brightness: float) -> None:
+        image.paste(tuple(round(c * brightness) for c in shape.rgb), (left, top), mask)
+
+    inside, canvas = _canvas(side, side)
+    canvas.polygon(to_canvas(outline), fill=255)
+    if shape.kind == "ring":
+        canvas.polygon(to_canvas(_star(64, rng.uniform(0.4, 0.8))), fill=0)
+    inside = inside.reduce(SUPERSAMPLING)
+    paint(inside, 1)
+    if style == "outlined":
+        edge, canvas = _canvas(side, side)
+        canvas.polygon(to_canvas(outline), outline=255, width=max(1, round(SUPERSAMPLING * radius * 0.09)))
+        paint(edge.reduce(SUPERSAMPLING), 0.6)
+    elif style == "shaded":
+        paint(ImageChops.multiply(inside, _blend(shading, side, side)), 0.87)
 
 
 # Outlines: points around (0, 0) at a distance of up to about 1; y points down. Their proportions vary from shape to
@@ -60,9 +105,12 @@ def _star(n: int, *radii: float) -> list[Point]:
 def _square(rng: Random) -> list[Point]:
     """A superellipse (Lame curve): sharp or with rounded corners."""
     half, exponent = rng.uniform(0.72, 0.88), 2 / rng.choice((6, 10, 20, 100))
-    points = [(math.sin(2 * math.pi * i / 64), -math.cos(2 * math.pi * i / 64)) for i in range(64)]
-    x, y = ([half * math.copysign(abs(v) ** exponent, v) for v in values] for values in zip(*points))
-    return list(zip(x, y))
+
+    def bent(v: float) -> float:
+        return half * math.copysign(abs(v) ** exponent, v)
+
+    angles = [2 * math.pi * i / 64 for i in range(64)]
+    return [(bent(math.sin(t)), bent(-math.cos(t))) for t in angles]
 
 
 def _triangle(rng: Random) -> list[Point]:
@@ -88,14 +136,6 @@ def _heart(rng: Random) -> list[Point]:
     return [(width * x, height * y) for x, y in points]
 
 
-def _full_heart(rng: Random) -> list[Point]:
-    """A heart between a deeply notched one and a circle."""
-    share = rng.uniform(0.1, 0.5)  # of the distance to a circle
-    heart = _heart(rng)
-    factors = [1 - share + share * 0.9 / math.hypot(x, y) for x, y in heart]
-    return [(x * factor, y * factor) for (x, y), factor in zip(heart, factors)]
-
-
 def _heart_of_arcs(center: float, radius: float, height: float = 0.35, tip: float = 0.95) -> list[Point]:
     """Arcs around (center, -height) and its mirror image, and the tangents from them to (0, tip)."""
     distance = math.hypot(center, tip + height)
@@ -106,14 +146,23 @@ def _heart_of_arcs(center: float, radius: float, height: float = 0.35, tip: floa
     return [(0, tip), *right, *((-x, y) for x, y in reversed(right))]
 
 
+def _full_heart(rng: Random) -> list[Point]:
+    """A heart between a deeply notched one and a circle."""
+    share = rng.uniform(0.1, 0.5)  # of the distance to a circle
+    heart = _heart(rng)
+    factors = [1 - share + share * 0.9 / math.hypot(x, y) for x, y in heart]
+    return [(x * factor, y * factor) for (x, y), factor in zip(heart, factors)]
+
+
 def _cross(rng: Random) -> list[Point]:
     arm = rng.uniform(0.14, 0.42)  # half of its width
-    corner = [(arm, -1.0), (arm, -arm), (1.0, -arm)]
-    quarters = [corner, [(-y, x) for x, y in corner], [(-x, -y) for x, y in corner], [(y, -x) for x, y in corner]]
-    return [point for quarter in quarters for point in quarter]
+    points = [(arm, -1.0), (arm, -arm), (1.0, -arm)]
+    for _ in range(3):  # quarters, each the one before turned
+        points += [(-y, x) for x, y in points[-3:]]
+    return points
 
 
-_OUTLINES: dict[str, Callable[[Random], list[Point]]] = {
+OUTLINES: dict[str, Callable[[Random], list[Point]]] = {
     "circle": lambda rng: _star(64, rng.uniform(0.88, 1)),
     "square": _square,
     "triangle": _triangle,
@@ -126,80 +175,17 @@ _OUTLINES: dict[str, Callable[[Random], list[Point]]] = {
 }
 
 
-def _draw_shape(image: Image.Image, shape: Shape, rng: Random, varied: bool) -> None:
-    """Paint one shape, flat, outlined or softly shaded."""
-    style = rng.choice(("flat", "flat", "outlined", "shaded"))
-    shading = rng.choice(_DIRECTIONS)
-    kind = "full heart" if varied and shape.kind == "heart" and rng.random() < 0.5 else shape.kind
-    outline = _OUTLINES[kind](rng)
-    hole = _star(64, rng.uniform(0.4, 0.8)) if shape.kind == "ring" else None
-    radius = shape.radius * min(image.size)
-    x, y = shape.x * image.width, shape.y * image.height
-    left, top = math.floor(x - 1.1 * radius) - 1, math.floor(y - 1.1 * radius) - 1
-    side = math.ceil(2.2 * radius) + 3  # of a canvas for this shape
-    cos, sin = math.cos(math.radians(shape.angle)), math.sin(math.radians(shape.angle))
-
-    def to_canvas(points: Sequence[Point]) -> list[Point]:
-        scale = _SUPERSAMPLING
-        return [
-            (scale * (x - left + radius * (cos * u - sin * v)), scale * (y - top + radius * (sin * u + cos * v)))
-            for u, v in points
-        ]
-
-    inside, canvas = _canvas(side, side)
-    canvas.polygon(to_canvas(outline), fill=255)
-    if hole:
-        canvas.polygon(to_canvas(hole), fill=0)
-    inside = inside.reduce(_SUPERSAMPLING)
-    image.paste(shape.rgb, (left, top), inside)
-    if style == "outlined":
-        edge, canvas = _canvas(side, side)
-        width = max(1, round(_SUPERSAMPLING * radius * 0.09))
-        canvas.polygon(to_canvas(outline), outline=255, width=width)
-        image.paste(_darker(shape.rgb, 0.6), (left, top), edge.reduce(_SUPERSAMPLING))
-    elif style == "shaded":
-        shade = ImageChops.multiply(inside, _blend(shading, side, side))
-        image.paste(_darker(shape.rgb, 0.87), (left, top), shade)
-
-
-def _darker(rgb: RGB, factor: float) -> RGB:
-    red, green, blue = (round(c * factor) for c in rgb)
-    return red, green, blue
-
-
 # Backgrounds: masks, 0 where the bright tone shows and 255 where the dim one does.
 
 Corners = tuple[int, int, int, int]  # values at the top left, top right, bottom left, bottom right
-_GRADIENTS: list[Corners] = [(0, 0, 255, 255), (0, 255, 0, 255), (0, 128, 128, 255), (128, 0, 255, 128)]
-_DIRECTIONS: list[Corners] = [direction for (a, b, c, d) in _GRADIENTS for direction in ((a, b, c, d), (d, c, b, a))]
+GRADIENTS: list[Corners] = [(0, 0, 255, 255), (0, 255, 0, 255), (0, 128, 128, 255), (128, 0, 255, 128)]
+DIRECTIONS: list[Corners] = [direction for (a, b, c, d) in GRADIENTS for direction in ((a, b, c, d), (d, c, b, a))]
 
 
 def _blend(corners: Corners, width: int, height: int) -> Image.Image:
     """An even blend of the values at four corners."""
-    return Image.frombytes("L", (2, 2), bytes(corners)).resize(
-        (width, height), Image.Resampling.BILINEAR, (0.5, 0.5, 1.5, 1.5)
-    )
-
-
-def _canvas(width: int, height: int) -> tuple[Image.Image, ImageDraw.ImageDraw]:
-    mask = Image.new("L", (_SUPERSAMPLING * width, _SUPERSAMPLING * height))
-    return mask, ImageDraw.Draw(mask)
-
-
-def _mask(background: str, rng: Random, width: int, height: int) -> Image.Image:
-    if background in _SOFT:
-        return _SOFT[background](rng, width, height)
-    mask, canvas = _canvas(width, height)
-    _SHARP[background](rng, canvas, *mask.size)
-    return mask.reduce(_SUPERSAMPLING)
-
-
-def _plain(rng: Random, width: int, height: int) -> Image.Image:
-    return Image.new("L", (width, height), rng.choice((0, 255)))
-
-
-def _gradient(rng: Random, width: int, height: int) -> Image.Image:
-    return _blend(rng.choice(_DIRECTIONS), width, height)
+    image = Image.frombytes("L", (2, 2), bytes(corners))
+    return image.resize((width, height), Image.Resampling.BILINEAR, (0.5, 0.5, 1.5, 1.5))
 
 
 def _glowing(rng: Random, width: int, height: int) -> Image.Image:
@@ -224,7 +210,7 @@ def _cloudy(rng: Random, width: int, height: int) -> Image.Image:
     return _random_grid(rng, width, height, rng.randint(4, 7)).resize((width, height), Image.Resampling.BICUBIC)
 
 
-def _striped(rng: Random, canvas: ImageDraw.ImageDraw, width: int, height: int) -> None:
+def _striped(rng: Random, canvas: Canvas, width: int, height: int) -> None:
     step = rng.uniform(0.1, 0.2) * min(width, height)
     angle = rng.choice((0, 45, 90, 135)) + rng.uniform(-6, 6)
     share = rng.uniform(0.35, 0.6)  # of the dim tone
@@ -237,7 +223,7 @@ def _striped(rng: Random, canvas: ImageDraw.ImageDraw, width: int, height: int) 
         canvas.polygon([(cos * p - sin * q, sin * p + cos * q) for p, q in corners], fill=255)
 
 
-def _wavy(rng: Random, canvas: ImageDraw.ImageDraw, width: int, height: int) -> None:
+def _wavy(rng: Random, canvas: Canvas, width: int, height: int) -> None:
     short = min(width, height)
     step, swing, wave = (rng.uniform(*span) * short for span in ((0.12, 0.2), (0.03, 0.05), (0.22, 0.4)))
     phase, offset, upright = rng.uniform(0, 2 * math.pi), rng.random(), rng.random() < 0.5
@@ -259,14 +245,14 @@ def _cells(
     return step, [(i, j, left + i * step, top + j * step) for j in range(rows) for i in range(columns)]
 
 
-def _checkered(rng: Random, canvas: ImageDraw.ImageDraw, width: int, height: int) -> None:
+def _checkered(rng: Random, canvas: Canvas, width: int, height: int) -> None:
     step, cells = _cells(rng, width, height, 0.08, 0.15)
     for i, j, x, y in cells:
         if (i + j) % 2:
             canvas.rectangle((x, y, x + step, y + step), fill=255)
 
 
-def _dotted(rng: Random, canvas: ImageDraw.ImageDraw, width: int, height: int, shift: float = 0) -> None:
+def _dotted(rng: Random, canvas: Canvas, width: int, height: int, shift: float = 0) -> None:
     """Dots, every other row of them shifted by this share of a step."""
     step, cells = _cells(rng, width, height, 0.09, 0.15)
     size = rng.uniform(0.35, 0.6) * step
@@ -275,7 +261,7 @@ def _dotted(rng: Random, canvas: ImageDraw.ImageDraw, width: int, height: int, s
         canvas.ellipse((x, y, x + size, y + size), fill=255)
 
 
-def _gridded(rng: Random, canvas: ImageDraw.ImageDraw, width: int, height: int) -> None:
+def _gridded(rng: Random, canvas: Canvas, width: int, height: int) -> None:
     step, cells = _cells(rng, width, height, 0.09, 0.16)
     line = rng.uniform(0.014, 0.032) * min(width, height)
     for _, _, x, y in cells:
@@ -283,8 +269,14 @@ def _gridded(rng: Random, canvas: ImageDraw.ImageDraw, width: int, height: int) 
         canvas.rectangle((x, y, x + line, y + step), fill=255)
 
 
-_SOFT = {"plain": _plain, "gradient": _gradient, "glowing": _glowing, "noisy": _noisy, "cloudy": _cloudy}
-_SHARP: dict[str, Callable[..., None]] = {
+SOFT: dict[str, Callable[[Random, int, int], Image.Image]] = {
+    "plain": lambda rng, width, height: Image.new("L", (width, height), rng.choice((0, 255))),
+    "gradient": lambda rng, width, height: _blend(rng.choice(DIRECTIONS), width, height),
+    "glowing": _glowing,
+    "noisy": _noisy,
+    "cloudy": _cloudy,
+}
+SHARP: dict[str, Callable[[Random, Canvas, int, int], None]] = {
     "striped": _striped,
     "wavy": _wavy,
     "checkered": _checkered,

@@ -91,8 +91,7 @@ def _corpus() -> Iterator[str]:
         example = scene_example(random_scene(rng), rng, n_questions=20, size=None)
         for prompt, answer in example.qa_pairs:
             yield from ("user\n", prompt, "assistant\n", answer)
-    for prompt in (*CAPTION_PROMPTS, *SHORT_PROMPTS, *READING_PROMPTS):
-        yield from [prompt] * 100
+    yield from [*CAPTION_PROMPTS, *SHORT_PROMPTS, *READING_PROMPTS] * 100
 
 
 def make_config(tokenizer: tokenizers.Tokenizer) -> VLMConfig:
@@ -137,33 +136,16 @@ def scene_example(
         pairs = [pair for pair in pairs if COLORS.keys().isdisjoint(re.findall(r"\w+", " ".join(pair)))]
     first, rest = pairs[:n_questions], pairs[n_questions:]
     if n_questions:
-        first += [pair for pair in rest if _is_relation(pair[0])][:N_RELATION_QUESTIONS]
+        about_places = [pair for pair in rest if any(f" {relation} " in pair[0] for relation in RELATIONS)]
+        first += about_places[:N_RELATION_QUESTIONS]
         first += [(rng.choice(READING_PROMPTS), NO_TEXT)] * (rng.random() < 0.05)
     rng.shuffle(first)
-    pairs = [_caption_pair(scene, rng, colorless), *first]
-    images = [draw(scene, *size, varied)] if size else []
-    return Example(images, [(_as_typed(prompt, rng), answer) for prompt, answer in pairs])
-
-
-def _is_relation(question: str) -> bool:
-    return any(f" {relation} " in question for relation in RELATIONS)
-
-
-def _caption_pair(scene: Scene, rng: Random, colorless: bool) -> tuple[str, str]:
     if rng.random() < 0.08 and not colorless:
-        return rng.choice(SHORT_PROMPTS), short_caption(scene)
-    return CAPTION_PROMPTS[0] if rng.random() < 0.4 else rng.choice(CAPTION_PROMPTS), caption(scene)
-
-
-def as_conversation(example: Example, rng: Random) -> Example:
-    """The example's pairs in random order as the turns of one conversation."""
-    return replace(example, qa_pairs=rng.sample(example.qa_pairs, len(example.qa_pairs)), multi_turn=True)
-
-
-def random_example(rng: Random, name: str = "example") -> Example:
-    """A fresh scene as training shows it."""
-    size, scene = _random_size(rng), random_scene(rng)
-    return replace(scene_example(scene, rng, max(N_QUESTIONS.values()), size), name=name)
+        asked = rng.choice(SHORT_PROMPTS), short_caption(scene)
+    else:
+        asked = PROMPT if rng.random() < 0.4 else rng.choice(CAPTION_PROMPTS), caption(scene)
+    images = [draw(scene, *size, varied)] if size else []
+    return Example(images, [(_as_typed(prompt, rng), answer) for prompt, answer in (asked, *first)])
 
 
 def _random_size(rng: Random) -> tuple[int, int]:
@@ -174,11 +156,13 @@ def _random_size(rng: Random) -> tuple[int, int]:
 
 def scene_source() -> Source:
     """Scenes as a source of examples; mixed into other data they keep the model from forgetting its original domain."""
-    return Source("scenes", range(10**6), _example_of_number, endless=True)
+    return Source("scenes", range(10**6), _numbered_example, endless=True)
 
 
-def _example_of_number(number: int) -> Example:
-    return random_example(Random(f"scene {number}"), f"scenes[{number}]")
+def _numbered_example(number: int) -> Example:
+    rng = Random(f"scene {number}")
+    size, scene = _random_size(rng), random_scene(rng)
+    return replace(scene_example(scene, rng, max(N_QUESTIONS.values()), size), name=f"scenes[{number}]")
 
 
 def _as_typed(prompt: str, rng: Random) -> str:
@@ -207,42 +191,36 @@ class SceneBatches:
     seed: int
 
     def __call__(self, step: int) -> dict[str, Tensor | None]:
-        rng = Random(f"{self.seed} {step}")
-        rows = [self._row(rng, step) for _ in range(self.batch_size)]
-        length = schedule_value(ROW_LENGTH, step)
-        rows = [_resized(row, length) for row in rows]
+        rng, length = Random(f"{self.seed} {step}"), at(step, ROW_LENGTH)
+        rows = [_of_length(length, self._row(rng, step)) for _ in range(self.batch_size)]
         return collate(rows, max_length=length)
 
     def _row(self, rng: Random, step: int) -> EncodedExample:
-        schedules = (WORD_DROPOUT, UNNAMED_SHARE, CONVERSATION_SHARE)
-        dropout, unnamed_share, multi_turn_share = (schedule_value(schedule, step) for schedule in schedules)
-        size, scene = _random_size(rng), random_scene(rng, max_shapes=schedule_value(MAX_SHAPES, step))
-        colorless, multi_turn = rng.random() < unnamed_share, rng.random() < multi_turn_share
+        size, scene = _random_size(rng), random_scene(rng, max_shapes=at(step, MAX_SHAPES))
+        colorless = rng.random() < at(step, UNNAMED_SHARE)
+        multi_turn = rng.random() < at(step, CONVERSATION_SHARE)
         if colorless:
             scene = with_unnamed_colors(scene, rng)
-        n_questions = N_CONVERSATION_QUESTIONS if multi_turn else schedule_value(N_QUESTIONS, step)
-        example = scene_example(scene, rng, n_questions, size, colorless, schedule_value(VARIED, step))
-        if multi_turn:
-            example = as_conversation(example, rng)
+        n_questions = N_CONVERSATION_QUESTIONS if multi_turn else at(step, N_QUESTIONS)
+        example = scene_example(scene, rng, n_questions, size, colorless, at(step, VARIED))
+        dropout = at(step, WORD_DROPOUT)
+        if multi_turn:  # the turns in random order
+            pairs = rng.sample(example.qa_pairs, len(example.qa_pairs))
+            example = replace(example, qa_pairs=pairs, multi_turn=True)
             dropout /= 2  # a masked word stays masked for all later turns
         row = drop_words(encode(example, self.processor), rng, dropout)
         return mask_tokens(row, color_token_ids(self.processor.tokenizer)) if colorless else row
 
 
-def _resized(row: EncodedExample, length: int) -> EncodedExample:
-    """The row cut, or padded with tokens outside of any sample, to length tokens."""
-    missing = length - len(row.ids)
-    return replace(
-        row,
-        ids=(row.ids + [0] * missing)[:length],
-        targets=(row.targets + [IGNORE_INDEX] * missing)[:length],
-        mask=(row.mask + [0] * missing)[:length],
-    )
-
-
-def schedule_value(schedule: Mapping[int, T], step: int) -> T:
-    """The value of the latest entry at or before step."""
+def at(step: int, schedule: Mapping[int, T]) -> T:
+    """The value of the latest entry of a schedule at or before step."""
     return schedule[max(start for start in schedule if start <= step)]
+
+
+def _of_length(length: int, row: EncodedExample) -> EncodedExample:
+    """The row cut, or padded with tokens outside of any sample, to length tokens."""
+    fields = {"ids": (row.ids, 0), "targets": (row.targets, IGNORE_INDEX), "mask": (row.mask, 0)}
+    return replace(row, **{name: (ids + [pad] * length)[:length] for name, (ids, pad) in fields.items()})
 
 
 # Two ways to make the model look a shape up in the image instead of guessing it from its color

@@ -4,22 +4,16 @@ import colorsys
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
+from itertools import combinations, product
 from random import Random
 
-RGB = tuple[int, int, int]
+RGB = tuple[int, ...]
 
 SHAPES = ("circle", "square", "triangle", "diamond", "star", "heart", "cross", "ring")
 COLORS = {
-    "red": (222, 30, 38),
-    "orange": (255, 140, 10),
-    "yellow": (255, 226, 35),
-    "green": (30, 160, 65),
-    "blue": (30, 85, 225),
-    "purple": (132, 45, 182),
-    "pink": (255, 110, 185),
-    "brown": (148, 88, 44),
-}
+    "red": (222, 30, 38), "orange": (255, 140, 10), "yellow": (255, 226, 35), "green": (30, 160, 65),
+    "blue": (30, 85, 225), "purple": (132, 45, 182), "pink": (255, 110, 185), "brown": (148, 88, 44),
+}  # fmt: skip
 SIZES = {"small": (0.085, 0.100), "large": (0.145, 0.165)}  # radius, as a fraction of the image's shorter side
 BACKGROUNDS = ("plain", "gradient", "glowing", "noisy", "cloudy", "striped", "wavy", "checkered", "dotted", "gridded")
 
@@ -36,9 +30,9 @@ SAME_COLUMN = 0.035  # shapes closer than this in x are in one column
 CLEAR_OFFSET = 0.09  # shapes further apart are clearly left, right, above or below; no x offset lies between the two
 MARGIN = 0.012  # kept free along the border
 
-_PAIRS = tuple((color, kind) for color in COLORS for kind in SHAPES)
-_TRAINED_PAIRS = tuple(pair for pair in _PAIRS if pair not in WITHHELD)
-_GRIDS = ((2, 2), (2, 3), (3, 2), (3, 3), (4, 2), (4, 3))  # columns, rows
+PAIRS = tuple(product(COLORS, SHAPES))
+TRAINED_PAIRS = tuple(pair for pair in PAIRS if pair not in WITHHELD)
+GRIDS = ((2, 2), (2, 3), (3, 2), (3, 3), (4, 2), (4, 3))  # columns, rows
 
 
 @dataclass(frozen=True)
@@ -94,18 +88,17 @@ def with_unnamed_colors(scene: Scene, rng: Random) -> Scene:
 def _unnamed_color(rng: Random) -> RGB:
     while True:
         if rng.random() < 0.15:
-            rgb = (rng.randint(100, 155),) * 3
+            rgb: RGB = (rng.randint(100, 155),) * 3
         else:
             hsv = rng.random(), rng.uniform(0.5, 1), rng.uniform(0.45, 1)
-            red, green, blue = (round(255 * c) for c in colorsys.hsv_to_rgb(*hsv))
-            rgb = red, green, blue
+            rgb = tuple(round(255 * c) for c in colorsys.hsv_to_rgb(*hsv))
         if all(math.dist(rgb, color) >= UNNAMED_DISTANCE for color in COLORS.values()):
             return rgb
 
 
 def _random_shapes(rng: Random, n: int, withheld: bool) -> list[Shape]:
     """n different shapes in random order, not placed yet."""
-    pairs = rng.choices(_PAIRS if withheld else _TRAINED_PAIRS, k=n)
+    pairs = rng.choices(PAIRS if withheld else TRAINED_PAIRS, k=n)
     if withheld:
         pairs[0] = rng.choice(sorted(WITHHELD))
     sizes = rng.choices(tuple(SIZES), (6, 6 + n), k=n)  # large shapes are rejected more often when placed
@@ -114,27 +107,26 @@ def _random_shapes(rng: Random, n: int, withheld: bool) -> list[Shape]:
     shapes = []
     for (color, kind), size in zip(pairs, sizes):
         brightness = rng.uniform(0.94, 1.05)
-        red, green, blue = (min(255, max(0, round(brightness * c + rng.uniform(-9, 9)))) for c in COLORS[color])
-        radius, angle = rng.uniform(*SIZES[size]), rng.uniform(-8, 8)
-        shapes.append(Shape(kind, color, size, 0, 0, radius, angle, (red, green, blue)))
+        rgb = tuple(min(255, max(0, round(brightness * c + rng.uniform(-9, 9)))) for c in COLORS[color])
+        shapes.append(Shape(kind, color, size, 0, 0, rng.uniform(*SIZES[size]), rng.uniform(-8, 8), rgb))
     rng.shuffle(shapes)
     return shapes
 
 
 def _grid_positions(rng: Random, n: int) -> list[tuple[float, float]]:
-    columns, rows = rng.choice(_GRIDS)
-    cells = rng.sample([(column, row) for column in range(columns) for row in range(rows)], n)
+    columns, rows = rng.choice(GRIDS)
+
+    def tick(i: int, n: int) -> float:
+        """The i-th of n even steps from near 0 to near 1."""
+        first = 0.25 if n == 2 else 0.18
+        return first + i * (1 - 2 * first) / (n - 1)
+
+    cells = rng.sample(list(product(range(columns), range(rows))), n)
     # two shapes of one column differ by less than SAME_COLUMN
     return [
-        (_tick(column, columns) + rng.uniform(-0.49, 0.49) * SAME_COLUMN, _tick(row, rows) + rng.uniform(-0.03, 0.03))
+        (tick(column, columns) + rng.uniform(-0.49, 0.49) * SAME_COLUMN, tick(row, rows) + rng.uniform(-0.03, 0.03))
         for column, row in cells
     ]
-
-
-def _tick(i: int, n: int) -> float:
-    """The i-th of n even steps from near 0 to near 1."""
-    first = 0.25 if n == 2 else 0.18
-    return first + i * (1 - 2 * first) / (n - 1)
 
 
 def _free_positions(rng: Random, shapes: Sequence[Shape], touching: bool) -> list[tuple[float, float]]:
@@ -150,29 +142,24 @@ def _free_positions(rng: Random, shapes: Sequence[Shape], touching: bool) -> lis
 
 def _is_readable(shapes: Sequence[Shape], touching: bool) -> bool:
     """Whether all are inside the image, none is hidden, and the order from left to right is unambiguous."""
-    for shape in shapes:
-        reach = shape.radius + MARGIN
-        if not (reach <= shape.x <= 1 - reach and reach <= shape.y <= 1 - reach):
-            return False
+    if any(min(s.x, s.y, 1 - s.x, 1 - s.y) < s.radius + MARGIN for s in shapes):
+        return False
     touches = 0
     for a, b in combinations(shapes, 2):
         dx, dy = abs(a.x - b.x), abs(a.y - b.y)
         if SAME_COLUMN <= dx < CLEAR_OFFSET or (dx < SAME_COLUMN and dy < 0.15):
             return False
         gap = math.hypot(dx, dy) - a.radius - b.radius
-        if gap < 0.02:
-            touches += 1
-            if -gap > 0.15 * 2 * min(a.radius, b.radius):
-                return False
+        touches += gap < 0.02
+        if -gap > 0.15 * 2 * min(a.radius, b.radius):
+            return False
     return touches == int(touching)
 
 
 def _in_reading_order(shapes: Sequence[Shape]) -> tuple[Shape, ...]:
     """Columns from left to right, each from top to bottom."""
-    columns: list[list[Shape]] = []
-    for shape in sorted(shapes, key=lambda shape: shape.x):
-        if columns and shape.x - columns[-1][0].x < SAME_COLUMN:
-            columns[-1].append(shape)
-        else:
-            columns.append([shape])
-    return tuple(shape for column in columns for shape in sorted(column, key=lambda shape: shape.y))
+
+    def place(shape: Shape) -> tuple[int, float]:
+        return sum(shape.x - other.x >= SAME_COLUMN for other in shapes), shape.y
+
+    return tuple(sorted(shapes, key=place))
