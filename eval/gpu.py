@@ -18,9 +18,8 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import Tensor
 
-from eval.lib.command import make_parser, report, table
-from eval.lib.shapes import SHAPES
-from eval.lib.timing import measure_seconds, synchronize
+from eval.lib.command import make_parser, measure_seconds, report, synchronize, table
+from eval.lib.random_model import SHAPES
 from models.checkpoint import load_config
 from models.config import VLMConfig
 from models.kv_study.static_cache import LanguageModelStep, language_model_cache
