@@ -304,7 +304,7 @@ def test_answers_match_a_plain_recomputation(format_version, captioner, referenc
 def test_training_prompts_match_generation_prompts(format_version, captioner, image_set):
     """Pairs that are asked one by one see the image and themselves; of a chat each sees those before it."""
     processor, tokenizer, images = captioner.processor, captioner.tokenizer, make_images(image_set)
-    pairs = [(QUESTION, "A star."), ("How many are there? " * 3, "one"), ("?", "")]
+    pairs = [(QUESTION, "A star."), ("How many are there? " * 3, "one"), ("?", "no")]
     row, chat = encode(Example(images, pairs), processor), []
     assert sum(mask == 1 for mask in row.mask) >= row.ids.count(tokenizer.image_token_id)
     for n, (question, text) in enumerate(pairs):
