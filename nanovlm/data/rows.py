@@ -90,13 +90,14 @@ def walk(folder: str | Path) -> list[str]:
         seen.add(place)
         visible = [name for name in subfolders if name[0] != "." and not os.path.exists(f"{current}/{name}/{WEIGHTS}")]
         subfolders[:] = sorted(visible, key=lambda name: (os.path.islink(os.path.join(current, name)), name))
-        paths += [os.path.relpath(os.path.join(current, name), folder) for name in files if name[0] != "."]
+        relative = os.path.relpath(current, folder)
+        paths += [os.path.normpath(os.path.join(relative, name)) for name in files if name[0] != "."]
     return sorted(paths)
 
 
 def _open_folder(path: str, options: ReadOptions) -> Source:
     """Read the first of the kinds of data that a folder holds; the scan names the other files."""
-    here = set(os.listdir(path))
+    here = {name for _, _, files in islice(os.walk(path), 1) for name in files}
     if CONFIG in here and here & {WEIGHTS, INDEX}:
         raise DataError(f"{path} holds a model, not data; pass it as --model {path}, and name the data")
     if here & {"dataset_dict.json", "state.json"}:  # of save_to_disk
@@ -311,12 +312,14 @@ def _row_of_dataset(i: int, data: Any, path: str, folder: str, options: ReadOpti
 def _tar_notes(file: str, features: Any) -> list[str]:
     """What `datasets` passes over in a tar: files of types that the first samples lack, and a missing end."""
     with reading_errors(file), tarfile.open(file) as tar:
-        names = [os.path.basename(member.name) for member in tar if member.isfile()]
+        names = [member.name for member in tar if member.isfile()]
+    if twice := [name for name, n in Counter(names).items() if n > 1]:  # which older versions of `datasets` merge
+        raise DataError(f"{file} has two files {twice[0]}; name one otherwise")
     with open(file, "rb") as raw:
         raw.seek(-1024, os.SEEK_END)
         notes = [f"{file} has no end mark: it may have been cut"] if any(raw.read()) else []
     known = {kind.lower() for kind in features or ()}
-    if unread := [name for name in names if name.partition(".")[2].lower() not in known]:
+    if unread := [name for name in names if os.path.basename(name).partition(".")[2].lower() not in known]:
         notes.append(f"not read: {len(unread)} files of types that the first samples lack, the first {unread[0]}")
     return notes
 
