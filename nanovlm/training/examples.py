@@ -6,7 +6,7 @@ from dataclasses import replace
 from hashlib import blake2b
 
 from nanovlm.console import count
-from nanovlm.data import Mixture, Source, Subset, open_data
+from nanovlm.data import Mixture, Source, Stream, Subset, open_data
 from nanovlm.data.mixture import parse_data, source_lines
 from nanovlm.training.checkpointing import stored_settings
 from nanovlm.training.config import FinetuneOptions, TrainConfig
@@ -58,6 +58,7 @@ def describe_data(mixture: Mixture, held_out: Sequence[Subset], cfg: TrainConfig
     """Lines on what was read, how often each example is shown, and how many are held out, which is_default or given."""
     n_shown = cfg.max_steps * examples_per_step(cfg)
     n_held_out = sum(map(len, held_out))
+    training = [subset for group in mixture.groups for subset in group]
     parts = []
     for subsets, share in zip(mixture.groups, mixture.shares):
         paths = ", ".join(subset.source.path for subset in subsets)
@@ -68,7 +69,6 @@ def describe_data(mixture: Mixture, held_out: Sequence[Subset], cfg: TrainConfig
             parts.append(f"{paths}: {count(total, 'example')}, each shown {share * n_shown / total:.1f} times")
     if n_held_out:
         parts.append(f"{n_held_out:,} held out" + (" (--validation N holds out N, 0 none)" if is_default else ""))
-    elif is_default:
+    elif is_default and any(isinstance(subset.source, Stream) or not subset.source.endless for subset in training):
         parts.append("nothing held out (--validation 0.05 holds out 5%)")
-    training = [subset for group in mixture.groups for subset in group]
     return "\n".join([*source_lines(training, held_out), "; ".join(parts)])

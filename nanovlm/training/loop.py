@@ -280,7 +280,7 @@ class Trainer:
         """Write the final model, of the step `best`; unless stopped, answer all held-out questions with it."""
         task = self.task
         with write_errors(task.folder), atomic_dir(task.folder) as files:
-            options = {"home": task.folder, "base": task.base, "prompt": task.prompt}
+            options: dict[str, Any] = {"home": task.folder, "base": task.base, "prompt": task.prompt}
             checkpointing.write_model(files, self.model, task.tokenizer, task.save_dtype, **options)
         if stopped:
             name = signal.Signals(stopped).name

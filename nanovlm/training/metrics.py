@@ -79,7 +79,8 @@ class MetricsLogger:
         if step - self.first_step == FIRST_STEPS:
             logger.info(f"after {FIRST_STEPS} steps: peak memory {needs}; Ctrl-C ends with the best model so far")
         if step % self.cfg.log_every == 0 or steps_left == 0:
-            losses, counts, laps = zip(*self.steps[-self.cfg.log_every :])
+            since_last = step % self.cfg.log_every or self.cfg.log_every
+            losses, counts, laps = zip(*self.steps[-since_last:])
             progress = f"step {step}/{self.cfg.max_steps}: loss {sum(losses) / len(losses):.4f}, lr {lr:.1e}"
             logger.info(f"{progress}, {sum(counts) / sum(laps):,.0f} tokens/s, {needs}")
 

@@ -213,18 +213,20 @@ def test_pace_and_time_left_are_measured_by_the_clock(tmp_path):
     """Steps of two seconds, but the first of nine; evaluations of 30 seconds, of which two are left."""
     now = [0.0]
     context = DistributedContext(torch.device("cpu"))
-    cfg = replace(CFG, max_steps=105, log_every=6, save_every=50)
+    cfg = replace(CFG, max_steps=105, log_every=4, save_every=50)
     logger = MetricsLogger(tmp_path, cfg, first_step=0, context=context, clock=lambda: now[0])
     now[0] += 30
     with log_lines() as lines:
         logger.log_evaluation(0, 1.5, None)
-        for step in range(1, 7):
+        for step in (*range(1, 9), 105):
             now[0] += 9 if step == 1 else 2
             logger.log_step(step, loss=step / 2, lr=0.1, grad_norm=1.0, tokens=100)
-    evaluation, needs, progress = lines
+    evaluation, first, needs, progress, last = lines
     assert evaluation == "step 0/105: held out: loss 1.5000"
     assert re.fullmatch(r"after 5 steps: peak memory [\d,]+ MiB, 2\.00 s/step, about 4 min left; Ctrl-C ends .*", needs)
-    assert re.fullmatch(r"step 6/105: loss 1.7500, lr 1.0e-01, 32 tokens/s, [\d,]+ MiB, 2.00 s/step, .* left", progress)
+    assert re.fullmatch(r"step 4/105: loss 1.2500, lr 1.0e-01, 27 tokens/s, [\d,]+ MiB, 2.00 s/step, .* left", first)
+    assert progress.startswith("step 8/105: loss 3.2500, lr 1.0e-01, 50 tokens/s"), "since the last line"
+    assert last.startswith("step 105/105: loss 52.5000") and last.endswith("about 0 min left")
     assert [entry.get("tokens_per_s") for entry in read_metrics(tmp_path / "metrics.jsonl")][:3] == [None, 11.1, 50.0]
 
 
