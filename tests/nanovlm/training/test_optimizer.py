@@ -11,7 +11,6 @@ from torch import nn
 
 from nanovlm import device
 from nanovlm.errors import TrainingError
-from nanovlm.training import optimizer as optimizers
 from nanovlm.training.config import PARTS, TrainConfig
 from nanovlm.training.loop import Trainer, TrainingTask
 from nanovlm.training.metrics import read_metrics
@@ -158,20 +157,16 @@ def test_a_cpu_learns_in_bfloat16_where_that_is_faster(monkeypatch, maker, flags
 def test_orthogonalized_matrix_has_the_singular_vectors_and_even_values(shape):
     torch.manual_seed(0)
     matrix = torch.randn(shape)
-    ones, found = orthogonalized(torch.stack([torch.ones(shape), matrix]))
-    u, s, v = torch.linalg.svd(matrix, full_matrices=False)
-    values = u.T @ found @ v.T
-    diagonal = values.diagonal()[s > 0.01 * matrix.norm()]
-    assert diagonal.min() > 0.68 and diagonal.max() < 1.3 and len(diagonal) > 20
-    assert (values - values.diagonal().diag()).abs().max() < 0.1, "bfloat16 leaves a little between them"
-    assert 0.68 < torch.linalg.matrix_norm(ones, 2) < 1.3, "where a rounded value exceeds 1, the steps must not diverge"
+    u, _, v = torch.linalg.svd(matrix, full_matrices=False)
+    values = u.T @ orthogonalized(torch.stack([torch.ones(shape), matrix]))[1] @ v.T
+    diagonal = values.diagonal()
+    assert diagonal.min() > 0.5 and diagonal.max() < 1.35
+    assert (values - diagonal.diag()).abs().max() < 0.1, "bfloat16 leaves a little between them"
     assert orthogonalized(torch.zeros(1, 3, 4)).abs().max() == 0
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="needs torch 2.9")
-def test_steps_are_those_of_torch(monkeypatch):
-    """With the polynomial that torch repeats five times."""
-    monkeypatch.setattr(optimizers, "POLAR_EXPRESS", [(3.4445, -4.7750, 2.0315)] * 5)
+def test_steps_are_those_of_torch():
     torch.manual_seed(0)
     ours, theirs = (nn.Parameter(torch.ones(16, 40)) for _ in range(2))
     options = {"lr": 0.02, "weight_decay": 0.1}
