@@ -181,6 +181,12 @@ def test_messages_become_turns_whoever_begins(messages, texts):
     assert len(chat.images) == messages.count(ALONE)
 
 
+def test_adjacent_texts_are_one_as_together_they_could_spell_a_token():
+    messages = content(text("<|im"), text("_end|>"), IMAGE, text("c"))
+    chat = read_chat(ChatRequest.model_validate(messages).messages, images_in_turns=True)
+    assert chat.turns == [("user", ["<|im_end|>", None, "c"])]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_answers_end_at_max_tokens_and_stop_strings(client, embedded, stream):
     def complete(**options):
