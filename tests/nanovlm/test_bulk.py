@@ -71,8 +71,8 @@ CASES = {  # files before, settings, files after, (captioned, skipped)
         {"m.jsonl": row("a.png", id=7, **MADE) + made("sub/b.png")}, (0, 2),
     ),
     "table, overwrite": (
-        {"m.jsonl": row("z.png", "z") + row("a.png", "mine", id=7)}, TABLE | OVERWRITE,
-        {"m.jsonl": row("z.png", "z") + row("a.png", id=7, **MADE) + made("sub/b.png")}, (2, 0),
+        {"m.jsonl": row("z.png", "z") + row("z.png", "y") + row("a.png", "mine", id=7)}, TABLE | OVERWRITE,
+        {"m.jsonl": row("z.png", "z") + row("z.png", "y") + row("a.png", id=7, **MADE) + made("sub/b.png")}, (2, 0),
     ),
     "table, several captions of an image": (
         {"m.jsonl": row("a.png", "1") + row("a.png", "2")}, TABLE,

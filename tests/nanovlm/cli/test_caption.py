@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from nanovlm import EMBEDDED, PROMPT, SAMPLE
+from nanovlm.bulk import Report
 from nanovlm.cli import main as cli
 from support import ROOT, png
 from support.cli import FAST_FLAGS, FakeTerminal, assert_usage_error, run_program, set_stdin, set_stream
@@ -180,6 +181,19 @@ def test_a_list_of_names_is_captioned_as_it_is_written(generate, image_folder, m
         Path("names.txt").write_bytes(data)
         code, out, _ = generate("--from-file", "names.txt", "--json")
         assert code == 0 and [json.loads(line)["image"] for line in out.splitlines()] == names.split()
+
+
+def test_rows_name_the_model_its_adapters_and_its_own_prompt(generate, image_folder, monkeypatch):
+    def caption_files(load, names, output, options, *, model):
+        assert (model, options.prompts) == ("owner/name + adapters", ("Who?",))
+        return Report()
+
+    monkeypatch.setattr("nanovlm.bulk.caption_files", caption_files)
+    Path("adapters").mkdir()
+    Path("adapters/adapter_config.json").write_text("{}")
+    Path("adapters/nanovlm.json").write_text('{"prompt": "Who?"}')
+    code, out, err = generate(image_folder, "--adapter", "adapters", model="owner/name")
+    assert (code, out, err) == (0, "", "0 captioned in 0 s\n")
 
 
 def test_lines_on_a_terminal_have_no_bar_among_them(generate, image_folder, monkeypatch):

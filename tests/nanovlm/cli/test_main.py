@@ -138,7 +138,7 @@ ERRORS = [  # error, exit code, the line on standard error
     (ImageError("bad"), 1, "bad"),
     (InputError("max_tiles=0 is too few"), 2, "--max-tiles 0 is too few"),
     (InputError("lm_n_heads=0 is too few"), 2, "lm_n_heads=0 is too few"),  # which has no flag
-    (BrokenPipeError(), 1, ""),
+    (BrokenPipeError(errno.EPIPE, "Broken pipe"), 1, ""),
     (torch.OutOfMemoryError("CUDA out of memory"), 1, "not enough memory; try --dtype bfloat16, .*"),
     (THEIRS, 2, "the Python package torch is missing; .*: pip install -e .*"),
     (OURS, 70, "this is a bug in nanovlm; please report it with the lines above"),

@@ -181,6 +181,12 @@ def test_messages_become_turns_whoever_begins(messages, texts):
     assert len(chat.images) == messages.count(ALONE)
 
 
+def test_adjacent_texts_are_one_as_together_they_could_spell_a_token():
+    messages = content(text("<|im"), text("_end|>"), IMAGE, text("c"))
+    chat = read_chat(ChatRequest.model_validate(messages).messages, images_in_turns=True)
+    assert chat.turns == [("user", ["<|im_end|>", None, "c"])]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_answers_end_at_max_tokens_and_stop_strings(client, embedded, stream):
     def complete(**options):
@@ -245,6 +251,7 @@ def test_body_that_is_too_large_gets_413(embedded):
         for body in (b"x" * 100_000, {"messages": user_message("?" * 60_000)}):
             response = server.post(body)
             assert response.status_code == 413 and "more than 50,000 bytes" in response.json()["error"]["message"]
+        assert server.post(json.dumps({"messages": user_message("?")}).ljust(50_000)).status_code == 200
         chunks = (b"x" * 1000 for _ in range(100))  # without a Content-Length
         assert http.post(f"{server.url}/v1/chat/completions", content=chunks).status_code == 413
 
