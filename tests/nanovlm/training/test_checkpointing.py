@@ -5,9 +5,11 @@ import os
 import random
 import re
 import shutil
-import signal
+import subprocess
+import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from nanovlm.errors import CheckpointError, TrainingError
 from nanovlm.training import checkpointing
 from nanovlm.training.checkpointing import write_model
 from nanovlm.training.metrics import read_metrics
+from support import ROOT
 from support.training import CFG, before_batch
 
 VARIANTS = {
@@ -81,21 +84,27 @@ def test_the_newest_checkpoints_are_kept(learn, tmp_path, keep, names):
 
 
 @pytest.mark.slow
-def test_a_run_killed_ten_times_at_any_moment_finishes_with_the_same_weights(learn, tmp_path, tensors):
+def test_a_run_killed_ten_times_at_any_moment_finishes_with_the_same_weights(tmp_path, tensors):
     """kill -9, often while a checkpoint is being written, since one is written after every step."""
-    cfg = replace(CFG, max_steps=100, save_every=1, lora_rank=2, gradient_accumulation_steps=2)
-    rng = random.Random(0)
+    settings = {"max_steps": 150, "gradient_accumulation_steps": 2, "lora_rank": 2, "save_every": 1}
+    program = str(Path(__file__).parent / "distributed_program.py")
+    env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "WORLD_SIZE": "1", "RANK": "0"}
+    run, whole = (
+        [sys.executable, program, str(tmp_path), json.dumps([[1, [[name, {"settings": settings}]]]])]
+        for name in ("run", "whole")
+    )
+    rng, step = random.Random(0), 0
     for _ in range(10):
-        if not (child := os.fork()):
-            learn(tmp_path / "run", cfg)
-            os._exit(0)
-        time.sleep(rng.random())
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-    steps = checkpointing.checkpoint_steps(tmp_path / "run")
-    assert 0 < max(steps) < 100
-    assert learn(tmp_path / "run", cfg)[0].endswith(f"at step {max(steps)}")
-    learn(tmp_path / "whole", cfg)
+        with subprocess.Popen(run, env=env) as process:
+            while (now := max(checkpointing.checkpoint_steps(tmp_path / "run"), default=0)) < step + 3:
+                assert process.poll() is None and not time.sleep(0.01)
+            time.sleep(rng.random() / 10)
+            process.kill()
+        step = now
+    for command in (run, whole):
+        subprocess.run(command, check=True, env=env)
+    resumed_at = int(re.match(r"resumed .* at step (\d+)\n", (tmp_path / "run.0.log").read_text())[1])
+    assert 30 <= step <= resumed_at < 150
     assert tensors(tmp_path / "run") == tensors(tmp_path / "whole")
 
 
