@@ -33,10 +33,11 @@ class PlainNetwork:
         self, embeds: Tensor, attention_mask: Tensor | None, prefix: PrefillState | None
     ) -> tuple[Tensor, PrefillState]:
         """See `VisionLanguageModel.prefill_embeds`; the prefix may be of another dtype or device."""
-        like = torch.empty(0, dtype=self.cache_dtype, device=self.model.device)
-        if prefix is not None and (key := prefix.kv_cache[0].key).to(like) is not key:
+        if prefix is not None:
+            like = torch.empty(0, dtype=self.cache_dtype, device=self.model.device)
             kv_cache = [KVCache(kv.key.to(like), kv.value.to(like)) for kv in prefix.kv_cache]
-            prefix = PrefillState(kv_cache, prefix.attention_mask)
+            if kv_cache[0].key is not prefix.kv_cache[0].key:
+                prefix = PrefillState(kv_cache, prefix.attention_mask)
         return self.model.prefill_embeds(embeds, attention_mask, prefix)
 
     def run(self, x: Tensor, cache: Tensor, past: Sequence[int], last: Sequence[int], slots: Sequence[int]) -> Tensor:

@@ -46,7 +46,7 @@ class Packer:
         return self.kept[-1].data_ptr()
 
     def vector(self, x: Tensor, n: int) -> int:
-        """The address of the n values of a norm or bias in float32."""
+        """The address of a norm's or bias's n values in float32."""
         return self.address(x.float(), n)
 
     def structs(self, items: Sequence[Any]) -> int:
@@ -213,18 +213,22 @@ class KernelNetwork:
         cfg = self.cfg
         if not len(images):
             return images.new_zeros(0, cfg.mp_image_token_length, cfg.lm_hidden_dim, dtype=torch.float32)
-        grid, size, S = cfg.vit_grid, cfg.vit_patch_size, cfg.vit_img_size
+        parts = images.float().split(max(1, MAX_PATCHES // cfg.vit_grid**2))
+        x = torch.cat([pixel_shuffle(self._encode(part), cfg.mp_pixel_shuffle_factor) for part in parts])
+        return linear(self._library, self._projector, x)
+
+    def _encode(self, images: Tensor) -> Tensor:
+        """`VisionTransformer.forward`, to float32."""
+        grid, size, S = self.cfg.vit_grid, self.cfg.vit_patch_size, self.cfg.vit_img_size
         if images.shape[1:] != (3, S, S):
             raise InputError(f"images have the shape {tuple(images.shape)}, not (N, 3, {S}, {S}): vit_img_size={S}")
         _check_device(images)
-        encoded, whole = [], images.float()[..., : grid * size, : grid * size]  # a patch cut off at the border is left
-        for part in whole.split(max(1, MAX_PATCHES // grid**2)):
-            patches = part.reshape(len(part), 3, grid, size, grid, size).permute(0, 2, 4, 1, 3, 5).contiguous()
-            out = patches.new_empty(len(part), grid**2, cfg.vit_hidden_dim)
-            pointers = ctypes.byref(self._encoder), POINTER(patches.data_ptr())
-            self._library.vision_forward(*pointers, LONG(len(part)), POINTER(out.data_ptr()), torch.get_num_threads())
-            encoded.append(pixel_shuffle(out, cfg.mp_pixel_shuffle_factor))
-        return linear(self._library, self._projector, torch.cat(encoded))
+        whole = images[..., : grid * size, : grid * size]  # a patch cut off at the border is not computed
+        patches = whole.reshape(len(images), 3, grid, size, grid, size).permute(0, 2, 4, 1, 3, 5).contiguous()
+        out = patches.new_empty(len(images), grid**2, self.cfg.vit_hidden_dim)
+        pointers = ctypes.byref(self._encoder), POINTER(patches.data_ptr())
+        self._library.vision_forward(*pointers, LONG(len(images)), POINTER(out.data_ptr()), torch.get_num_threads())
+        return out
 
     def embed_tokens(self, ids: Tensor) -> Tensor:
         """Embeddings (..., C) float32 of ids (...)."""
@@ -272,7 +276,7 @@ class KernelNetwork:
         logits = x.new_empty(B, self.cfg.lm_vocab_size, dtype=torch.float32)
         if not B:  # the kernels divide the work by it
             return logits
-        x = x.float().contiguous()
+        x = (x if x.dtype in DTYPES else x.float()).contiguous()
         visible = None
         if mask is None:
             angles = self._angles[past] if T == 1 else torch.cat([self._angles.narrow(0, n, T) for n in past])
@@ -283,9 +287,9 @@ class KernelNetwork:
         sequences = (STRUCTS["sequence"] * B)(*zip(slots, past, last))
         block_stride, part_stride, sequence_stride, *_ = cache.stride()
         step = STRUCTS["decoder_step"](
-            x=x.data_ptr(), n_sequences=B, n_new=T, sequences=ctypes.addressof(sequences), angles=angles.data_ptr(),
-            mask=None if visible is None else visible.data_ptr(), cache=cache.data_ptr(), capacity=cache.size(4),
-            cache_dtype=DTYPES[cache.dtype], block_stride=block_stride, part_stride=part_stride,
+            x=x.data_ptr(), x_dtype=DTYPES[x.dtype], n_sequences=B, n_new=T, sequences=ctypes.addressof(sequences),
+            angles=angles.data_ptr(), mask=None if visible is None else visible.data_ptr(), cache=cache.data_ptr(),
+            cache_dtype=DTYPES[cache.dtype], capacity=cache.size(4), block_stride=block_stride, part_stride=part_stride,
             sequence_stride=sequence_stride, logits=logits.data_ptr(), threads=torch.get_num_threads(),
         )  # fmt: skip
         self._library.decoder_forward(ctypes.byref(self._decoder), ctypes.byref(step))

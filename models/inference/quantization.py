@@ -36,9 +36,7 @@ class QuantizedLinear(nn.Module):
         padding = self.stride - self.in_features
         parts = [fit(rows.float().contiguous(), padding) for rows in weight.detach().split(FIT_ROWS)]
         data, scales = (nn.Parameter(torch.cat(part), requires_grad=False) for part in zip(*parts))
-        self.data = data
-        self.scale = scales if format == "int8" else None
-        self.groups = scales if format == "int4" else None
+        self.data, self.scale, self.groups = (data, scales, None) if format == "int8" else (data, None, scales)
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
 
     def check(self) -> None:
@@ -58,10 +56,9 @@ class QuantizedLinear(nn.Module):
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """The weight (out, in) that the layer acts as."""
         n = self.out_features
-        if self.scale is not None:
+        if self.groups is None:
             weight = (self.data.float() - 128) * self.scale[:, None]
         else:
-            assert self.groups is not None
             pairs = self.data.view(n, -1, 1, GROUP_SIZE)
             values = torch.cat([pairs & 15, pairs >> 4], dim=2).view(n, -1, GROUP_SIZE)
             step, minimum = self.groups.view(torch.bfloat16).view(n, -1, 2, 1).float().unbind(2)

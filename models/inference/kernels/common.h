@@ -4,7 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-// Levels of instructions. load.py compiles the source into one library for each, with -DLEVEL=<number> and their flags.
+// Levels of instructions. This source is compiled into one library for each, with -DLEVEL=<number>.
 #define NAIVE 0  // plain loops: what the tests compare the others with
 #define AVX2 1
 #define AVX2_VNNI 2  // AVX2 with int8 dot products
@@ -12,6 +12,18 @@
 #define BF16_DOT 4  // AVX-512 with bfloat16 dot products, too
 #define AMX 5
 
+#if LEVEL == AVX2
+#pragma GCC target("avx2,fma,f16c")
+#elif LEVEL == AVX2_VNNI
+#pragma GCC target("avx2,fma,f16c,avxvnni")
+#elif LEVEL == VNNI
+#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,prefer-vector-width=512")
+#elif LEVEL >= BF16_DOT
+#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16,prefer-vector-width=512")
+#endif
+#if LEVEL == AMX && !defined(EMULATE_AMX)
+#pragma GCC target("amx-tile,amx-bf16,amx-int8")
+#endif
 #if LEVEL > NAIVE
 #include <immintrin.h>
 #endif

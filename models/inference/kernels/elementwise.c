@@ -55,14 +55,15 @@ static void swiglu(activations *gate_up, int threads) {
     }
 }
 
-// Activations from rows (n_tokens, n_features), and back
-static void read_rows(const float *rows, activations *x, int threads) {
-    const long depth = x->n_features;
+// Activations from rows (n_tokens, n_features) of dtype, and back to float32
+static void read_rows(const void *rows, long dtype, activations *x, int threads) {
+    const long depth = x->n_features, size = dtype == BFLOAT16 ? 2 : 4;
     #pragma omp parallel for num_threads(threads) if (x->n_tokens > PANEL)
     for (long p = 0; p < panels_of(x); p++) {
         const long used = min_long(width_of(x), x->n_tokens - p * PANEL);
+        const char *from = (const char *)rows + p * PANEL * depth * size;
         if (used < width_of(x)) memset(panel_of(x, p), 0, depth * PANEL * 4);
-        transpose(rows + p * PANEL * depth, FLOAT32, depth, used, depth, panel_of(x, p), FLOAT32, width_of(x));
+        transpose(from, dtype, depth, used, depth, panel_of(x, p), FLOAT32, width_of(x));
     }
 }
 

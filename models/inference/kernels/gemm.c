@@ -87,30 +87,35 @@ INLINE void multiply_rows(const long type, const long rows, const long vectors, 
         for (long v = 0; v < vectors; v++) store_int((float *)sums + r * PANEL + v * LANES, sum[r][v]);
 }
 
+#if LEVEL == AMX
+static void multiply(long type, long rows, const char *left, long stride, const char *panel, long units, void *sums,
+                     long vectors) {
+    if (type == INT8) return multiply_tiles(INT8, left, stride, panel, units, sums, vectors);
+    if (type == BFLOAT16) return multiply_tiles(BFLOAT16, left, stride, panel, units, sums, vectors);
+    for (long r = 0; r < rows; r += 8) {  // float32 has no tiles
+        float *part = (float *)sums + r * PANEL;
+        if (vectors == 1) multiply_rows(FLOAT32, 8, 1, left + r * stride, stride, panel, units, part);
+        else multiply_rows(FLOAT32, 8, 2, left + r * stride, stride, panel, units, part);
+    }
+}
+#else
 #define SMALL_ROWS 4  // of a last block
-#define SUM_ROWS (LEVEL == AMX ? 8 : BLOCK_ROWS)  // whose sums fit the registers
 INLINE void multiply_type(const long type, long rows, const char *left, long stride, const char *panel, long units,
                           void *sums, long vectors) {
-    for (; rows > 0; rows -= SUM_ROWS, left += SUM_ROWS * stride, sums = (float *)sums + SUM_ROWS * PANEL) {
-        if (rows <= SMALL_ROWS && vectors == 1) multiply_rows(type, SMALL_ROWS, 1, left, stride, panel, units, sums);
-        else if (rows <= SMALL_ROWS) multiply_rows(type, SMALL_ROWS, 2, left, stride, panel, units, sums);
-        else if (vectors == 1) multiply_rows(type, SUM_ROWS, 1, left, stride, panel, units, sums);
-        else multiply_rows(type, SUM_ROWS, 2, left, stride, panel, units, sums);
-    }
+    if (rows <= SMALL_ROWS && vectors == 1) multiply_rows(type, SMALL_ROWS, 1, left, stride, panel, units, sums);
+    else if (rows <= SMALL_ROWS) multiply_rows(type, SMALL_ROWS, 2, left, stride, panel, units, sums);
+    else if (vectors == 1) multiply_rows(type, BLOCK_ROWS, 1, left, stride, panel, units, sums);
+    else multiply_rows(type, BLOCK_ROWS, 2, left, stride, panel, units, sums);
 }
 
 static void multiply(long type, long rows, const char *left, long stride, const char *panel, long units, void *sums,
                      long vectors) {
     if (type == FLOAT32) multiply_type(FLOAT32, rows, left, stride, panel, units, sums, vectors);
-#if LEVEL == AMX
-    else if (type == INT8) multiply_tiles(INT8, left, stride, panel, units, sums, vectors);
-    else multiply_tiles(BFLOAT16, left, stride, panel, units, sums, vectors);
-#else
     else if (type == INT8) multiply_type(INT8, rows, left, stride, panel, units, sums, vectors);
     else if (type == BFLOAT16 && HAS_BF16_DOT) multiply_type(BFLOAT16, rows, left, stride, panel, units, sums, vectors);
     else if (HAS_INT16_DOT) multiply_type(INT16, rows, left, stride, panel, units, sums, vectors);
-#endif
 }
+#endif
 #endif
 
 INLINE long value_bytes(const matrix *w) {

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 FOLDER = Path(__file__).parent
 AVX2 = ("avx2", "fma", "f16c")
 AVX512 = (*AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni")
-LEVELS = {  # name: what common.h is compiled with, and the flags that the CPU must have; the compiler gets them, too
+LEVELS = {  # name: what common.h is compiled with, and the flags that the CPU must have
     "naive": (("-DLEVEL=0",), ()),
     "avx2": (("-DLEVEL=1",), AVX2),
     "avx2-vnni": (("-DLEVEL=2",), (*AVX2, "avx_vnni")),
@@ -42,8 +42,8 @@ NEED_NEW_COMPILER = {"avx2-vnni": "avx2", "amx": "bf16"}  # gcc 11 or clang 12; 
 FOR_TESTS = ("naive", "amx-emulated")  # plain loops, and AMX's instructions in plain C
 FLAGS = [
     "-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-fopenmp", "-fPIC", "-shared", "-w",
-    "-mprefer-vector-width=512", "-nostartfiles", "-nodefaultlibs", "-lm", "-lc",
-    # without libgomp: torch has loaded one, and two would compete for the cores
+    "-nostartfiles",
+    "-nodefaultlibs", "-lm", "-lc",  # without libgomp: torch has loaded one, and two would compete for the cores
 ]  # fmt: skip
 
 
@@ -112,7 +112,7 @@ def cache_folder() -> Path:
 def library_name(level: str) -> str:
     """The name of a level's library, which changes with the source and the compiler."""
     made_of = [path.read_bytes() for path in sorted(FOLDER.glob("*.[ch]"))]
-    made_of.append(repr((LEVELS, FLAGS, os.environ.get("CC"))).encode())
+    made_of.append(repr((FLAGS, os.environ.get("CC"))).encode())
     return f"kernels-{level}-{hashlib.sha256(b''.join(made_of)).hexdigest()[:12]}.so"
 
 
@@ -122,9 +122,7 @@ def build(level: str, folder: Path) -> Path:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         new = Path(scratch) / "kernels.so"
-        defines, needed = LEVELS[level]
-        flags = [f"-m{name.replace('_', '-' if name.startswith('amx') else '')}" for name in needed]
-        command = [*compiler, *defines, "-o", str(new), str(FOLDER / "model.c"), *flags, *FLAGS]
+        command = [*compiler, *LEVELS[level][0], "-o", str(new), str(FOLDER / "model.c"), *FLAGS]
         subprocess.run(command, check=True, capture_output=True, text=True, errors="replace", timeout=120)
         with new.open("rb+") as file:  # the linker's output, then its digest, which loaders ignore
             file.write(hashlib.sha256(file.read()).digest())

@@ -79,7 +79,8 @@ typedef struct {
 } sequence;
 
 typedef struct {
-    const float *x;  // embeddings (n_sequences * n_new, hidden_dim)
+    const void *x;  // embeddings (n_sequences * n_new, hidden_dim)
+    long x_dtype;
     long n_sequences, n_new;
     const sequence *sequences;
     const float *angles;  // cosines, then sines of each token's position (n_sequences * n_new, head_dim)
@@ -148,8 +149,8 @@ void decoder_forward(const decoder *d, const decoder_step *s) {
     const int threads = s->threads;
     activations x = new_activations(n, d->hidden_dim), qkv = new_activations(n, (d->n_heads + 2 * d->n_kv_heads) * D);
     activations y = new_activations(n, d->n_heads * D), angles = new_activations(n, D);
-    read_rows(s->x, &x, threads);
-    read_rows(s->angles, &angles, threads);
+    read_rows(s->x, s->x_dtype, &x, threads);
+    read_rows(s->angles, FLOAT32, &angles, threads);
     memset(y.data, 0, panels_of(&y) * width_of(&y) * y.n_features * 4);  // tokens behind the last one stay finite
     for (long k = 0; k < d->n_blocks; k++) {
         const decoder_block *block = &d->blocks[k];
@@ -216,7 +217,7 @@ void vision_forward(const vision_encoder *e, const float *patches, long n_images
     const long C = e->hidden_dim, n = n_images * e->n_patches;
     activations pixels = new_activations(n, e->patch->depth), x = new_activations(n, C), y = new_activations(n, C);
     activations qkv = new_activations(n, 3 * C), hidden = new_activations(n, e->inter_dim);
-    read_rows(patches, &pixels, threads);
+    read_rows(patches, FLOAT32, &pixels, threads);
     for (long image = 0; image < n_images; image++)
         for (long t = 0; t < e->n_patches; t++)
             for (long c = 0; c < C; c++) x.data[panel_at(c, image * e->n_patches + t, C)] = e->position[t * C + c];
@@ -246,7 +247,7 @@ void vision_forward(const vision_encoder *e, const float *patches, long n_images
 // y (n, w.n_rows) float32 = x (n, w.depth) float32 times the transpose of w, plus its bias
 void linear_rows(const matrix *w, const float *x, long n, float *y, int threads) {
     activations in = new_activations(n, w->depth), out = new_activations(n, w->n_rows);
-    read_rows(x, &in, threads);
+    read_rows(x, FLOAT32, &in, threads);
     layer(w, 1, &in, NULL, (result){&out}, threads);
     write_rows(&out, y, threads);
     release(in.data), release(out.data);
