@@ -13,7 +13,7 @@ EMBEDDED_LIMITS = (
 )
 
 
-def default_prompt(folder: str | Path) -> str:
+def default_prompt(folder: str | os.PathLike[str]) -> str:
     """The prompt that the model in folder was trained to answer, if its nanovlm.json has one; else PROMPT."""
     try:
         prompt = json.loads(Path(folder, SETTINGS).read_text(encoding="utf-8"))["prompt"]
