@@ -53,7 +53,8 @@ REFERENCE = ("float32", None, "none")  # dtype, quantization and level
 IMAGE_SIZES = (96, 512)  # pixels
 N_COMPARED = 3  # relation questions of each kind about one scene
 OBJECT_ROWS = ("one object", "two objects", "three objects", "four objects")
-RELATIONS, NEIGHBORS = "Is X left of Y?", "What is left of X?"
+RELATIONS = "Is X left of Y?"
+NEIGHBORS = "What is left of X?"
 QUESTION_KINDS = {  # every other kind is named by its first two words
     RELATIONS: r"Is the .+ (left of|right of|above|below) the ",
     NEIGHBORS: r"What is (left of|right of|above|below) the ",
@@ -124,7 +125,8 @@ def question_kind(question: str) -> str:
 
 def count_by_row(rows: Sequence[str], right: Sequence[bool]) -> dict[str, dict[str, int]]:
     """Right answers of each row, "right" and "of": numbers of objects in order, any other rows by size."""
-    hits, totals = Counter(row for row, is_right in zip(rows, right) if is_right), Counter(rows)
+    hits = Counter(row for row, is_right in zip(rows, right) if is_right)
+    totals = Counter(rows)
     numbered = set(totals) <= set(OBJECT_ROWS)
     ordered = sorted(totals, key=OBJECT_ROWS.index if numbered else lambda row: -totals[row])
     return {row: {"right": hits[row], "of": totals[row]} for row in ordered}
@@ -135,7 +137,8 @@ def measure(captioner: Captioner, n_scenes: int, n_questions: int, seed: str) ->
     results: dict = {"missed": []}
     for split, examples in make_splits(n_scenes, n_questions, seed).items():
         started = time.perf_counter()
-        images, prompts = [example.image for example in examples], [example.prompt for example in examples]
+        images = [example.image for example in examples]
+        prompts = [example.prompt for example in examples]
         answers = list(captioner.captions(images, prompts, batch_size=BATCH_SIZE))
         right = [answer == example.truth for example, answer in zip(examples, answers)]
         rows = count_by_row([example.row for example in examples], right)
@@ -159,7 +162,8 @@ def measure_turns(captioner: Captioner, n_scenes: int, n_turns: int, seed: str) 
         scene = random_scene(rng)
         image = png(scene, rng)
         prompts, truths = zip(*questions(scene, rng)[:n_turns])
-        chat, captioned = ChatSession(captioner, [image]), ChatSession(captioner, [image])
+        chat = ChatSession(captioner, [image])
+        captioned = ChatSession(captioner, [image])
         "".join(captioned.ask(PROMPT))
         answers = [captioner.ask(image, prompts)]
         answers += [["".join(session.ask(prompt)) for prompt in prompts] for session in (chat, captioned)]
@@ -176,7 +180,8 @@ def compare_precisions(
     rng = Random(f"quantised {seed}")
     scenes = [random_scene(rng) for _ in range(n_scenes)]
     images = [png(scene, rng) for scene in scenes]
-    results, reference = {}, None
+    results = {}
+    reference = None
     levels = levels_here() or ["none"]
     for dtype, quantize, level in [REFERENCE, *((*precision, level) for precision in PRECISIONS for level in levels)]:
         with at_level(level):
@@ -213,7 +218,8 @@ def comparison_failures(results: dict[str, dict[str, float]]) -> list[str]:
 
 def share(name: str, counts: dict) -> str:
     """A line with a share and its 95% interval."""
-    right, n = counts["right"], counts["of"]
+    right = counts["right"]
+    n = counts["of"]
     low, high = intervals({name: right / n}, n)[name]
     return f"{name:28} {right / n:7.2%}  ({right} of {n}, 95% interval {100 * low:.1f} to {100 * high:.1f})"
 

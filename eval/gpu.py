@@ -146,9 +146,9 @@ def main(argv: list[str] | None = None) -> int:
         ms[f"{rows} captions of {NEW_TOKENS} tokens"] = caption_seconds(model, rows)
         if args.device == "cuda":
             ms[f"{NEW_TOKENS} decode steps of {rows} by a CUDA graph"] = graph_seconds(model, rows)
-    rows = [["milliseconds", "median"], *([name, f"{1000 * seconds:.1f}"] for name, seconds in ms.items())]
+    lines = [["milliseconds", "median"], *([name, f"{1000 * seconds:.1f}"] for name, seconds in ms.items())]
     where = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
-    return report(ms, table(rows), f"{where}, {args.model_size}, {dtype}, torch {torch.__version__}", args.json)
+    return report(ms, table(lines), f"{where}, {args.model_size}, {dtype}, torch {torch.__version__}", args.json)
 
 
 if __name__ == "__main__":

@@ -126,7 +126,8 @@ def make_engines(plain: NanoVLMEngine, folder: Path, files: Path, args: argparse
     Other engines' files go to `files`. Raises MissingExtraError if a baseline's package is not installed, InputError
     for a model that llama.cpp cannot run.
     """
-    captioner, dtypes = plain.captioner, choose_dtypes(args.dtype, folder)
+    captioner = plain.captioner
+    dtypes = choose_dtypes(args.dtype, folder)
     engines: list[Engine] = [plain] if "plain" in args.baselines else []
     if "llama.cpp" in args.baselines:
         types = [GGUF_TYPES[key] for key in (*dtypes, args.quantize) if key]
@@ -148,7 +149,8 @@ def make_engines(plain: NanoVLMEngine, folder: Path, files: Path, args: argparse
 
 def stage_costs(plain: NanoVLMEngine, prompts: list[list[int]], image: Tensor) -> dict[str, tuple[int, int]]:
     """Weights that a stage reads once, and its operations, as PyTorch counts them in the plain model."""
-    model, first = plain.model, [0] * len(prompts)
+    model = plain.model
+    first = [0] * len(prompts)
     stages: dict[str, tuple[list[nn.Module], Callable[[], object]]] = {
         "encode": ([model.vision_encoder, model.MP], lambda: plain.encode_image(image)),
         "prefill": ([model.decoder], lambda: plain.prefill(prompts)),
@@ -165,7 +167,8 @@ def stage_costs(plain: NanoVLMEngine, prompts: list[list[int]], image: Tensor) -
 
 def greedy(engine: Engine, prompts: list[list[int]], tokens: int) -> tuple[list[list[int]], float]:
     """Ids of all sequences by step, `tokens` of them after the prefill's, and the median seconds of a step."""
-    steps, seconds = [engine.prefill(prompts)], []
+    steps = [engine.prefill(prompts)]
+    seconds = []
     for _ in range(tokens):
         seconds.append(measure_seconds(lambda: steps.append(engine.decode(steps[-1]))))
     return steps, median(seconds)
@@ -183,7 +186,8 @@ def run_process(argv: Sequence[str]) -> int | None:
 
     The kernel's ru_maxrss would count this process, from which the program is forked.
     """
-    process, peak = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL), None
+    process = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    peak = None
     while process.poll() is None:
         with suppress(OSError):
             found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{process.pid}/status").read_text())
@@ -196,9 +200,12 @@ def run_process(argv: Sequence[str]) -> int | None:
 
 def measure(engines: Sequence[Engine], plain: NanoVLMEngine, folder: Path, args: Any) -> tuple[list[Result], Ids]:
     """Time every stage in interleaved rounds; also the decoded ids."""
-    cfg, results, ids = plain.model.cfg, [], {}
+    cfg = plain.model.cfg
+    results = []
+    ids = {}
     prompts, image = make_inputs(cfg, plain.model.image_token_id, args.batch_size)
-    costs, by_name = stage_costs(plain, prompts, image), {engine.name: engine for engine in engines}
+    costs = stage_costs(plain, prompts, image)
+    by_name = {engine.name: engine for engine in engines}
 
     def timed(run: Callable[[Any], object], what: Mapping[str, Any] = by_name) -> Contestants:
         return {name: partial(measure_seconds, partial(run, one)) for name, one in what.items()}
@@ -216,7 +223,8 @@ def measure(engines: Sequence[Engine], plain: NanoVLMEngine, folder: Path, args:
         for name, seconds in command.interleave(contestants, args.rounds, warmup).items():
             least = None
             if stage in costs:  # the roofline (Williams et al. 2009): reading or computing, whichever takes longer
-                (weights, flops), engine = costs[stage], by_name[name]
+                (weights, flops) = costs[stage]
+                engine = by_name[name]
                 reading = weights * engine.weight_bytes / command.memory_bandwidth()
                 least = 1000 * max(reading, flops / command.matmul_flops(engine.dtype))
             times = 1000 * median(seconds), 1000 * min(seconds)
@@ -224,7 +232,8 @@ def measure(engines: Sequence[Engine], plain: NanoVLMEngine, folder: Path, args:
 
     for stage in args.stages:
         if stage == "encode":
-            expected, exact = plain.encode_image(image), [engine for engine in engines if not engine.resizes_images]
+            expected = plain.encode_image(image)
+            exact = [engine for engine in engines if not engine.resizes_images]
             errors = {engine.name: relative_error(engine.encode_image(image), expected) for engine in exact}
             add(stage, timed(lambda engine: engine.encode_image(image)), errors)
         elif stage == "prefill":
@@ -263,7 +272,8 @@ def results_table(results: Sequence[Result], ids: Ids) -> str:
     """A block of lines per stage; speedups are relative to its first contestant."""
     blocks = []
     for stage, group in groupby(results, key=lambda result: result.stage):
-        block, rows = list(group), []
+        block = list(group)
+        rows = []
         for result in block:
             row = {
                 stage: f"  {result.engine}",
@@ -303,7 +313,8 @@ def lowering(levels: Sequence[str]) -> dict[str, str]:
 def make_latency_parser() -> Parser:
     parser = command.make_parser("latency", __doc__)
     add = parser.add_argument
-    which, sizes = parser.add_mutually_exclusive_group().add_argument, ("embedded", *SHAPES)
+    which = parser.add_mutually_exclusive_group().add_argument
+    sizes = ("embedded", *SHAPES)
     which("--model-size", default="embedded", choices=sizes, help="which model (default: embedded)")
     which("--model", metavar="MODEL", help="a folder or a Hub id, instead of --model-size")
     add("--dtype", nargs="+", default=["auto"], choices=("auto", *DTYPES), help="one or several (default: auto)")
@@ -333,7 +344,8 @@ def run(args: argparse.Namespace) -> int:
         results, ids = measure(engines, plain, folder, args)
     matmuls = {str(dtype): command.matmul_flops(dtype) for dtype in dict.fromkeys(one.dtype for one in engines)}
     speeds = ", ".join(f"{flops / 1e9:,.0f} GFLOP/s in {name} matmuls" for name, flops in matmuls.items())
-    held, bandwidth = "other engines", command.memory_bandwidth()
+    held = "other engines"
+    bandwidth = command.memory_bandwidth()
     if lowering(args.level):
         held = f"PyTorch and oneDNN in OpenVINO held to {args.level[0]}, the rest of OpenVINO and llama.cpp"
     where = f"{command.environment(levels=args.level)}; {held} at their best; memory {bandwidth / 1e9:.1f} GB/s, "
@@ -345,7 +357,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser, argv = make_latency_parser(), sys.argv[1:] if argv is None else argv
+    parser = make_latency_parser()
+    argv = sys.argv[1:] if argv is None else argv
     args = parser.parse_args(argv)
     try:
         args.level = list(dict.fromkeys(args.level or [command.current_level()]))

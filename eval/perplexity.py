@@ -40,10 +40,13 @@ GGUF_TYPES = ("f32", "q8_0", "q4_0")
 
 def compare(append: Append, ids: list[int], reference: Tensor, step: int) -> dict[str, float]:
     """Append ids in steps, and compare what is predicted after each with the reference's log-probabilities (T, V)."""
-    losses, divergences, same = [], [], []
+    losses = []
+    divergences = []
+    same = []
     for start in range(0, len(ids) - step, step):
         end = start + step
-        actual, expected = append([ids[start:end]])[0].float().log_softmax(-1), reference[end - 1]
+        actual = append([ids[start:end]])[0].float().log_softmax(-1)
+        expected = reference[end - 1]
         losses.append(-actual[ids[end]])
         divergences.append((expected.exp() * (expected - actual)).sum())
         same.append(actual.argmax() == expected.argmax())
@@ -55,7 +58,8 @@ def compare(append: Append, ids: list[int], reference: Tensor, step: int) -> dic
 def measure(folder: Path, text: str, args: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Figures by engine, means over its predictions; the first is float32 by plain modules, all tokens at once."""
     plain = Captioner.from_pretrained(folder, "cpu", "float32")
-    ids, step = plain.tokenizer.encode(text)[: args.tokens], args.step
+    ids = plain.tokenizer.encode(text)[: args.tokens]
+    step = args.step
     if len(ids) <= step:
         raise InputError(f"the text has {len(ids)} tokens, which a step of {step} leaves nothing to predict from")
     reference = plain.model(torch.tensor([ids]))[0][0].float().log_softmax(-1)

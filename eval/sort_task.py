@@ -27,9 +27,11 @@ from eval.lib.command import interleave, measure_seconds, positive, progress
 from models.mingpt import GPT, GPT_kv, GPTConfig
 from nanovlm.cli.main import Parser
 
-BATCH_SIZE, EVAL_INTERVAL = 64, 100
+BATCH_SIZE = 64
+EVAL_INTERVAL = 100
 TRAIN_CONFIG = SimpleNamespace(learning_rate=5e-4, betas=(0.9, 0.95), weight_decay=0.1)  # minGPT's, as its batch size
-PROMPT, N_TOKENS = [0, 0, 2, 1, 0, 1, 2], 200  # of the long generation, the homework's
+PROMPT = [0, 0, 2, 1, 0, 1, 2]  # of the long generation, the homework's
+N_TOKENS = 200
 TEMPERATURE = 3.0  # high enough that a confident model still samples different tokens
 
 
@@ -112,7 +114,8 @@ def compare(model: GPT, twin: GPT_kv, inputs: Tensor, sampled: bool) -> tuple[in
 @torch.no_grad()
 def time_long_generation(rounds: int, n_tokens: int) -> tuple[list[float], list[float], bool]:
     """Seconds of gpt-mini with random weights, without and with a cache, and whether the greedy tokens are the same."""
-    model, idx = GPT_kv(GPTConfig("gpt-mini", vocab_size=9, block_size=500)).eval(), torch.tensor([PROMPT])
+    model = GPT_kv(GPTConfig("gpt-mini", vocab_size=9, block_size=500)).eval()
+    idx = torch.tensor([PROMPT])
     calls = {"": partial(model.generate, idx, n_tokens), "_kv": partial(model.generate_kv, idx, n_tokens)}
     identical = torch.equal(*(call() for call in calls.values()))  # warms up both
     timings = interleave({name: partial(measure_seconds, call) for name, call in calls.items()}, rounds, warmup=0)
@@ -124,7 +127,8 @@ def sort_task(
     rounds: int = 10, n_tokens: int = N_TOKENS, log: Callable[[str], None] = progress,
 ) -> SortTask:  # fmt: skip
     """Train gpt-nano to sort, compare `generate` and `generate_kv` on every input, and time a long generation."""
-    started, before = time.perf_counter(), torch.get_num_threads()
+    started = time.perf_counter()
+    before = torch.get_num_threads()
     train, test = splits(length, n_digits)
     torch.set_num_threads(threads)
     try:
@@ -149,7 +153,8 @@ def sort_task(
 
 def summary(result: SortTask) -> str:
     """The result for a terminal."""
-    uncached, cached = result.long_generate_s, result.long_generate_kv_s
+    uncached = result.long_generate_s
+    cached = result.long_generate_kv_s
     threads = "one thread" if result.threads == 1 else f"{result.threads} threads"
     return (
         f"gpt-nano, {result.steps} steps: sorts {100 * result.accuracy:.1f}% of {result.n_test} held-out inputs\n"

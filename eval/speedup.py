@@ -85,7 +85,8 @@ def measure(args: argparse.Namespace, device: torch.device) -> list[Study]:
     sizes = Sizes(tuple(args.lengths), rounds=args.rounds)
     model, ids, images = load_model(args.model_size, device, args.dtype)
     model.validate_length(ids.size(1), max(sizes.lengths))
-    ids, images = ids.to(device), images.to(device, model.dtype)
+    ids = ids.to(device)
+    images = images.to(device, model.dtype)
     twin = EncoderDecoder(model.cfg).to(device, model.dtype).eval()
     text = ids[ids != model.image_token_id][None]  # its image is read by cross-attention
     study = measure_designs(model, ids, images, sizes, export=args.export)
@@ -107,7 +108,8 @@ def measure_quality(args: argparse.Namespace, device: torch.device) -> tuple[dic
 
 
 def add_flags(parser: Parser) -> None:
-    add, switch = parser.add_argument, argparse.BooleanOptionalAction
+    add = parser.add_argument
+    switch = argparse.BooleanOptionalAction
     lengths = " ".join(map(str, LENGTHS))
     add("--model-size", choices=tuple(SHAPES), help="a published size, random weights (default: the embedded model)")
     add("--lengths", nargs="+", type=int, default=LENGTHS, metavar="N", help=f"new tokens (default: {lengths})")
@@ -149,7 +151,8 @@ def measure_flags(args: argparse.Namespace) -> Measured:
     parts += [f"{study.model}\n{designs_table(study)}" for study in studies]
     parts += [attribution_table(attribution)] if attribution else []
     parts += [summary(sorting)] if sorting else []
-    text, where = "\n\n".join(parts), f"{where}; medians of {args.rounds} rounds"
+    text = "\n\n".join(parts)
+    where = f"{where}; medians of {args.rounds} rounds"
     if args.html:
         cfg = SHAPES[args.model_size][0] if args.model_size else load_config(EMBEDDED)
         write_page(args.html, cfg, f"{text}\n\n{where}")

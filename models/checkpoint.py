@@ -24,14 +24,17 @@ from models.config import VLMConfig
 from models.errors import CheckpointError
 from models.language_model import inverse_frequencies
 
-CONFIG, WEIGHTS, TOKENIZER = "config.json", "model.safetensors", "tokenizer.json"
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+TOKENIZER = "tokenizer.json"
 INDEX = "model.safetensors.index.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 # Without this in tokenizer_config.json, transformers 4 adds token_type_ids, which no model here takes.
 MODEL_INPUT_NAMES = ["input_ids", "attention_mask"]
 MAX_MAPPED_TENSORS = 8  # of one mapping of the file
 NO_IMAGE_TOKEN = -1  # nanoVLM v0.1 has no token for images
-HEAD, EMBEDDING = "decoder.head.weight", "decoder.token_embedding.weight"
+HEAD = "decoder.head.weight"
+EMBEDDING = "decoder.token_embedding.weight"
 TIED = (EMBEDDING, HEAD)  # one tensor if lm_tie_weights
 INV_FREQ = "decoder.rotary_embd.inv_freq"
 BUFFERS = re.compile(r"decoder\.rotary_embd\.\w+")  # computed when needed; float32 in files of any dtype
@@ -153,7 +156,8 @@ def snapshot_path(
 
     files are patterns of what to download, by default of everything that a model's folder may hold.
     """
-    folder, name = Path(name_or_folder), str(name_or_folder)
+    folder = Path(name_or_folder)
+    name = str(name_or_folder)
     if folder.is_dir():
         if revision:
             raise CheckpointError(f"{name} is a folder, which has no revision {revision!r}; leave revision out")

@@ -142,7 +142,9 @@ class VLMConfig:
 
     def _check_field(self, f: Field) -> None:
         """Raise InputError if a field's value has the wrong type or is out of range; an int is a valid float."""
-        name, value, kind = f.name, getattr(self, f.name), (get_args(f.type) or (f.type,))[0]
+        name = f.name
+        value = getattr(self, f.name)
+        kind = (get_args(f.type) or (f.type,))[0]
         if kind is float and type(value) is int:
             object.__setattr__(self, name, value := float(value))
         if kind in (int, float, bool, str) and type(value) is not kind:

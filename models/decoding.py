@@ -110,7 +110,8 @@ class TokenSampler:
         prompt: Tensor | None = None,
         logits_processor: Callable[[Tensor], Tensor] | None = None,
     ):
-        self.sampling, self.logits_processor = sampling, logits_processor
+        self.sampling = sampling
+        self.logits_processor = logits_processor
         ends: list[Any] = list(eos_token_id) if isinstance(eos_token_id, Sequence) else [eos_token_id]
         self.eos_token_id, *self._other_ends = ends or [None]
         self._generator: torch.Generator | None = None  # None is torch's global one
@@ -200,7 +201,8 @@ def generate_tokens(
     It ends after max_new_tokens, or when every row has produced its end token or repeats itself; a finished row then
     has end tokens only, if there is one. No step is computed whose logits are not used.
     """
-    eos, detection = sampler.eos_token_id, sampler.sampling.repetition_detection
+    eos = sampler.eos_token_id
+    detection = sampler.sampling.repetition_detection
     ended = torch.zeros(logits.size(0), dtype=torch.bool, device=logits.device)
     for remaining in reversed(range(max_new_tokens)):
         ids = sampler(logits)
@@ -300,7 +302,8 @@ class GenerationMixin(ABC):
             mask = None if attention_mask is None else attention_mask[:, past:]
             logits, state = self.prefill(input_ids[:, past:], images, mask, prefix)
             if n_samples > 1:
-                logits, state = logits[rows], state.rows(rows)
+                logits = logits[rows]
+                state = state.rows(rows)
         else:
             embeds = self.embed(input_ids, images)[rows]
             mask = None if attention_mask is None else attention_mask[rows]

@@ -61,9 +61,11 @@ def build_attention_mask(attention_mask: Tensor, n_new: int) -> Tensor:
     each other. A row may pack several samples: numbers of the second are larger by PACK_STRIDE, of the third by twice
     that.
     """
-    of_query, of_key = attention_mask[:, None, -n_new:, None], attention_mask[:, None, None, :]
+    of_query = attention_mask[:, None, -n_new:, None]
+    of_key = attention_mask[:, None, None, :]
     position = torch.arange(attention_mask.size(1), device=attention_mask.device)
-    query, key = position[-n_new:, None], position[None, :]
+    query = position[-n_new:, None]
+    key = position[None, :]
     prefix = of_query // PACK_STRIDE * PACK_STRIDE + 1
     visible = (key <= query) & (of_key != 0) & ((of_key == of_query) | (of_key == prefix))
     return visible | (key == query)  # padding attends to itself, which keeps its softmax finite
@@ -171,7 +173,8 @@ class LanguageModel(nn.Module):
         lengths = {0 if cache is None else cache.length for cache in kv_cache}
         if len(lengths) > 1:
             raise InputError(f"the blocks of kv_cache hold different numbers of tokens: {sorted(lengths)}")
-        T, past = x.size(1), lengths.pop()
+        T = x.size(1)
+        past = lengths.pop()
         if start_pos != past:
             raise InputError(f"start_pos={start_pos}, but the cache holds {past} tokens")
         if attention_mask is not None and attention_mask.size(1) != past + T:
@@ -182,7 +185,8 @@ class LanguageModel(nn.Module):
         if self.cfg.lm_use_tokens:
             x = self.token_embedding(x)
 
-        mask, positions = None, torch.arange(past, past + T, device=x.device)
+        mask = None
+        positions = torch.arange(past, past + T, device=x.device)
         if attention_mask is not None:
             mask = build_attention_mask(attention_mask, T)
             positions = mask.sum(-1) - 1

@@ -129,7 +129,8 @@ class VisionLanguageModel(nn.Module, GenerationMixin):
             return self.decoder.head(hidden), None
         if targets_only:
             has_target = targets != IGNORE_INDEX
-            hidden, targets = hidden[has_target], targets[has_target]
+            hidden = hidden[has_target]
+            targets = targets[has_target]
         logits = self.decoder.head(hidden)
         loss = F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten(), ignore_index=IGNORE_INDEX)
         return logits, loss
@@ -148,7 +149,8 @@ class VisionLanguageModel(nn.Module, GenerationMixin):
 
         None if neither has one. InputError unless the shapes fit, and T is at least 1.
         """
-        width, shape = self.cfg.lm_hidden_dim, tuple(embeds.shape)
+        width = self.cfg.lm_hidden_dim
+        shape = tuple(embeds.shape)
         if embeds.ndim != 3 or not embeds.size(1) or embeds.size(2) != width:
             raise InputError(f"embeddings have the shape {shape}, not (B, T, {width}) of at least one new token")
         past, start_pos = (None, 0) if prefix is None else (prefix.attention_mask, prefix.length)

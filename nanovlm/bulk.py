@@ -182,7 +182,8 @@ class Table(Stream):
     """
 
     def __init__(self, path: str | os.PathLike[str], overwrite: bool = False):
-        self.path, self.overwrite = Path(path), overwrite
+        self.path = Path(path)
+        self.overwrite = overwrite
         self.rows: dict[str, Row] = {}  # those with a text, by key
         self.written: set[str] = set()  # keys of images
 
@@ -281,7 +282,9 @@ def caption_files(
     them again. An image that fails is reported, and the next run tries it again. captioner may be a function that loads
     one: it is called only if there is work. model is its name, which a table keeps with each caption.
     """
-    output, options, report = output or Sidecars(), options or CaptionOptions(), Report()
+    output = output or Sidecars()
+    options = options or CaptionOptions()
+    report = Report()
     find_images(names, extensions(options), report)
     folders = {os.path.realpath(name): os.fspath(name) for name in names if os.path.isdir(name)} or {"": "."}
     origin = {"model": model} if model else {}
@@ -314,7 +317,8 @@ def _write_rows(
     """Write the row of each image when it is there, with a bar on a terminal and log lines elsewhere."""
     started = logged = time.monotonic()
     is_shared = type(output) is Stream and is_terminal(sys.stdout)  # lines and bar would mix
-    image, resume = images[0], "run the same command to " + ("start over" if output.overwrite else "resume")
+    image = images[0]
+    resume = "run the same command to " + ("start over" if output.overwrite else "resume")
     try:
         with progress_bar(len(images), "image", is_hidden=is_shared) as bar:
             for image, row in zip(images, rows):
@@ -329,7 +333,8 @@ def _write_rows(
                 now = time.monotonic()
                 report.seconds = now - started
                 if bar.disable and now - logged >= LOG_INTERVAL:
-                    logged, done = now, report.captioned + len(report.failed)
+                    logged = now
+                    done = report.captioned + len(report.failed)
                     minutes = report.seconds / done * (len(images) - done) / 60
                     logger.info("%d of %d images, %.0f minutes left", done, len(images), minutes)
     except KeyboardInterrupt:

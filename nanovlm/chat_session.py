@@ -59,7 +59,8 @@ class ChatSession:
         if options.schema is not None:
             (request.grammar,) = captioner.structured_output.make_processors(options.schema, 1)
         outputs = captioner.generate([request], stats := Stats(), self.batch)
-        answer, eos = "", captioner.tokenizer.eos_token_id
+        answer = ""
+        eos = captioner.tokenizer.eos_token_id
         try:
             for piece in captioner.tokenizer.stream(o.token_id for o in outputs if o.token_id != eos):
                 answer += piece

@@ -30,7 +30,8 @@ def rank_choices(captioner: "Captioner", image: Any, choices: Sequence[str], pro
     """The choices as answers to a prompt about an image, the most probable first."""
     if isinstance(choices, str) or len(set(choices)) < 2 or not all(map(str.strip, choices)):
         raise InputError(f"choices={choices!r}: name two or more answers, such as red,green")
-    tokenizer, model = captioner.tokenizer, captioner.inference
+    tokenizer = captioner.tokenizer
+    model = captioner.inference
     ends = list(tokenizer.eos_token_ids)
     encoded = [tokenizer.encode(tokenizer.answer_prefix + choice) for choice in choices]
     answers = [[*([token_id] for token_id in ids), ends] for ids in encoded]  # the ids of each step: any end is one

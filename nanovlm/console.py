@@ -92,7 +92,8 @@ class TileProgress:
 
     def __call__(self, done: int, total: int) -> None:
         if done == 0:
-            self.bar, self.started = progress_bar(total, "tile", "image", leave=False, delay=1), time.monotonic()
+            self.bar = progress_bar(total, "tile", "image", leave=False, delay=1)
+            self.started = time.monotonic()
             return
         seconds = (time.monotonic() - self.started) / done
         if seconds * total > LONG_S and total > FEW_TILES + 1:

@@ -21,7 +21,8 @@ from nanovlm.errors import InputError
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MIN_CPU_SHARE = 0.7  # CPU time over wall time of a thread below which the machine is called busy
 MEASURED_CALLS = 6
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
+M_TRIM_THRESHOLD = -1  # of glibc's malloc.h
+M_MMAP_MAX = -4
 
 
 def choose_device(name: str) -> torch.device:
@@ -110,12 +111,15 @@ class BusyMonitor:
 
     def __init__(self, threads: int):
         self.threads = threads
-        self.calls, self.wall_s, self.cpu_s = 0, 0.0, 0.0
+        self.calls = 0
+        self.wall_s = 0.0
+        self.cpu_s = 0.0
 
     @contextmanager
     def measure(self) -> Iterator[None]:
         """Measure a stretch of computation for all threads; the first one, which warms up, is ignored."""
-        wall, cpu = time.perf_counter(), time.process_time()
+        wall = time.perf_counter()
+        cpu = time.process_time()
         yield
         if self.calls:
             self.wall_s += time.perf_counter() - wall

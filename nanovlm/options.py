@@ -47,7 +47,9 @@ def setting(default: Any, help: str, limits: str = "", fits: Callable[[Any], boo
 def check_settings(record: Any) -> None:
     """Raise InputError for the first field of a record whose value is of another type, or not within its limits."""
     for f in fields(record):
-        value, choices, fits = getattr(record, f.name), f.metadata.get("choices"), f.metadata.get("fits")
+        value = getattr(record, f.name)
+        choices = f.metadata.get("choices")
+        fits = f.metadata.get("fits")
         types = get_args(f.type) or (f.type,)
         bounds = [(*BOUNDS[name], f.metadata[name]) for name in BOUNDS if name in f.metadata]
         kind, kind_name = (Real, "number") if float in types else (Integral, "whole number")

@@ -30,7 +30,8 @@ class Worker:
     def __init__(self, model: ModelOptions, options: CaptionOptions):
         from nanovlm.captioner import Captioner
 
-        self.captioner, self.options = Captioner.load(model), options
+        self.captioner = Captioner.load(model)
+        self.options = options
 
     def __call__(self, batch: dict[str, Any]) -> Any:
         import pyarrow
@@ -59,7 +60,9 @@ def caption_on_ray(
     replaced, and its images are captioned again. workers is how many at most; by default one for each GPU, or for
     every CPUS_PER_WORKER cores. address is that of `ray.init`: by default a cluster that runs, or else this machine.
     """
-    options, report, started = options or CaptionOptions(), Report(), time.monotonic()
+    options = options or CaptionOptions()
+    report = Report()
+    started = time.monotonic()
     report.images = list_images(names, options, report)
     before = captioned(out)
     report.skipped = [image for image in report.images if image in before]
@@ -67,11 +70,13 @@ def caption_on_ray(
         Path(out).mkdir(parents=True, exist_ok=True) if "://" not in out else None
         with nullcontext() if "://" in out else file_lock(Path(out, ".captions.lock"), out):
             _run(connect(address), todo, out, model, options, workers)
-    after, errors = captioned(out), captioned(out, "error")
+    after = captioned(out)
+    errors = captioned(out, "error")
     for image in todo:
         if image not in after:
             report.fail(image, errors.get(image, "its worker died each time, perhaps of a lack of memory"))
-    report.captioned, report.seconds = len(after) - len(before), time.monotonic() - started
+    report.captioned = len(after) - len(before)
+    report.seconds = time.monotonic() - started
     return report
 
 

@@ -14,7 +14,8 @@ from PIL import Image
 
 from nanovlm.processing.image_loading import load_image
 
-SIDE, QUALITY = 128, 60  # of a thumbnail: some 3 kB
+SIDE = 128  # of a thumbnail: some 3 kB
+QUALITY = 60
 NOTES = ["empty", "repeated", "cut", "identical", ""]  # the first word of a caption's mark, in the order of the page
 GALLERY_STYLE = """:root{color-scheme:light dark}
 article{display:flex;gap:1em;padding:.5em 0;border-top:1px solid #8888;content-visibility:auto;

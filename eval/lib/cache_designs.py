@@ -82,12 +82,14 @@ def continued(model: VisionLanguageModel | EncoderDecoder, logits: Tensor, state
 
 def static(programs: Programs, x: Tensor, kv: list[KVPair], cross: Sequence[KVPair] = ()) -> Run:
     """Prefill x and decode ids by two programs of (tokens, position ()) on a cache of fixed capacity, kv."""
-    (prefill, decode), length = programs, x.size(1)
+    (prefill, decode) = programs
+    length = x.size(1)
     bytes_per_token = sum(tensor.nbytes for pair in kv for tensor in pair) // kv[0][0].size(2)
 
     def step(new: Tensor) -> Tensor:
         nonlocal length
-        logits, length = decode(new[:, None], torch.tensor(length, device=x.device)), length + 1
+        logits = decode(new[:, None], torch.tensor(length, device=x.device))
+        length = length + 1
         return logits
 
     return Run(prefill(x, torch.tensor(0, device=x.device)), step, lambda: bytes_per_token * length, cross)
@@ -130,7 +132,8 @@ def language_model_designs(model: VisionLanguageModel, capacity: int, window: in
 
     def fixed(programs: Programs, ids: Tensor, images: Tensor) -> Run:
         """Two programs, exported or not, on a static cache."""
-        kv, mask = language_model_cache(decoder, len(ids), capacity), ids.new_ones(len(ids), capacity)
+        kv = language_model_cache(decoder, len(ids), capacity)
+        mask = ids.new_ones(len(ids), capacity)
         bound = [lambda x, start, program=program: program(x, mask, start, kv) for program in programs]
         return static(bound, model.embed(ids, images), kv)
 
@@ -172,14 +175,16 @@ def encoder_decoder_designs(model: EncoderDecoder, capacity: int, export: bool) 
         return Run(read(ids), lambda new: read(new[:, None]))
 
     def hooked(ids: Tensor, images: Tensor) -> Run:
-        past, xa = HookCache(), model.encode(images)
+        past = HookCache()
+        xa = model.encode(images)
 
         def read(ids: Tensor) -> Tensor:
             nonlocal past
             with install_kv_cache_hooks(decoder, past) as past:
                 return decoder(ids, xa)[:, -1]
 
-        logits, cross = read(ids), list(past.cross_kv.values())
+        logits = read(ids)
+        cross = list(past.cross_kv.values())
         used = lambda: sum(tensor.nbytes for tensor in past.self_kv.values())  # noqa: E731
         return Run(logits, lambda new: read(new[:, None]), used, [*zip(cross[::2], cross[1::2])])
 
@@ -189,7 +194,8 @@ def encoder_decoder_designs(model: EncoderDecoder, capacity: int, export: bool) 
 
     def fixed(programs: Programs, ids: Tensor, images: Tensor) -> Run:
         """Three programs, exported or not, on a static cache; the first projects the encoded images."""
-        kv, cross = text_decoder_cache(decoder, len(ids), capacity), programs[0](model.encode(images))
+        kv = text_decoder_cache(decoder, len(ids), capacity)
+        cross = programs[0](model.encode(images))
         bound = [lambda x, start, program=program: program(x, start, cross, kv) for program in programs[1:]]
         return static(bound, ids, kv, cross)
 
@@ -254,7 +260,9 @@ def timeline(
 ) -> tuple[list[int], list[float], Run]:
     """The n ids that follow a prompt greedily, the seconds of the clock after which each was chosen, and the run."""
     synchronize(ids.device)
-    started, chosen, times = clock(), [], []
+    started = clock()
+    chosen = []
+    times = []
     run = start(ids, images)
     for i in range(n):
         new = run.logits.argmax(-1)
@@ -267,7 +275,8 @@ def timeline(
 
 def exponent(lengths: Sequence[int], after_first: Sequence[float]) -> float:
     """The e of a * (n - 1)^e through the last two values, each the cost of n - 1 tokens after the first."""
-    (m, n), (low, high) = lengths[-2:], after_first[-2:]
+    (m, n) = lengths[-2:]
+    (low, high) = after_first[-2:]
     return round(math.log(high / low) / math.log((n - 1) / (m - 1)), 2)
 
 
@@ -276,14 +285,17 @@ def measure_designs(
     model: VisionLanguageModel | EncoderDecoder, ids: Tensor, images: Tensor, sizes: Sizes, *, export: bool = True
 ) -> Study:
     """Generate the longest length with all designs: the product's, of ids (1, T) with image tokens, or the twin's."""
-    lengths, longest = sizes.lengths, max(sizes.lengths)
+    lengths = sizes.lengths
+    longest = max(sizes.lengths)
     capacity = ids.size(1) + longest
     progress("exporting graphs" if export else "making designs")
     if isinstance(model, EncoderDecoder):
-        name, encode = "encoder-decoder of the same size", partial(model.encode, images)
+        name = "encoder-decoder of the same size"
+        encode = partial(model.encode, images)
         designs = encoder_decoder_designs(model, capacity, export)
     else:
-        name, encode = "language model on image and text", partial(model.encode_images, images)
+        name = "language model on image and text"
+        encode = partial(model.encode_images, images)
         designs = language_model_designs(model, capacity, sizes.window, export)
     times: dict[str, list[list[float]]] = {design.name: [] for design in designs}  # ms up to each token, by round
     last: dict[str, tuple[list[int], Run]] = {}  # ids and state of the newest round
@@ -305,7 +317,9 @@ def measure_designs(
     interleave({design.name: partial(generate, design) for design in designs}, sizes.rounds, warmup=0)
     rows = []
     for design in designs:
-        (chosen, held), counted, rounds = last[design.name], flops[design.name], times[design.name]
+        (chosen, held) = last[design.name]
+        counted = flops[design.name]
+        rounds = times[design.name]
         expected = timeline(design.reference, ids, images, longest)[0] if design.reference else last[UNCACHED][0]
         totals = [[run[n - 1] for run in rounds] for n in lengths]
         row = Row(

@@ -37,10 +37,13 @@ from nanovlm.synthetic import caption, questions, random_scene
 SHARES = (1.0, 0.75, 0.5, 0.25, 0.12)  # of the tokens read
 SPLITS = ("captions", "questions")
 BATCH_SIZE = 64
-PROBED, KIVI_GROUP = 16, 32  # tokens: whose logits are compared; that share a key's scale
+PROBED = 16  # tokens: whose logits are compared; that share a key's scale
+KIVI_GROUP = 32
 DIGITS = 6  # of the sorting task
 LEARNING_RATE = 3e-3
-MAX_STEPS, SEEDS, ENOUGH = 1200, 3, 0.995  # of the models that share: steps, seeds, right held-out inputs
+MAX_STEPS = 1200  # of the models that share: steps, seeds, right held-out inputs
+SEEDS = 3
+ENOUGH = 0.995
 SHARED = ["MHA", "GQA, 2 of 4 heads", "MQA, 1 of 4 heads", "CLA", "CLA and MQA", "MLA, latent of 12"]
 
 Row = dict[str, Any]  # results of one design
@@ -60,7 +63,9 @@ class Batch:
 
 def make_batches(captioner: Captioner, n_scenes: int, seed: str = "answers") -> list[Batch]:
     """A caption and a question about each of n_scenes drawn scenes, prompts of equal length together: no padding."""
-    examples, batches, device = make_splits(n_scenes, 1, seed), [], captioner.model.device
+    examples = make_splits(n_scenes, 1, seed)
+    batches = []
+    device = captioner.model.device
     for split in SPLITS:
         prepared = [(*captioner.prepare(example.image, example.prompt), example.truth) for example in examples[split]]
         for length in sorted({len(ids) for ids, _, _ in prepared}):
@@ -77,7 +82,10 @@ def answer(captioner: Captioner, design: str, setting: str, start: Start, batche
     """Greedy answers of a design to all batches: the share of right ones by split, and bytes held by tokens read."""
     progress(f"answers: {design} {setting}")
     torch.manual_seed(0)
-    right, of, held, read = dict.fromkeys(SPLITS, 0), dict.fromkeys(SPLITS, 0), 0, 0
+    right = dict.fromkeys(SPLITS, 0)
+    of = dict.fromkeys(SPLITS, 0)
+    held = 0
+    read = 0
     eos = captioner.tokenizer.eos_token_id
     for batch in batches:
         run = start(batch.ids, batch.images)
@@ -105,7 +113,8 @@ def eviction_answers(captioner: Captioner, batches: Sequence[Batch]) -> list[Row
 @torch.inference_mode()
 def logits_after(start: Start, batch: Batch, ids: Tensor) -> Tensor:
     """Logits (T_new, B, V) after a batch's prompts and after each of ids (B, T_new) but the last."""
-    run, logits = start(batch.ids, batch.images), []
+    run = start(batch.ids, batch.images)
+    logits = []
     for new in ids.unbind(1):
         logits.append(run.logits)
         run.logits = run.step(new)
@@ -117,7 +126,8 @@ def quantized_answers(captioner: Captioner, batches: Sequence[Batch]) -> list[Ro
 
     "logit_error" is over the first tokens of the first batch, given the same tokens.
     """
-    model, probe = captioner.model, batches[0]
+    model = captioner.model
+    probe = batches[0]
     plain: Start = partial(blocks, model, None)
     ids = model.generate(probe.ids, probe.images, max_new_tokens=PROBED)
     exact = logits_after(plain, probe, ids)
@@ -175,7 +185,9 @@ def train_decoder(rows: Pairs, steps: int, cfg: VLMConfig) -> LanguageModel:
 
 def caption_draft(captioner: Captioner, n_scenes: int = 3000, steps: int = 400) -> LanguageModel:
     """A draft of the embedded model, of its vocabulary and prompts."""
-    rng, processor, tokenizer = Random("draft"), captioner.processor, captioner.tokenizer
+    rng = Random("draft")
+    processor = captioner.processor
+    tokenizer = captioner.tokenizer
     _, grid = processor.preprocess(load_image(SAMPLE))
     rows = []
     for _ in range(n_scenes):
@@ -197,7 +209,8 @@ def speculation(
     nothing: Guess = lambda ids: []  # noqa: E731
     ways = {"no guess": nothing, **guesses}
     answers: dict[str, list[list[int]]] = {name: [] for name in ways}
-    steps, seconds = dict.fromkeys(ways, 0), dict.fromkeys(ways, 0.0)
+    steps = dict.fromkeys(ways, 0)
+    seconds = dict.fromkeys(ways, 0.0)
     progress(f"speculation: {task}")
     for prompt, prefill in prompts:
         for name, guess in ways.items():
@@ -209,7 +222,8 @@ def speculation(
             answers[name].append([token for step in chosen for token in step])
     rows = []
     for name, given in answers.items():
-        tokens, same = sum(map(len, given)) - len(given), sum(a == b for a, b in zip(given, answers["no guess"]))
+        tokens = sum(map(len, given)) - len(given)
+        same = sum(a == b for a, b in zip(given, answers["no guess"]))
         figures = {"tokens_per_step": tokens / steps[name], "ms_per_token": 1000 * seconds[name] / tokens}
         rows.append({"task": task, "guess": name, **figures, "identical": same, "answers": len(given)})
     return rows
@@ -217,7 +231,8 @@ def speculation(
 
 def measure_speculation(captioner: Captioner, batches: Sequence[Batch]) -> list[Row]:
     """Captions and questions of the embedded model, and the sorting task's held-out inputs."""
-    model, eos = captioner.model, captioner.tokenizer.eos_token_id
+    model = captioner.model
+    eos = captioner.tokenizer.eos_token_id
     results: list[Row] = []
     progress("speculation: training drafts")
     guesses: dict[str, Guess] = {"prompt lookup": prompt_lookup, "draft model": DraftModel(caption_draft(captioner))}
@@ -277,7 +292,9 @@ def measure_sharing(max_steps: int = MAX_STEPS, seeds: int = SEEDS) -> list[Row]
     pairs = [(row.tolist(), row.sort().values.tolist()) for row in data]
     results = []
     for design in SHARED:
-        steps, right, held = [], [], 0.0
+        steps = []
+        right = []
+        held = 0.0
         for seed in range(seeds):
             torch.manual_seed(seed)
             model = make_shared_model(design)
@@ -295,6 +312,7 @@ def measure_sharing(max_steps: int = MAX_STEPS, seeds: int = SEEDS) -> list[Row]
 def sharing_table(title: str, rows: Sequence[Row]) -> str:
     cells = [["sorting task", "parameters", "bytes/token", "steps by seed", "sorted by seed"]]
     for row in rows:
-        steps, right = " ".join(map(str, row["steps"])), " ".join(f"{share:.1%}" for share in row["right"])
+        steps = " ".join(map(str, row["steps"]))
+        right = " ".join(f"{share:.1%}" for share in row["right"])
         cells.append([row["design"], f"{row['parameters']:,}", f"{row['bytes_per_token']:,.0f}", steps, right])
     return table(cells)

@@ -181,7 +181,8 @@ def interleave(contestants: Mapping[str, Callable[[], float]], rounds: int, warm
 
 def relative_error(values: Tensor, reference: Tensor) -> float:
     """Root mean square difference over the reference's standard deviation."""
-    values, reference = values.float(), reference.float()
+    values = values.float()
+    reference = reference.float()
     return float((values - reference).square().mean().sqrt() / reference.std())
 
 

@@ -86,7 +86,8 @@ def make_tokenizer(cfg: VLMConfig) -> str:
     """A byte-level BPE tokenizer.json, as SmolLM2's, that fills cfg's vocabulary; its merges are made up."""
     base = SMOLLM2_VOCABULARY if isinstance(cfg.format, SmolVLM) else cfg.lm_base_vocab_size or cfg.lm_vocab_size
     tokens = [*SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet()), "ĊĊ"]  # Ċ is a line break
-    words, merges = list(ALPHABET), [("Ċ", "Ċ")]  # llama.cpp looks for a token of two
+    words = list(ALPHABET)  # llama.cpp looks for a token of two
+    merges = [("Ċ", "Ċ")]
     for i in count():  # after a, b, ... come aa, ab, ..., then aaa, aab, ...
         if len(tokens) + len(ALPHABET) > base:
             break

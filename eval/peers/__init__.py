@@ -58,7 +58,8 @@ class NanoVLMEngine(Engine):
         self.captioner = captioner
         self.state: PrefillState | None = None
         self.model: Any = captioner.model if plain else captioner.inference
-        self.dtype, self.weight_bytes = self.model.dtype, self.model.dtype.itemsize
+        self.dtype = self.model.dtype
+        self.weight_bytes = self.model.dtype.itemsize
         level = getattr(captioner.inference.network, "level", "none")  # none where the kernels could not be built
         words = ("nanovlm", str(self.dtype).removeprefix("torch."), quantize, level)
         self.name = "plain float32" if plain else " ".join(filter(None, words))

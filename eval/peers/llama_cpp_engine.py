@@ -36,10 +36,13 @@ class LlamaCppEngine(Engine):
         self.lib, self.mtmd = (import_peer(name, "llama.cpp") for name in ("llama_cpp", "llama_cpp.mtmd_cpp"))
         from nanovlm.export.gguf import export_gguf  # here, as it needs the extra gguf
 
-        self.name, self.cfg, self.length = f"llama.cpp {gguf_type}", captioner.model.cfg, 0
+        self.name = f"llama.cpp {gguf_type}"
+        self.cfg = captioner.model.cfg
+        self.length = 0
         self.weight_bytes = with_head(*WEIGHT_BYTES[gguf_type], self.cfg)
         self.dtype = torch.float32 if gguf_type == "f32" else torch.bfloat16
-        self.image, self.tile = torch.empty(0), None
+        self.image = torch.empty(0)
+        self.tile = None
         _mute()
         text, mmproj = export_gguf(captioner, folder, "model", gguf_type)
         threads = torch.get_num_threads()
@@ -52,7 +55,9 @@ class LlamaCppEngine(Engine):
         self.vocab = self.lib.llama_model_get_vocab(self.model)
 
         params = self.lib.llama_context_default_params()
-        params.n_ctx, params.n_batch, params.n_seq_max = CONTEXT_TOKENS * batch_size, BATCH_TOKENS, batch_size
+        params.n_ctx = CONTEXT_TOKENS * batch_size
+        params.n_batch = BATCH_TOKENS
+        params.n_seq_max = batch_size
         params.n_threads = params.n_threads_batch = threads
         if gguf_type == "f32":
             params.type_k = params.type_v = F32  # the default cache is float16
@@ -76,7 +81,8 @@ class LlamaCppEngine(Engine):
         """The last of mtmd's tiles of an image in SmolVLM's scale: the whole image."""
         pixels = ((image[0] + 1) * 127.5).round().byte().permute(1, 2, 0).numpy()
         with self.tokenized([Image.fromarray(pixels)], PROMPT) as chunks:
-            count, get = self.mtmd.mtmd_input_chunks_size(chunks), self.mtmd.mtmd_input_chunks_get
+            count = self.mtmd.mtmd_input_chunks_size(chunks)
+            get = self.mtmd.mtmd_input_chunks_get
             kind = self.mtmd.MTMD_INPUT_CHUNK_TYPE_IMAGE
             every = [get(chunks, i) for i in range(count)]
             tiles = [chunk for chunk in every if self.mtmd.mtmd_input_chunk_get_type(chunk) == kind]
@@ -98,7 +104,8 @@ class LlamaCppEngine(Engine):
     def tokenized(self, images: Sequence[ImageInput], prompt: str) -> Iterator[Any]:
         """mtmd's chunks of text tokens and preprocessed tiles of a chat of one turn."""
         bitmaps = (self.mtmd.mtmd_bitmap_p_ctypes * len(images))(*map(self._bitmap, images))
-        chunks, text = self.mtmd.mtmd_input_chunks_init(), self.chat_text(prompt, len(images)).encode()
+        chunks = self.mtmd.mtmd_input_chunks_init()
+        text = self.chat_text(prompt, len(images)).encode()
         source = self.mtmd.mtmd_input_text(text=text, text_len=len(text), add_special=True, parse_special=True)
         try:
             code = self.mtmd.mtmd_tokenize(self.vision, chunks, ctypes.byref(source), bitmaps, len(images))
@@ -137,11 +144,15 @@ class LlamaCppEngine(Engine):
         tokens = [(row, i, token) for row, new in enumerate(ids) for i, token in enumerate(new)]
         logits: list[Tensor] = []
         for start in range(0, len(tokens), BATCH_TOKENS):
-            chunk, batch = tokens[start : start + BATCH_TOKENS], self.batch
+            chunk = tokens[start : start + BATCH_TOKENS]
+            batch = self.batch
             batch.n_tokens = len(chunk)
             for i, (row, offset, token) in enumerate(chunk):
-                batch.token[i], batch.pos[i], batch.n_seq_id[i] = token, self.length + offset, 1
-                batch.seq_id[i][0], batch.logits[i] = row, offset == len(ids[row]) - 1
+                batch.token[i] = token
+                batch.pos[i] = self.length + offset
+                batch.n_seq_id[i] = 1
+                batch.seq_id[i][0] = row
+                batch.logits[i] = offset == len(ids[row]) - 1
             _check("llama_decode", self.lib.llama_decode(self.context, batch))
             rows = [self._logits(i) for i in range(len(chunk)) if batch.logits[i]]
             logits += rows if len(tokens) <= BATCH_TOKENS else [row.clone() for row in rows]  # the next call overwrites

@@ -20,7 +20,8 @@ from nanovlm.synthetic import draw, random_scene
 Feeds = dict[str, np.ndarray]
 
 PRECISIONS = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
-CALIBRATION_INPUTS, CALIBRATION_TOKENS = 8, 80
+CALIBRATION_INPUTS = 8
+CALIBRATION_TOKENS = 80
 
 
 class OpenVINOEngine(Engine):
@@ -36,11 +37,13 @@ class OpenVINOEngine(Engine):
         self.dtype = torch.int8 if int8 else dtype
         self.name = f"openvino {str(self.dtype).removeprefix('torch.')}"
         self.weight_bytes = self.dtype.itemsize
-        self.cfg, self.length = captioner.model.cfg, 0
+        self.cfg = captioner.model.cfg
+        self.length = 0
         self.embedding = captioner.model.decoder.token_embedding
         graphs = export_graphs(captioner.model, folder)
         graphs = quantize_graphs(captioner, graphs) if int8 else graphs
-        core, self.tensor = openvino.Core(), openvino.Tensor
+        core = openvino.Core()
+        self.tensor = openvino.Tensor
         settings = {
             "INFERENCE_PRECISION_HINT": PRECISIONS[dtype],
             "INFERENCE_NUM_THREADS": torch.get_num_threads(),
@@ -118,11 +121,13 @@ def quantize_graphs(captioner: Captioner, graphs: Path) -> Path:
     measures.
     """
     nncf, openvino = (import_peer(module, "int8 in OpenVINO") for module in ("nncf", "openvino"))
-    folder, cfg = graphs.with_name(f"{graphs.name}-nncf"), captioner.model.cfg
+    folder = graphs.with_name(f"{graphs.name}-nncf")
+    cfg = captioner.model.cfg
     if folder.exists():
         return folder
     feeds: dict[str, list[Feeds]] = {VISION_ENCODER: [], DECODER: []}
-    generator, embedding = torch.Generator().manual_seed(2), captioner.model.decoder.token_embedding
+    generator = torch.Generator().manual_seed(2)
+    embedding = captioner.model.decoder.token_embedding
     for i in range(CALIBRATION_INPUTS):
         drawn = draw(random_scene(Random(f"calibration {i}")), cfg.vit_img_size, cfg.vit_img_size)
         feeds[VISION_ENCODER].append(image_feeds(cfg, captioner.processor.preprocess(drawn)[0][:1]))

@@ -149,7 +149,8 @@ def _read_siglip(backbones: Backbones, empty: Mapping[str, Tensor], dtype: torch
 
 
 def _read_llama(backbones: Backbones, empty: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    cfg, ours = backbones.cfg, {name: tensor for name, tensor in empty.items() if name.startswith("decoder.")}
+    cfg = backbones.cfg
+    ours = {name: tensor for name, tensor in empty.items() if name.startswith("decoder.")}
     shapes = _shapes(ours) | dict.fromkeys(SmolVLM.tied, (cfg.base_vocab_size, cfg.lm_hidden_dim))
 
     def rename(name: str) -> str | None:

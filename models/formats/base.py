@@ -34,7 +34,9 @@ LLAMA_ONLY = {
 def llama_settings(where: str, raw: Any) -> dict:
     """Fields of VLMConfig from the config of a Llama; `where` names the file in errors."""
     fields = settings(where, raw, LLAMA_ONLY, LLAMA_CONFIG)
-    heads, width, head_dim = fields["lm_n_heads"], fields["lm_hidden_dim"], raw.get("head_dim")
+    heads = fields["lm_n_heads"]
+    width = fields["lm_hidden_dim"]
+    head_dim = raw.get("head_dim")
     if head_dim is not None and head_dim * heads != width:
         raise CheckpointError(
             f"{where}: head_dim={head_dim} times num_attention_heads={heads} must be hidden_size={width} here"

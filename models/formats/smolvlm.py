@@ -20,11 +20,16 @@ from models.config import VLMConfig
 from models.errors import CheckpointError
 from models.formats.base import LLAMA_CONFIG, SIGLIP_CONFIG, SIGLIP_ONLY, Format, llama_settings, settings
 
-PREPROCESSOR, PROCESSOR, GENERATION = "preprocessor_config.json", "processor_config.json", "generation_config.json"
-TEMPLATE, LEGACY_TEMPLATE = "chat_template.jinja", "chat_template.json"
-MAX_EDGE, MAX_TOKEN = 2**20, 1000  # pixels; characters of a special token
+PREPROCESSOR = "preprocessor_config.json"
+PROCESSOR = "processor_config.json"
+GENERATION = "generation_config.json"
+TEMPLATE = "chat_template.jinja"
+LEGACY_TEMPLATE = "chat_template.json"
+MAX_EDGE = 2**20  # pixels; characters of a special token
+MAX_TOKEN = 1000
 IMAGE_TOKEN_ID = 128257  # in a config.json that names none
-EMBEDDING, HEAD = "model.text_model.embed_tokens.weight", "lm_head.weight"
+EMBEDDING = "model.text_model.embed_tokens.weight"
+HEAD = "lm_head.weight"
 
 # Defaults of transformers' classes, in files that lack a key.
 VISION_DEFAULTS = {"hidden_size": 1152, "num_attention_heads": 16, "image_size": 224, "patch_size": 32}

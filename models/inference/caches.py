@@ -25,7 +25,9 @@ class LRUCache(Generic[V]):
     def __init__(self, max_bytes: int, max_entries: int = MAX_ENTRIES):
         if max_bytes < 0:
             raise InputError(f"max_bytes={max_bytes} is negative")
-        self.max_bytes, self.max_entries, self.bytes_used = max_bytes, max_entries, 0
+        self.max_bytes = max_bytes
+        self.max_entries = max_entries
+        self.bytes_used = 0
         self._values: OrderedDict[Hashable, tuple[V, int]] = OrderedDict()
         self._lock = threading.RLock()
 
@@ -87,7 +89,8 @@ def encode_images(model: InferenceModel, images: Sequence[TiledImage], cache: Im
     for image in images:
         cached = None if cache is None or image.embeds is not None else cache.get(image.key)
         if cached is not None:
-            image.embeds, image.tiles = cached.embeds, None
+            image.embeds = cached.embeds
+            image.tiles = None
         elif image.embeds is None:
             pending.setdefault(image.key, []).append(image)
     if not pending:
@@ -97,7 +100,8 @@ def encode_images(model: InferenceModel, images: Sequence[TiledImage], cache: Im
     for same, part in zip(pending.values(), embeds.split([len(one) for one in tiles])):
         part = part if cache is None else part.clone()  # a view would keep all of them in memory
         for image in same:
-            image.embeds, image.tiles = part, None
+            image.embeds = part
+            image.tiles = None
         if cache is not None:
             cache.put(same[0].key, same[0], part.nbytes)
 

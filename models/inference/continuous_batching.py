@@ -51,9 +51,12 @@ class ContinuousBatch:
         if max_num_seqs < 1:
             raise InputError(f"max_num_seqs={max_num_seqs} is less than 1")
         self.model = model if isinstance(model, InferenceModel) else InferenceModel(model)
-        self.max_num_seqs, self._limit = max_num_seqs, float(max_num_seqs)  # the limit is lower without memory for all
-        self.image_cache, self.prefix_cache = image_cache, prefix_cache
-        self._ends, self._greedy = eos_token_id, TokenSampler(eos_token_id=eos_token_id)
+        self.max_num_seqs = max_num_seqs  # the limit is lower without memory for all
+        self._limit = float(max_num_seqs)
+        self.image_cache = image_cache
+        self.prefix_cache = prefix_cache
+        self._ends = eos_token_id
+        self._greedy = TokenSampler(eos_token_id=eos_token_id)
         self.eos_token_id = self._greedy.eos_token_id  # the one that stands for all of them
         self._waiting: list[Request] = []
         self._slots: list[Request] = []
@@ -76,7 +79,9 @@ class ContinuousBatch:
 
     def add(self, request: Request) -> None:
         """Queue a request. InputError if it can never be prefilled."""
-        ids, images, sampling = request.ids, request.images, request.sampling
+        ids = request.ids
+        images = request.images
+        sampling = request.sampling
         if request.output or request.finished or request in self._waiting + self._slots:
             raise InputError("a request is used once; make another")
         if request.max_new_tokens < 1 or not ids:
@@ -84,7 +89,8 @@ class ContinuousBatch:
         self.model.validate_length(len(ids), request.max_new_tokens)
         n_tiles = [image.n_tiles for image in images]
         dtype = next((image.tiles.dtype for image in images if image.tiles is not None), None)
-        prompt, image_token = torch.tensor([ids]), self.model.image_token_id
+        prompt = torch.tensor([ids])
+        image_token = self.model.image_token_id
         self.model.validate_images(prompt, torch.empty(sum(n_tiles), 0, dtype=dtype))
         positions = [i for i, token_id in enumerate(ids) if token_id == image_token] + [len(ids)]
         first = [sum(n_tiles[:i]) * self.model.cfg.mp_image_token_length for i in range(len(images))]
@@ -120,7 +126,8 @@ class ContinuousBatch:
             self._compact()
             if len(self._slots) > 1:  # no other request may take the slot of the last one
                 request = self._slots.pop()
-                request.length, self._limit = 0, len(self._slots)
+                request.length = 0
+                self._limit = len(self._slots)
                 self._waiting.insert(0, request)
         self._compact()
         budget = MAX_PREFILL_TOKENS
@@ -131,7 +138,8 @@ class ContinuousBatch:
         except MemoryError:
             self._limit = len(self._slots)
         self._compact()
-        outputs, self._outputs = self._outputs, []
+        outputs = self._outputs
+        self._outputs = []
         return outputs
 
     def _compute(self, requests: Sequence[Request], forward: Callable[[Sequence[Request]], Tensor]) -> None:
@@ -141,7 +149,8 @@ class ContinuousBatch:
         """
         if not requests:
             return
-        is_waiting, is_alone = requests[0].length == 0, len(requests) == 1
+        is_waiting = requests[0].length == 0
+        is_alone = len(requests) == 1
         try:
             logits = forward(requests)
             chosen = self._greedy(logits).tolist()
@@ -175,7 +184,8 @@ class ContinuousBatch:
 
     def _decode(self, requests: Sequence[Request]) -> Tensor:
         """Logits (B, vocabulary) after the unread tokens of running requests."""
-        lengths, n_new = [request.length for request in requests], len(requests[0].unread)
+        lengths = [request.length for request in requests]
+        n_new = len(requests[0].unread)
         ids = torch.tensor([request.unread for request in requests], device=self.model.device)
         self._reserve(len(self._slots), max(lengths) + n_new)
         slots = [self._slots.index(request) for request in requests]
@@ -203,7 +213,9 @@ class ContinuousBatch:
                 break
             start = start if group else n_cached
             if n_cached == start and max(lengths) - min(lengths) <= max(MAX_PADDING, max(lengths) // 8):
-                group[request], request.n_cached, new = kv, n_cached, lengths
+                group[request] = kv
+                request.n_cached = n_cached
+                new = lengths
         return group
 
     def _find_prefix(self, request: Request) -> tuple[int, Tensor | None]:
@@ -212,7 +224,8 @@ class ContinuousBatch:
         length, kv = (0, None) if self.prefix_cache is None else self.prefix_cache.find(tokens, request.starts)
         for slot, other in enumerate(self._slots):
             if (n := common_prefix(tokens, request.starts, other.ids, other.starts)) > length:
-                length, kv = n, self._cache[:, :, slot]
+                length = n
+                kv = self._cache[:, :, slot]
         return max(0, min(length, len(tokens) - 1)), kv
 
     def _prefill(self, known: Mapping[Request, Tensor | None], requests: Sequence[Request]) -> Tensor:
@@ -241,7 +254,8 @@ class ContinuousBatch:
 
     def _image_embeds(self, requests: Sequence[Request], start: int) -> Tensor | None:
         """Embeddings (n, C) of the image tokens from position start on; None if there are none."""
-        image_token, parts = self.model.image_token_id, []
+        image_token = self.model.image_token_id
+        parts = []
         requests = [request for request in requests if image_token in request.ids[start:]]
         encode_images(self.model, [image for request in requests for image in request.images], self.image_cache)
         for request in requests:
@@ -251,7 +265,8 @@ class ContinuousBatch:
 
     def _reserve(self, n_slots: int, n_tokens: int) -> None:
         """Make room for n_slots of n_tokens, and to grow; those of the running requests keep their contents."""
-        old, n_kept = self._cache, len(self._slots)
+        old = self._cache
+        n_kept = len(self._slots)
         if n_slots <= old.size(2) and n_tokens <= old.size(4):
             return
         if n_kept:
@@ -272,7 +287,9 @@ class ContinuousBatch:
 
     def _fail(self, request: Request, error: Exception) -> None:
         self._waiting = [other for other in self._waiting if other is not request]
-        request.finished, request.error, request.images = "error", error, ()
+        request.finished = "error"
+        request.error = error
+        request.images = ()
         self._outputs.append(TokenOutput(request, -1, "error", error))
 
     @torch.inference_mode()

@@ -26,8 +26,10 @@ class PlainNetwork:
     """The plain modules behind the interface of KernelNetwork: on GPUs, without a C compiler, and as the reference."""
 
     def __init__(self, model: VisionLanguageModel):
-        self.model, self.cache_dtype = model, model.dtype
-        self.encode_images, self.embed_tokens = model.encode_images, model.embed_tokens
+        self.model = model
+        self.cache_dtype = model.dtype
+        self.encode_images = model.encode_images
+        self.embed_tokens = model.embed_tokens
 
     def prefill_embeds(
         self, embeds: Tensor, attention_mask: Tensor | None, prefix: PrefillState | None
@@ -42,9 +44,11 @@ class PlainNetwork:
 
     def run(self, x: Tensor, cache: Tensor, past: Sequence[int], last: Sequence[int], slots: Sequence[int]) -> Tensor:
         """See `KernelNetwork.run`; of sequences with different `past`, one new token each."""
-        (B, T, _), span = x.shape, max(past)
+        (B, T, _) = x.shape
+        span = max(past)
         rows, lengths, indices = (torch.tensor(n, device=x.device) for n in (range(B), past, slots))
-        attention_mask, blocks = None, cache[:, :, indices, :, :span]
+        attention_mask = None
+        blocks = cache[:, :, indices, :, :span]
         if min(past) < span:  # what lies behind a sequence's tokens is padding, and may be anything
             used = torch.arange(span, device=x.device) < lengths[:, None]
             attention_mask = torch.cat([used, used.new_ones(B, T)], dim=1).long()
@@ -79,9 +83,11 @@ class InferenceModel(GenerationMixin):
     def __init__(self, model: VisionLanguageModel, *, quantize: str | None = None):
         if quantize not in (None, *FORMATS):
             raise InputError(f"quantize={quantize!r} is not supported; use {', '.join(map(repr, FORMATS))} or None")
-        self.cfg, self.image_token_id = model.cfg, model.image_token_id
+        self.cfg = model.cfg
+        self.image_token_id = model.image_token_id
         self._source: VisionLanguageModel | None = model
-        self._quantize, self._lock = quantize, threading.RLock()
+        self._quantize = quantize
+        self._lock = threading.RLock()
         self.on_tile: Callable[[int, int], None] | None = None  # told how many of how many tiles are encoded, from 0 on
         self.refresh()
 
@@ -130,7 +136,8 @@ class InferenceModel(GenerationMixin):
         """Forget the floating-point model, which is free once nobody else holds it. InputError if not quantized."""
         if self._quantize is None:
             raise InputError("release_source needs quantize=; without it, inference uses the model's own weights")
-        self._source, self._parameters = None, []
+        self._source = None
+        self._parameters = []
         if sys.platform == "linux":  # glibc keeps freed memory: here more than the quantized model takes
             trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
             if trim is not None:

@@ -64,21 +64,26 @@ class Packer:
             if (layer.out_features, layer.in_features) != (n_rows, depth):
                 raise ValueError(f"a quantized weight is not {(n_rows, depth)}")
             data = {name: self.address(x, *x.shape) for name, x in layer.named_parameters() if name != "bias"}
-            stride, dtype = layer.stride, QUANTIZED[layer.format]
+            stride = layer.stride
+            dtype = QUANTIZED[layer.format]
         elif type(layer) in (nn.Linear, nn.Conv2d):
             data = {"data": self.address(layer.weight.flatten(1), n_rows, depth)}
-            stride, dtype = depth, DTYPES[layer.weight.dtype]
+            stride = depth
+            dtype = DTYPES[layer.weight.dtype]
         else:
             raise ValueError(f"a layer is a {type(layer).__name__}")
         return STRUCTS["matrix"](**data, bias=bias, n_rows=n_rows, depth=depth, stride=stride, dtype=dtype)
 
     def decoder(self, decoder: LanguageModel, cfg: VLMConfig) -> Any:
         """The struct of a decoder."""
-        width, inner, heads = cfg.lm_hidden_dim, cfg.lm_inter_dim, cfg.lm_n_heads * cfg.lm_head_dim
+        width = cfg.lm_hidden_dim
+        inner = cfg.lm_inter_dim
+        heads = cfg.lm_n_heads * cfg.lm_head_dim
         kv_heads = cfg.lm_n_kv_heads * cfg.lm_head_dim
         blocks = []
         for block in decoder.blocks:
-            attn, mlp = block.attn, block.mlp
+            attn = block.attn
+            mlp = block.mlp
             qkv = (attn.q_proj, heads), (attn.k_proj, kv_heads), (attn.v_proj, kv_heads)
             packed = STRUCTS["decoder_block"](
                 qkv=tuple(self.matrix(layer, n_rows, width) for layer, n_rows in qkv),
@@ -96,8 +101,11 @@ class Packer:
 
     def encoder(self, encoder: VisionTransformer, cfg: VLMConfig, dtype: torch.dtype) -> Any:
         """The struct of a vision encoder; dtype is that in which attention multiplies."""
-        width, inner, n_patches = cfg.vit_hidden_dim, cfg.vit_inter_dim, cfg.vit_grid**2
-        embedding, norm = encoder.patch_embedding, encoder.layer_norm
+        width = cfg.vit_hidden_dim
+        inner = cfg.vit_inter_dim
+        n_patches = cfg.vit_grid**2
+        embedding = encoder.patch_embedding
+        norm = encoder.layer_norm
         positions = embedding.position_embedding[0]
         if embedding.position_ids is not None:
             positions = positions[embedding.position_ids]
@@ -152,7 +160,8 @@ class StackedCache(Sequence[KVCache]):
     """
 
     def __init__(self, data: Tensor, length: int, filled: list[int] | None = None):
-        self.data, self.length = data, length
+        self.data = data
+        self.length = length
         self._filled = [length] if filled is None else filled  # tokens in data, for all caches that share it
 
     @classmethod
@@ -161,7 +170,8 @@ class StackedCache(Sequence[KVCache]):
         B, heads, length, D = kv_cache[0].key.shape
         data = kv_cache[0].key.new_empty(len(kv_cache), 2, B, heads, capacity_for(length + n), D, dtype=dtype)
         for block, kv in zip(data, kv_cache):
-            block[0, :, :, :length], block[1, :, :, :length] = kv.key, kv.value
+            block[0, :, :, :length] = kv.key
+            block[1, :, :, :length] = kv.value
         return cls(data, length)
 
     def extend(self, n: int) -> "StackedCache":
@@ -189,12 +199,15 @@ class KernelNetwork:
     """
 
     def __init__(self, model: VisionLanguageModel):
-        self.model, self.cfg = model, model.cfg
+        self.model = model
+        self.cfg = model.cfg
         level = chosen_level() if model.device.type == "cpu" else None
         library = None if level is None else load_library(level)
         if level is None or library is None or model.dtype not in DTYPES:
             raise NoKernels
-        self.level, self._library, cfg = level, library, model.cfg
+        self.level = level
+        self._library = library
+        cfg = model.cfg
         self.cache_dtype = torch.float32 if level in WITHOUT_BF16_DOT else model.dtype
         if (len(model.vision_encoder.blocks), len(model.decoder.blocks)) != (cfg.vit_n_blocks, cfg.lm_n_blocks):
             raise ValueError("another number of blocks than the config's")
@@ -219,7 +232,9 @@ class KernelNetwork:
 
     def _encode(self, images: Tensor) -> Tensor:
         """`VisionTransformer.forward`, to float32."""
-        grid, size, S = self.cfg.vit_grid, self.cfg.vit_patch_size, self.cfg.vit_img_size
+        grid = self.cfg.vit_grid
+        size = self.cfg.vit_patch_size
+        S = self.cfg.vit_img_size
         if images.shape[1:] != (3, S, S):
             raise InputError(f"images have the shape {tuple(images.shape)}, not (N, 3, {S}, {S}): vit_img_size={S}")
         _check_device(images)
@@ -238,8 +253,10 @@ class KernelNetwork:
         self, embeds: Tensor, attention_mask: Tensor | None, prefix: PrefillState | None
     ) -> tuple[Tensor, PrefillState]:
         """`VisionLanguageModel.prefill_embeds`; logits are float32."""
-        mask, cfg = self.model.join_masks(embeds, attention_mask, prefix), self.cfg
-        (B, T, _), past = embeds.shape, 0 if prefix is None else prefix.length
+        mask = self.model.join_masks(embeds, attention_mask, prefix)
+        cfg = self.cfg
+        (B, T, _) = embeds.shape
+        past = 0 if prefix is None else prefix.length
         if past + T > (limit := cfg.lm_max_position_embeddings):
             raise InputError(f"{past + T} tokens exceed lm_max_position_embeddings={limit}; shorten the prompt")
         if prefix is None:

@@ -20,8 +20,11 @@ logger = logging.getLogger(__name__)
 # The largest root mean square difference, over the standard deviation: float32 rounds; bfloat16 modules round every
 # activation to 8 bits. The kernels round those of int8 and int4 weights to 8 bits, by the largest of a token: random
 # tokens in the first and last block of SmolLM2-135M then differ by 0.16, and wrong weights by 1 or more.
-FLOAT_TOLERANCE, BFLOAT_TOLERANCE, QUANTIZED_TOLERANCE = 1e-4, 0.1, 0.5
-N_TOKENS, MAX_ROWS = 5, 256  # of the tried prompt; of the vocabulary
+FLOAT_TOLERANCE = 1e-4
+BFLOAT_TOLERANCE = 0.1
+QUANTIZED_TOLERANCE = 0.5
+N_TOKENS = 5  # of the tried prompt; of the vocabulary
+MAX_ROWS = 256
 
 
 def proven_network(model: VisionLanguageModel, source: VisionLanguageModel) -> KernelNetwork | None:
@@ -78,7 +81,9 @@ def _make(block: nn.Module) -> list[tuple]:
 
 def _excerpt(model: VisionLanguageModel) -> VisionLanguageModel:
     """The model's first and last blocks, few words and small images, with its own modules and weights."""
-    cfg, encoder, decoder = model.cfg, model.vision_encoder, model.decoder
+    cfg = model.cfg
+    encoder = model.vision_encoder
+    decoder = model.decoder
     side = min(2 * cfg.mp_pixel_shuffle_factor, cfg.vit_grid)
     n_rows = min(MAX_ROWS, cfg.lm_vocab_size) if type(decoder.head) is nn.Linear else cfg.lm_vocab_size
     small = replace(
@@ -86,7 +91,8 @@ def _excerpt(model: VisionLanguageModel) -> VisionLanguageModel:
         mp_image_token_length=(side // cfg.mp_pixel_shuffle_factor) ** 2, lm_n_blocks=min(2, cfg.lm_n_blocks),
         lm_vocab_size=n_rows, lm_max_position_embeddings=4 * N_TOKENS,
     )  # fmt: skip
-    embedding, head = decoder.token_embedding, decoder.head
+    embedding = decoder.token_embedding
+    head = decoder.head
     if n_rows < cfg.lm_vocab_size:
         embedding, head = (_copy(x, weight=_part(x.weight[:n_rows])) for x in (embedding, head))
     patches = _copy(encoder.patch_embedding)
@@ -111,7 +117,8 @@ def _first_and_last(blocks: Any) -> nn.ModuleList:
 def _copy(module: Any, **changes: Any) -> Any:
     """A module of the same class, parameters and children, but for some attributes."""
     new = copy.copy(module)
-    new._parameters, new._modules = dict(module._parameters), dict(module._modules)
+    new._parameters = dict(module._parameters)
+    new._modules = dict(module._modules)
     for name, value in changes.items():
         setattr(new, name, value)
     return new
@@ -120,7 +127,8 @@ def _copy(module: Any, **changes: Any) -> Any:
 @torch.no_grad()
 def _largest_difference(model: VisionLanguageModel) -> float:
     """The largest difference between modules and kernels: of an image, a prompt, a padded one, and one more token."""
-    kernels, cfg = KernelNetwork(model), model.cfg
+    kernels = KernelNetwork(model)
+    cfg = model.cfg
     on_cpu: Any = {"generator": torch.Generator("cpu").manual_seed(0), "device": "cpu"}
     image = torch.rand(1, 3, cfg.vit_img_size, cfg.vit_img_size, dtype=torch.float32, **on_cpu)
     ids = torch.randint(cfg.lm_vocab_size, (2, N_TOKENS), **on_cpu)
@@ -143,6 +151,7 @@ def _difference(expected: Tensor, actual: Tensor) -> float:
     """The root mean square difference over the standard deviation of what is expected; infinite for other shapes."""
     if expected.shape != actual.shape:
         return float("inf")
-    expected, actual = expected.float(), actual.float()
+    expected = expected.float()
+    actual = actual.float()
     error = (expected - actual).square().mean().sqrt() / expected.std().clamp_min(1e-12)
     return float("inf") if error.isnan() else error.item()

@@ -16,7 +16,8 @@ ROW_MULTIPLE = 64  # stored rows are padded to it
 FIT_STEPS = 3  # reduce the squared error by 7%; more steps add less than 1%
 FIT_ROWS = 256  # of a weight at a time, which fit the cache
 DTYPES = {"data": torch.uint8, "scale": torch.float32, "groups": torch.int32}
-HUGE_PAGE, CACHE_LINE = 2 * 2**20, 64  # bytes
+HUGE_PAGE = 2 * 2**20  # bytes
+CACHE_LINE = 64
 
 
 class QuantizedLinear(nn.Module):
@@ -30,13 +31,16 @@ class QuantizedLinear(nn.Module):
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, format: str = "int8"):
         super().__init__()
-        (self.out_features, self.in_features), self.format = weight.shape, format
+        (self.out_features, self.in_features) = weight.shape
+        self.format = format
         self.stride = -(-self.in_features // ROW_MULTIPLE) * ROW_MULTIPLE
         fit = _fit_int8 if format == "int8" else _fit_int4
         padding = self.stride - self.in_features
         parts = [fit(rows.float().contiguous(), padding) for rows in weight.detach().split(FIT_ROWS)]
         data, scales = (nn.Parameter(torch.cat(part), requires_grad=False) for part in zip(*parts))
-        self.data, self.scale, self.groups = (data, scales, None) if format == "int8" else (data, None, scales)
+        self.data = data
+        self.scale = scales if format == "int8" else None
+        self.groups = None if format == "int8" else scales
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
 
     def check(self) -> None:
@@ -56,9 +60,10 @@ class QuantizedLinear(nn.Module):
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """The weight (out, in) that the layer acts as."""
         n = self.out_features
-        if self.groups is None:
+        if self.scale is not None:
             weight = (self.data.float() - 128) * self.scale[:, None]
         else:
+            assert self.groups is not None
             pairs = self.data.view(n, -1, 1, GROUP_SIZE)
             values = torch.cat([pairs & 15, pairs >> 4], dim=2).view(n, -1, GROUP_SIZE)
             step, minimum = self.groups.view(torch.bfloat16).view(n, -1, 2, 1).float().unbind(2)
@@ -79,8 +84,10 @@ def _fit_int4(weight: Tensor, padding: int) -> tuple[Tensor, Tensor]:
     From each group's range on, values and the line through them are fitted in turns, as in Lloyd's algorithm.
     """
     groups = F.pad(weight, (0, padding)).view(len(weight), -1, GROUP_SIZE)
-    smallest, (low, high) = torch.finfo(torch.bfloat16).tiny, groups.aminmax(dim=-1, keepdim=True)
-    scale, minimum = _rounded(((high - low) / 15).clamp_min(smallest)), _rounded(low)
+    smallest = torch.finfo(torch.bfloat16).tiny
+    (low, high) = groups.aminmax(dim=-1, keepdim=True)
+    scale = _rounded(((high - low) / 15).clamp_min(smallest))
+    minimum = _rounded(low)
     mean = groups.mean(-1, keepdim=True)
     for _ in range(FIT_STEPS):
         values = ((groups - minimum) / scale).round_().clamp_(0, 15)

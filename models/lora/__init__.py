@@ -25,13 +25,15 @@ class LoRALinear(nn.Linear):
 
     def __init__(self, linear: nn.Linear, rank: int, alpha: float):
         super().__init__(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
-        self.weight, self.bias = linear.weight, linear.bias
+        self.weight = linear.weight
+        self.bias = linear.bias
         like: dict[str, Any] = {"device": linear.weight.device, "dtype": linear.weight.dtype}
         self.lora_A = nn.Linear(self.in_features, rank, bias=False, **like)
         self.lora_B = nn.Linear(rank, self.out_features, bias=False, **like)
         nn.init.kaiming_uniform_(self.lora_A.weight, a=math.sqrt(5))  # as in PEFT
         nn.init.zeros_(self.lora_B.weight)  # an untrained adapter changes nothing
-        self.rank, self.alpha = rank, alpha
+        self.rank = rank
+        self.alpha = alpha
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias) + self.lora_B(self.lora_A(x)) * (self.alpha / self.rank)
@@ -99,7 +101,8 @@ def merged_state(model: VisionLanguageModel, consume: bool = False) -> Iterator[
     """
     state = model.state_dict()
     for name in [*state]:
-        tensor, layer = state.pop(name), model.get_submodule(name.rpartition(".")[0])
+        tensor = state.pop(name)
+        layer = model.get_submodule(name.rpartition(".")[0])
         if name.endswith(".weight") and isinstance(layer, LoRALinear):
             yield name, layer.merged()
             if consume:

@@ -21,7 +21,8 @@ from models.lora import LoRALinear, adapters, add_adapter, fully_trained
 from models.vision_language_model import VisionLanguageModel
 
 Pair = tuple[Tensor, Tensor]  # lora_A (rank, in) and lora_B (out, rank)
-ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER = "adapter"  # subfolder of a folder that transformers reads
 PREFIX = "base_model.model."  # of every tensor name
 
@@ -59,7 +60,8 @@ def write_adapters(folder: Path, model: VisionLanguageModel, base: str | None = 
 
     Tensors have the names of the model's format. Beside a model that transformers reads, they are in a subfolder.
     """
-    format, settings = format_of(model.cfg), {"base_model_name_or_path": base}
+    format = format_of(model.cfg)
+    settings = {"base_model_name_or_path": base}
     if format.for_transformers:
         (folder := folder / ADAPTER).mkdir()
         settings["task_type"] = "CAUSAL_LM"
@@ -77,7 +79,8 @@ def write_adapter_files(
     settings are further keys of adapter_config.json. An adapter of a weight that is stored in parts becomes one for
     each: they share lora_A and get their rows of lora_B. Of a tied pair both are written, as PEFT needs both.
     """
-    in_full, targets = to_stored(fully_trained(model)), []
+    in_full = to_stored(fully_trained(model))
+    targets = []
     tensors = dict(in_full)
     for name, module in adapters(model).items():
         for weight, lora_b in to_stored({f"{name}.weight": module.lora_B.weight}).items():
@@ -101,8 +104,11 @@ def read_adapters(folder: str | PathLike[str], model: VisionLanguageModel) -> No
     for files that cannot be read, do not fit the model, or hold another kind of adapter than LoRA (Hu et al. 2021).
     """
     folder = adapter_folder(Path(folder))
-    path, config = folder / ADAPTER_WEIGHTS, _read_config(folder / ADAPTER_CONFIG)
-    state, known, format = _read_tensors(path, model.dtype), adapters(model), format_of(model.cfg)
+    path = folder / ADAPTER_WEIGHTS
+    config = _read_config(folder / ADAPTER_CONFIG)
+    state = _read_tensors(path, model.dtype)
+    known = adapters(model)
+    format = format_of(model.cfg)
     if not known:
         model.requires_grad_(False)
     for name, linear in [*model.named_modules()]:
@@ -114,7 +120,8 @@ def read_adapters(folder: str | PathLike[str], model: VisionLanguageModel) -> No
             continue
         if model.cfg.lm_tie_weights and f"{name}.weight" in TIED:
             raise CheckpointError(f"{path} adapts the head, which is the token embedding, too; untie them in the model")
-        rank, alpha = len(lora_a), config["lora_alpha"] * (len(lora_a) / config["r"])
+        rank = len(lora_a)
+        alpha = config["lora_alpha"] * (len(lora_a) / config["r"])
         if not known:
             add_adapter(model, name, rank, alpha)
         layer = cast(LoRALinear, model.get_submodule(name))
@@ -137,7 +144,8 @@ def _read_config(path: Path) -> dict:
         values = KNOWN.get(key, OFF)
         if key not in FREE and value not in values:
             raise CheckpointError(f"{path}: {key}={value!r} is not supported, only {values[0]!r}")
-    rank, alpha = config.get("r"), config.get("lora_alpha")
+    rank = config.get("r")
+    alpha = config.get("lora_alpha")
     if type(rank) is not int or rank < 1 or type(alpha) not in (int, float):
         raise CheckpointError(f"{path}: r={rank} and lora_alpha={alpha} are not a rank and a factor")
     return config
@@ -157,7 +165,8 @@ def _read_tensors(path: Path, dtype: torch.dtype) -> dict[str, Tensor]:
 
 def _take_pair(state: dict[str, Tensor], weight: str, rows: Tensor, config: dict, path: Path) -> Pair:
     """Remove the adapter of a stored weight (out, in) from state; of rank 0 if it has none, and needs none."""
-    target, rank = weight.removesuffix(".weight"), config["r"]
+    target = weight.removesuffix(".weight")
+    rank = config["r"]
     pair = [state.pop(f"{target}.{part}.weight", None) for part in ("lora_A", "lora_B")]
     if all(tensor is None for tensor in pair) and not is_target(target, config):
         return rows.new_empty(0, rows.size(1)), rows.new_empty(len(rows), 0)

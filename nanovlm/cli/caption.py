@@ -97,7 +97,8 @@ def names_several(name: str) -> bool:
 
 def caption_options(args: argparse.Namespace, model: ModelOptions) -> CaptionOptions:
     """Settings of each answer. UsageError for flags that exclude each other, before any work."""
-    prompts, schema = args.prompts or [PROMPT], None
+    prompts = args.prompts or [PROMPT]
+    schema = None
     choices: tuple[str, ...] = ()
     if not all(map(str.strip, prompts)):
         raise UsageError("--prompt is empty; omit it to have the image described")
@@ -268,13 +269,15 @@ def print_caption(
         from nanovlm.processing.video import Video
 
         image = Video.read(source, options.max_frames)
-    stats, prompts = Stats(), options.prompts
+    stats = Stats()
+    prompts = options.prompts
     columns: dict[str, Any] = {}
     lines: list[str] = []
     label = f"{printable(name)}: " if len(args.images) > 1 and isinstance(source, str) else ""
     if options.choices:
         best = captioner.classify(image, options.choices, prompts[0])[0]
-        texts, columns = [best.text], best.columns()
+        texts = [best.text]
+        columns = best.columns()
         lines = [f"{best.text} ({best.probability:.0%}, log-probability {best.log_probability:.1f})"]
     elif is_terminal(sys.stdout) and not args.json and len(prompts) == 1:
         texts = [""]

@@ -68,7 +68,8 @@ class Chat:
     """A chat session on the command line: questions, and commands that begin with /."""
 
     def __init__(self, captioner: "Captioner", generation: GenerationOptions, paths: Sequence[str]):
-        self.captioner, self.generation = captioner, generation
+        self.captioner = captioner
+        self.generation = generation
         self.saved: set[str] = set()  # files written by this chat, which it may overwrite
         self.n_failed = 0
         self.start(paths)
@@ -116,7 +117,8 @@ class Chat:
             for piece in pieces:
                 print_text(piece, end="")
         print(flush=True)
-        stats, limit = self.session.stats, self.captioner.inference.cfg.lm_max_position_embeddings
+        stats = self.session.stats
+        limit = self.captioner.inference.cfg.lm_max_position_embeddings
         if stats.finish_reasons == ["length"] and stats.new_tokens < self.generation.max_new_tokens:
             print_error(f"note: the chat fills the model's context of {limit:,} tokens; /reset forgets the questions")
 

@@ -21,7 +21,10 @@ from nanovlm.console import configure_logging, print_error, warnings_as_notes
 from nanovlm.errors import InputError, NanoVLMError, UsageError, is_out_of_memory
 
 VERBS = ("caption", "chat", "serve", "train", "evaluate", "export")  # modules of this package
-EXIT_FAILURE, EXIT_USAGE, EXIT_BUG, EXIT_INTERRUPTED = 1, 2, 70, 130
+EXIT_FAILURE = 1
+EXIT_USAGE = 2
+EXIT_BUG = 70
+EXIT_INTERRUPTED = 130
 INSTALL = "pip install -e " + shlex.quote(str(Path(__file__).parents[2]))
 IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif", ".heic"}
 

@@ -21,7 +21,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    model, options = model_options(args), serve_options(args)
+    model = model_options(args)
+    options = serve_options(args)
     try:
         from nanovlm.serving.app import listen, make_app, serve
     except ModuleNotFoundError as error:

@@ -20,7 +20,8 @@ FOR_SCENES = ("out", "device")  # settings of FinetuneOptions that --recipe has,
 EXCLUSIVE = (("data", "recipe"), ("epochs", "max_steps"), ("backbones", "model"))
 # In bfloat16 on a CPU, oneDNN compiles code for each sequence length and keeps that of 1024 calls in two caches, which
 # grew by 715 MiB in 100 steps of the embedded model. With 64 calls it is 161 MiB after 5 steps and 100, and no slower.
-ONEDNN_CACHES, ONEDNN_CAPACITY = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"), "64"
+ONEDNN_CACHES = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
+ONEDNN_CAPACITY = "64"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +41,8 @@ def run(args: argparse.Namespace) -> int:
     if args.config:
         apply_run_file(args)
     check_flags(args)
-    cfg, options = config_from_args(args), options_from_args(args)
+    cfg = config_from_args(args)
+    options = options_from_args(args)
     threads = ModelOptions(threads=args.threads).threads
     check_data_names(args.data or ())
 

@@ -181,7 +181,8 @@ def _choose(examples: Sequence[Keys], wanted: int) -> set[str]:
             low, high = sorted((find(keys[0]), find(key)))
             parent[high] = low
     sizes = Counter(find(keys[0]) for keys in examples)
-    chosen, total = set(), 0
+    chosen = set()
+    total = 0
     for group in sorted(sizes):
         if total < wanted and 2 * sizes[group] <= len(examples):
             chosen.add(group)

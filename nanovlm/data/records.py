@@ -92,7 +92,8 @@ class _Columns:
 
     def choose(self, role: str, *tiers: list[str]) -> Any:
         """The value of a role: of its flag's column, else of the only candidate of the first tier that has any."""
-        given, flag = getattr(self.options, OPTIONS[role]), f"--{OPTIONS[role].replace('_', '-')}"
+        given = getattr(self.options, OPTIONS[role])
+        flag = f"--{OPTIONS[role].replace('_', '-')}"
         candidates = [given] if given else next(filter(None, tiers), [])
         if given not in (None, *self.row) or not (candidates or role != "answer"):
             missing = f"column {given!r}" if given else "column text, caption or answer"
@@ -110,7 +111,8 @@ def _read(row: Row, columns: _Columns, options: ReadOptions) -> Example:
         if found := columns.find(names):
             raise ExampleError(why.format(" and ".join(found)))
     images = [_locate(image, row["__folder__"]) for image in _images_of(columns, "__key__" in row)]
-    chats, asked = columns.find(CHAT), columns.find(QUESTION, filled=False)
+    chats = columns.find(CHAT)
+    asked = columns.find(QUESTION, filled=False)
     tiers = [columns.find(f"{ANSWER}|{CAPTION}")]
     if chats:
         tiers = [columns.find(f"{CHAT}|{ANSWER}|{CAPTION}|{QUESTION}")]  # one beside a chat can be read in two ways

@@ -82,7 +82,8 @@ def walk(folder: str | Path) -> list[str]:
     Hidden files and folders are left out, and model folders, which may hold a report.png. Links to folders are
     followed, but no folder is read twice.
     """
-    paths, seen = [], set()
+    paths = []
+    seen = set()
     for current, subfolders, files in os.walk(folder, followlinks=True):
         if (place := os.path.realpath(current)) in seen:
             subfolders.clear()
@@ -337,7 +338,8 @@ def _load(path: str, files: list[str], options: ReadOptions) -> Any:
             return datasets.load_from_disk(path)
         name, _, subset = path.partition(":")
         if files:
-            name, subset = BUILDERS[suffix(files[0].partition("?")[0])], ""
+            name = BUILDERS[suffix(files[0].partition("?")[0])]
+            subset = ""
         return datasets.load_dataset(name, subset or None, data_files=files or None, streaming=options.stream)
     except Exception as error:  # the library raises errors of many kinds, from DNS to disk
         reason = first_line(error.__cause__ or error)

@@ -107,7 +107,8 @@ class Source:
                 self.digests.append(text_digest(example, *keys))
                 for note in example.notes:
                     notes[note].append(example.name)
-        n, errors = len(usable), self.errors
+        n = len(usable)
+        errors = self.errors
         if not n:
             reason = f"can be used, the first: {errors[0]}" if errors else "is there"
             raise DataError(f"no images found: no record of {self.path} {reason}")
@@ -165,10 +166,10 @@ class Stream(Source):
                     here = {"epoch": epoch, "shard": turn, "window": window, "rows": start}
                     mine = [i for i in range(at["taken"], len(rows)) if by_shard or i % n_parts == part]
                     for i, found in zip(mine, self.examples_of((rows[i] for i in mine), {})):
-                        is_error = isinstance(found, ExampleError)
-                        if is_error or min(found[1]) >= self.limit:
+                        example = found if isinstance(found, ExampleError) else found[0]
+                        if isinstance(found, ExampleError) or min(found[1]) >= self.limit:
                             is_empty = False
-                            yield found if is_error else found[0], here | {"taken": i + 1}
+                            yield example, here | {"taken": i + 1}
                     at["taken"] = 0
                 at |= {"window": 0, "rows": None}
             at["shard"] = 0

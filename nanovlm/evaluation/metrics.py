@@ -27,7 +27,8 @@ DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight"
 NUMBERS = {"none": 0} | {word: i for i, word in enumerate(DIGITS)}
 VQA_PUNCTUATION = ';/[]"{}()=+\\_-><@`,?!'
 ANLS_THRESHOLD = 0.5
-MAX_NGRAM, CIDER_SIGMA = 4, 6.0
+MAX_NGRAM = 4
+CIDER_SIGMA = 6.0
 
 
 def intervals(scores: Mapping[str, float], n: int) -> dict[str, tuple[float, float]]:
@@ -75,7 +76,8 @@ def vqa_accuracy(answer: str, references: Sequence[str]) -> float:
     which "$%&:*#" are not, do not count, and number words are digits, as in the official script (vqaEval.py). Its table
     of contractions is not here: apostrophes are dropped.
     """
-    answer, truths = _vqa_normalize(answer), [_vqa_normalize(reference) for reference in references]
+    answer = _vqa_normalize(answer)
+    truths = [_vqa_normalize(reference) for reference in references]
     if len(truths) < 4:
         return float(answer in truths)
     others = combinations(truths, len(truths) - 1)
@@ -84,7 +86,8 @@ def vqa_accuracy(answer: str, references: Sequence[str]) -> float:
 
 def _vqa_normalize(text: str) -> str:
     text = text.strip().replace("'", "")
-    has_thousands, joined = re.search(r"\d,+\d", text), text  # as 1,000
+    has_thousands = re.search(r"\d,+\d", text)  # as 1,000
+    joined = text
     for mark in VQA_PUNCTUATION:
         is_outside = has_thousands or f"{mark} " in text or f" {mark}" in text
         joined = joined.replace(mark, "" if is_outside else " ")
@@ -103,7 +106,8 @@ def edit_distance(a: str, b: str) -> int:
     """The number of insertions, deletions and substitutions from a to b (Levenshtein 1966)."""
     row = list(range(len(b) + 1))
     for i, x in enumerate(a, start=1):
-        previous, row[0] = row[0], i
+        previous = row[0]
+        row[0] = i
         for j, y in enumerate(b, start=1):
             previous, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, previous + (x != y))
     return row[-1]

@@ -13,7 +13,8 @@ from nanovlm.review_page import GALLERY_STYLE, gallery
 
 MAX_SHOWN = 60  # wrong answers, and right ones
 MAX_ANSWERS = 40  # different ones, for a table of what was mistaken for what
-WIDTH, HEIGHT = 480, 160  # of a chart
+WIDTH = 480  # of a chart
+HEIGHT = 160
 STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:auto;padding:1rem}
 .wide{overflow-x:auto}table{border-collapse:collapse}td,th{padding:.2em .5em;text-align:right;font-weight:normal}
 .right{background:#2a82}.mistake{background:#d428;font-weight:bold}svg{width:100%;max-width:30rem;overflow:visible}

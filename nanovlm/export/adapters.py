@@ -25,7 +25,8 @@ def export_with_adapters(
     default the one that adapter_config.json names. Returns the base model. Raises UsageError if none is named, and
     CheckpointError if base is not the model that the adapters were trained on.
     """
-    trained, folder = Path(trained), Path(folder)
+    trained = Path(trained)
+    folder = Path(folder)
     base, revision = (base, None) if base else recorded_base(trained)
     if not base:
         raise UsageError(f"{trained}: {ADAPTER_CONFIG} names no base model; pass --base with the one that was trained")

@@ -80,7 +80,8 @@ def export_gguf(captioner: Captioner, folder: str | Path, name: str, gguf_type: 
     """
     if gguf_type not in GGUF_TYPES:
         raise InputError(f"gguf_type={gguf_type} is none of {', '.join(GGUF_TYPES)}")
-    cfg, state = captioner.model.cfg, captioner.model.state_dict()
+    cfg = captioner.model.cfg
+    state = captioner.model.state_dict()
     settings = check_llama_cpp_can_run(cfg, captioner.tokenizer)
     names = f"{name}-{gguf_type}.gguf", f"mmproj-{name}-{gguf_type}.gguf"
     with atomic_dir(folder) as new:
@@ -108,7 +109,8 @@ def check_llama_cpp_can_run(cfg: VLMConfig, tokenizer: Tokenizer) -> SmolVLM:
 
     llama.cpp always splits an image, and knows tiles and special tokens by the names of the published models.
     """
-    settings, tile = cfg.format, cfg.vit_img_size
+    settings = cfg.format
+    tile = cfg.vit_img_size
     if not isinstance(settings, SmolVLM):
         raise InputError(
             f"this model has {cfg.format_name}'s layout of tiles and image tokens, which llama.cpp does not write; "

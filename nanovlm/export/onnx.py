@@ -34,7 +34,9 @@ from models.vision_language_model import VisionLanguageModel
 from nanovlm.captioner import Captioner
 from nanovlm.errors import MissingExtraError
 
-VISION_ENCODER, EMBED_TOKENS, DECODER = "vision_encoder", "embed_tokens", "decoder_model_merged"  # names of files
+VISION_ENCODER = "vision_encoder"  # names of files
+EMBED_TOKENS = "embed_tokens"
+DECODER = "decoder_model_merged"
 SUFFIXES = {"float32": "", "float16": "_fp16", "int8": "_quantized"}  # of file names, as in transformers.js
 OPSET = 18
 ONNX_FOLDER = "onnx"
@@ -70,7 +72,8 @@ def export_onnx(captioner: Captioner, folder: str | Path, dtypes: Sequence[str] 
     dtypes are float32, float16 and int8.
     """
     check_onnx_extra()
-    folder, model = Path(folder), captioner.model
+    folder = Path(folder)
+    model = captioner.model
     with atomic_dir(folder / ONNX_FOLDER) as new:
         write_onnx(model, new, dtypes)
     _add_transformers_js_settings(folder)
@@ -101,7 +104,9 @@ class VisionEncoderGraph(nn.Module):
         self.vision_encoder = _in_dtype(model.vision_encoder, dtype)
         self.MP = _in_dtype(model.MP, dtype)
         self.outputs = ["image_features"]
-        B, n, S = 2, 3, model.cfg.vit_img_size
+        B = 2
+        n = 3
+        S = model.cfg.vit_img_size
         mask = torch.ones(B, n, S, S, dtype=torch.bool)
         self.examples = {"pixel_values": torch.zeros(B, n, 3, S, S), "pixel_attention_mask": mask}
 
@@ -135,7 +140,8 @@ class DecoderGraph(nn.Module):
     def __init__(self, model: VisionLanguageModel, dtype: torch.dtype):
         super().__init__()
         cfg = model.cfg
-        self.cfg, self.dtype = cfg, dtype
+        self.cfg = cfg
+        self.dtype = dtype
         decoder: LanguageModel = _in_dtype(model.decoder, dtype)
         self.decoder = copy.deepcopy(decoder, {id(p): p for p in decoder.parameters()})  # shares the weights
         for block in self.decoder.blocks:
@@ -143,7 +149,9 @@ class DecoderGraph(nn.Module):
         self.frequencies = inverse_frequencies(cfg.lm_head_dim, cfg.lm_re_base)  # a constant of the graph, in float32
         parts = [f"{i}.{part}" for i in range(cfg.lm_n_blocks) for part in ("key", "value")]
         self.outputs = ["logits", *(f"present.{part}" for part in parts)]
-        B, T, n_past = 2, 5, 7
+        B = 2
+        T = 5
+        n_past = 7
         self.examples = {
             "inputs_embeds": torch.zeros(B, T, cfg.lm_hidden_dim),
             "attention_mask": torch.ones(B, n_past + T - 3, dtype=torch.long),
@@ -167,7 +175,8 @@ class DecoderGraph(nn.Module):
         attention_mask = torch.cat([attention_mask.new_ones(B, missing), attention_mask], dim=1)
         mask = build_attention_mask(attention_mask, T)
         cos, sin = rope_cos_sin(position_ids[:, None], self.cfg, self.frequencies)
-        x, present = inputs_embeds.to(self.dtype), []
+        x = inputs_embeds.to(self.dtype)
+        present = []
         for block, key, value in zip(self.decoder.blocks, past[::2], past[1::2]):
             x, kv = block(x, cos, sin, mask, KVCache(key, value))
             present += [kv.key, kv.value]
@@ -182,7 +191,8 @@ def grouped_attention(
 ) -> Tensor:
     """`attention` with a mask, as one matmul for all queries of a key's group: SDPA's graph repeats the keys."""
     assert mask is not None and not causal and not dropout_p
-    (B, H, T, D), n_kv_heads = q.shape, k.size(1)
+    (B, H, T, D) = q.shape
+    n_kv_heads = k.size(1)
     bias = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, torch.finfo(q.dtype).min)
     q = (q * D**-0.5).reshape(B, n_kv_heads, -1, D)
     weights = (q @ k.transpose(2, 3) + bias.repeat(1, 1, H // n_kv_heads, 1)).softmax(-1)
@@ -280,7 +290,8 @@ def _quantize(path: Path, quantized: Path) -> None:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Silence torch's exporter and onnxruntime's quantization, which would give a bare root logger a handler."""
-    handler, disabled = logging.NullHandler(), logging.root.manager.disable
+    handler = logging.NullHandler()
+    disabled = logging.root.manager.disable
     logging.getLogger().addHandler(handler)
     logging.disable(logging.WARNING)
     try:

@@ -280,7 +280,8 @@ def augment(image: Image.Image, amount: float, rng: Random) -> Image.Image:
 
     for enhance in (ImageEnhance.Brightness, ImageEnhance.Contrast):
         image = enhance(image).enhance(rng.uniform(1 - amount / 2, 1 + amount / 2))
-    right, bottom = image.width - 1, image.height - 1
+    right = image.width - 1
+    bottom = image.height - 1
     corners = [image.getpixel(corner) for corner in ((0, 0), (right, 0), (0, bottom), (right, bottom))]
     return affine(
         image,

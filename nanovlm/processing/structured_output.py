@@ -79,7 +79,8 @@ class GrammarProcessor:
     """
 
     def __init__(self, matcher: Any, param: str):
-        self.matcher, self.param = matcher, param
+        self.matcher = matcher
+        self.param = param
         self.n_consumed = 0  # of the generated ids
 
     def forced_tokens(self, generated: Sequence[int]) -> list[int]:

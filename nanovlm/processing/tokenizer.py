@@ -37,7 +37,9 @@ class Tokenizer:
     """A tokenizer of the `tokenizers` library with nanoVLM's extra tokens and chat template."""
 
     def __init__(self, backend: tokenizers.Tokenizer, cfg: VLMConfig):
-        self.backend, self.cfg, self.layout = backend, cfg, layout_of(cfg)
+        self.backend = backend
+        self.cfg = cfg
+        self.layout = layout_of(cfg)
         backend.no_padding()
         backend.no_truncation()
         backend.encode_special_tokens = True  # "<|im_end|>" as plain text; encode_chat adds the template's tokens
@@ -192,7 +194,8 @@ class Tokenizer:
 
         CheckpointError if it puts some behind a text, too, where an answer could not follow.
         """
-        plain, ids = self.encode("a"), self.backend.encode("a", add_special_tokens=True).ids
+        plain = self.encode("a")
+        ids = self.backend.encode("a", add_special_tokens=True).ids
         n = len(ids) - len(plain)
         if ids[n:] != plain:
             raise CheckpointError(
@@ -278,7 +281,8 @@ class StreamingDecoder:
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
         self.ids: list[int] = []  # of the last piece, then the pending ones
-        self.n_emitted_ids, self.n_emitted_chars = 0, 0  # of self.ids, and of their text
+        self.n_emitted_ids = 0  # of self.ids, and of their text
+        self.n_emitted_chars = 0
         self._prefix = tokenizer.answer_prefix  # which the first piece may begin with
 
     def add(self, id: int) -> str:

@@ -103,7 +103,9 @@ def _read_animation(path: Path, max_frames: int) -> Video:
         n = getattr(image, "n_frames", 1)
         if n > MAX_ANIMATION_FRAMES:
             raise ImageError(f"{path}: {n:,} frames, more than {MAX_ANIMATION_FRAMES:,}; cut it")
-        starts, frames, now = [], [], 0.0
+        starts = []
+        frames = []
+        now = 0.0
         for frame in ImageSequence.Iterator(image):
             starts.append(now)
             now += (frame.info.get("duration") or 1000 / LISTED_FPS) / 1000
@@ -130,9 +132,11 @@ def _decode(path: Path, max_frames: int) -> Video:
         text = re.sub(r"^\S*: (\[Errno \d+\] )?", "", lines[-1]).removesuffix(f": {str(path)!r}")  # PyAV names it again
         raise ImageError(f"{path}: not a video that can be read: {text}")
     end = result.stdout.index(b"\n")
-    found, pixels = json.loads(result.stdout[:end]), memoryview(result.stdout)[end + 1 :]
+    found = json.loads(result.stdout[:end])
+    pixels = memoryview(result.stdout)[end + 1 :]
     size = tuple(found["size"])
-    n_bytes, n_frames = 3 * math.prod(size), len(found["seconds"])
+    n_bytes = 3 * math.prod(size)
+    n_frames = len(found["seconds"])
     frames = [Image.frombytes("RGB", size, pixels[i * n_bytes : (i + 1) * n_bytes]) for i in range(n_frames)]
     return Video(frames, found["seconds"], found["duration"])
 

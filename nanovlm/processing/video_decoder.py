@@ -10,7 +10,8 @@ from nanovlm.errors import MissingExtraError
 
 LISTED_FPS = 24.0  # of frames without times, as in transformers
 SKIPPED_SECONDS = 1  # at both ends of a long video
-DECODING_SECONDS, DECODING_BYTES = 120, 4 * 2**30  # limits of the process that decodes
+DECODING_SECONDS = 120  # limits of the process that decodes
+DECODING_BYTES = 4 * 2**30
 MAX_FRAME_PIXELS = 16_000_000  # of a video file; 4K has half of them
 
 
@@ -18,12 +19,14 @@ def sample_frames(n_frames: int, fps: float, max_frames: int) -> list[int]:
     """The numbers of the frames to show, ascending, of n_frames at fps a second."""
     duration = n_frames / fps
     wanted = max(1, min(round(duration), max_frames))
-    first, last = 0, n_frames - 1
+    first = 0
+    last = n_frames - 1
     if duration - 2 * SKIPPED_SECONDS > max_frames:
         first = max(0, int(SKIPPED_SECONDS * fps))
         last = min(n_frames - 1, int(n_frames - SKIPPED_SECONDS * fps))
         if first >= last:
-            first, last = 0, n_frames - 1
+            first = 0
+            last = n_frames - 1
     return spread(first, last, wanted)
 
 
@@ -55,7 +58,9 @@ def main(path: str, max_frames: int) -> None:
         fps = float(stream.average_rate or LISTED_FPS)
         n_frames = stream.frames or sum(1 for _ in container.decode(stream))
         seconds = float(stream.duration * stream.time_base) if stream.duration and stream.time_base else n_frames / fps
-    kept, shown, start = set(sample_frames(n_frames, fps, max_frames)), [], None
+    kept = set(sample_frames(n_frames, fps, max_frames))
+    shown = []
+    start = None
     with open(path, "rb") as file, av.open(file, "r", options=options) as container:
         for i, frame in enumerate(container.decode(video=0)):
             now = i / fps if frame.time is None else frame.time

@@ -91,7 +91,8 @@ def make_app(captioner: Captioner, name: str, options: ServeOptions, description
 
     @app.api_route("/health", methods=GET)
     def health() -> JSONResponse:
-        running, alive = chats.engine.batch.running, chats.engine.alive
+        running = chats.engine.batch.running
+        alive = chats.engine.alive
         counts = {"running": running, "waiting": max(0, len(chats.active) - running)}
         return JSONResponse({"status": "ok" if alive else "stopped", "model": name} | counts, 200 if alive else 503)
 
@@ -116,12 +117,15 @@ class Gate:
     """
 
     def __init__(self, app: ASGIApp, chats: "Chats"):
-        self.app, self.chats, self.options = app, chats, chats.options
+        self.app = app
+        self.chats = chats
+        self.options = chats.options
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        started, status = time.monotonic(), CLIENT_LEFT
+        started = time.monotonic()
+        status = CLIENT_LEFT
         state = scope.setdefault("state", {})
 
         async def send_with_headers(message: Message) -> None:
@@ -136,7 +140,8 @@ class Gate:
             app = self.app if problem is None else JSONResponse(problem.body, problem.status)
             await app(scope, receive, send_with_headers)
         finally:
-            response, problem = state.get("response"), state["problem"]
+            response = state.get("response")
+            problem = state["problem"]
             if response is not None:
                 await self.chats.release(response)
             if not self.options.quiet and (response or problem):
@@ -145,8 +150,10 @@ class Gate:
                 logger.info("%s %s %d: %s", scope["method"], scope["path"], status, details)
 
     def _refusal(self, headers: Headers) -> APIError | None:
-        host, origin = headers.get("host", ""), headers.get("origin")
-        hosts, origins = self.options.hosts, self.options.allow_origin
+        host = headers.get("host", "")
+        origin = headers.get("origin")
+        hosts = self.options.hosts
+        origins = self.options.allow_origin
         if hosts is not None and PORT.sub("", host).strip("[]").lower() not in hosts:
             return APIError(403, f"this server does not serve the host name {host!r}; start it with --allow-host to")
         own = (f"http://{host}".lower(), f"https://{host}".lower())
@@ -160,7 +167,9 @@ class Chats:
     """Chat completions from body to response, as many at once as the options allow."""
 
     def __init__(self, captioner: Captioner, name: str, options: ServeOptions):
-        self.captioner, self.name, self.options = captioner, name, options
+        self.captioner = captioner
+        self.name = name
+        self.options = options
         self.default_prompt = captioner.prompt
         self.image_cache = ImageCache(options.image_cache) if options.image_cache else None
         prefix_cache = PrefixCache(options.prefix_cache) if options.prefix_cache else None
@@ -244,7 +253,9 @@ class Chats:
 
     def _prepare(self, request: ChatRequest, chat: Chat, files: list[bytes | str]) -> Prompt:
         """What the model reads; a thread's work."""
-        processor, grammar, defaults = self.captioner.processor, None, self.captioner.defaults
+        processor = self.captioner.processor
+        grammar = None
+        defaults = self.captioner.defaults
         options = generation_options(request.options(), {}, defaults)
         images = prepare_images(files, [image.detail for image in chat.images], processor, self.image_cache)
         if options.schema is not None:
@@ -257,7 +268,8 @@ class Chats:
 
     async def _pieces(self, prompt: Prompt, request: ChatRequest, response: Response) -> AsyncGenerator[str, None]:
         """Text of an answer as its tokens come, up to a stop string; the first may be empty."""
-        decoder, stops = StreamingDecoder(self.captioner.tokenizer), StopStrings(request.stop)
+        decoder = StreamingDecoder(self.captioner.tokenizer)
+        stops = StopStrings(request.stop)
         async with aclosing(self.engine.generate(prompt)) as outputs:
             async for output in outputs:
                 response.completion_tokens += 1
@@ -351,7 +363,8 @@ class Server(uvicorn.Server):
 
 def serve(app: FastAPI, listening_socket: socket.socket, options: ServeOptions, name: str) -> None:
     """Serve until SIGINT or SIGTERM."""
-    port, host = listening_socket.getsockname()[1], f"[{options.host}]" if ":" in options.host else options.host
+    port = listening_socket.getsockname()[1]
+    host = f"[{options.host}]" if ":" in options.host else options.host
     logger.info("http://%s:%d serves %r: a page, and OpenAI's API at /v1; stop it with ctrl-c", host, port, name)
     server = Server(app)
     server.run(sockets=[listening_socket])

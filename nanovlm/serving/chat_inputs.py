@@ -72,7 +72,8 @@ def prepare_images(
     images: list[TiledImage] = []
     n_tokens = 0
     for number, (file, detail) in enumerate(zip(files, details), 1):
-        name, is_low = f"image {number}", detail == "low"
+        name = f"image {number}"
+        is_low = detail == "low"
         data = file if isinstance(file, bytes) else decode_data_url(file, name)
         key = is_low, hashlib.blake2b(data, digest_size=16).digest()
         image = None if cache is None else cache.get(key)

@@ -31,7 +31,10 @@ class APIError(Exception):
         self, status: int, message: str, code: str | None = None, param: str | None = None, headers: Any = None
     ):
         super().__init__(shortened(message))
-        self.status, self.code, self.param, self.headers = status, code, param, headers
+        self.status = status
+        self.code = code
+        self.param = param
+        self.headers = headers
 
     @property
     def body(self) -> dict[str, Any]:

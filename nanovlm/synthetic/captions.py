@@ -68,7 +68,8 @@ def _unique_phrase(shape: Shape, shapes: Sequence[Shape], rng: Random, without: 
 
     without names an attribute that the phrase must not tell.
     """
-    size, color = shape.size, shape.color
+    size = shape.size
+    color = shape.color
     kind = "object" if without == "kind" else shape.kind
     phrases = [kind, f"{color} {kind}", f"{size} {kind}", f"{size} {color} {kind}"]
     phrases = [p for p in phrases if p != "object" and not (without and getattr(shape, without) in p.split())]
@@ -117,7 +118,8 @@ def _exists(scene: Scene, rng: Random) -> Pairs:
 
 def _positions(scene: Scene, rng: Random) -> Pairs:
     for shape in scene.shapes:
-        phrase, position = _unique_phrase(shape, scene.shapes, rng), _position(shape)
+        phrase = _unique_phrase(shape, scene.shapes, rng)
+        position = _position(shape)
         if phrase and position:
             yield f"Where is {phrase}?", position
 
@@ -144,7 +146,8 @@ def _position(shape: Shape) -> str | None:
 
 def _relations(scene: Scene, rng: Random) -> Pairs:
     for a, b in permutations(scene.shapes, 2):
-        first, second = _unique_phrase(a, scene.shapes, rng), _unique_phrase(b, scene.shapes, rng)
+        first = _unique_phrase(a, scene.shapes, rng)
+        second = _unique_phrase(b, scene.shapes, rng)
         for relation in RELATIONS:
             offset = _offset(relation, a, b)
             if abs(offset) >= CLEAR_OFFSET and first and second:

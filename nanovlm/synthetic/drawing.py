@@ -104,7 +104,8 @@ def _star(n: int, *radii: float) -> list[Point]:
 
 def _square(rng: Random) -> list[Point]:
     """A superellipse (Lame curve): sharp or with rounded corners."""
-    half, exponent = rng.uniform(0.72, 0.88), 2 / rng.choice((6, 10, 20, 100))
+    half = rng.uniform(0.72, 0.88)
+    exponent = 2 / rng.choice((6, 10, 20, 100))
 
     def bent(v: float) -> float:
         return half * math.copysign(abs(v) ** exponent, v)
@@ -114,7 +115,9 @@ def _square(rng: Random) -> list[Point]:
 
 
 def _triangle(rng: Random) -> list[Point]:
-    top, bottom, half = rng.uniform(0.85, 1), rng.uniform(0.5, 0.8), rng.uniform(0.72, 1)
+    top = rng.uniform(0.85, 1)
+    bottom = rng.uniform(0.5, 0.8)
+    half = rng.uniform(0.72, 1)
     return [(0, -top), (half, bottom), (-half, bottom)]
 
 
@@ -218,7 +221,8 @@ def _striped(rng: Random, canvas: Canvas, width: int, height: int) -> None:
     far = width + height
     offset = rng.random()
     for i in range(-math.ceil(far / step), math.ceil(far / step)):
-        u, v = (i + offset) * step, (i + offset + share) * step
+        u = (i + offset) * step
+        v = (i + offset + share) * step
         corners = ((u, -far), (v, -far), (v, far), (u, far))
         canvas.polygon([(cos * p - sin * q, sin * p + cos * q) for p, q in corners], fill=255)
 
@@ -226,7 +230,9 @@ def _striped(rng: Random, canvas: Canvas, width: int, height: int) -> None:
 def _wavy(rng: Random, canvas: Canvas, width: int, height: int) -> None:
     short = min(width, height)
     step, swing, wave = (rng.uniform(*span) * short for span in ((0.12, 0.2), (0.03, 0.05), (0.22, 0.4)))
-    phase, offset, upright = rng.uniform(0, 2 * math.pi), rng.random(), rng.random() < 0.5
+    phase = rng.uniform(0, 2 * math.pi)
+    offset = rng.random()
+    upright = rng.random() < 0.5
     along, aside = (height, width) if upright else (width, height)
     xs = [i * wave / 16 for i in range(math.ceil(16 * along / wave) + 2)]
     for i in range(-2, math.ceil(aside / step) + 1):

@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from random import Random
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import tokenizers
 import torch
@@ -134,7 +134,8 @@ def scene_example(
     pairs = questions(scene, rng)
     if colorless:
         pairs = [pair for pair in pairs if COLORS.keys().isdisjoint(re.findall(r"\w+", " ".join(pair)))]
-    first, rest = pairs[:n_questions], pairs[n_questions:]
+    first = pairs[:n_questions]
+    rest = pairs[n_questions:]
     if n_questions:
         about_places = [pair for pair in rest if any(f" {relation} " in pair[0] for relation in RELATIONS)]
         first += about_places[:N_RELATION_QUESTIONS]
@@ -161,7 +162,8 @@ def scene_source() -> Source:
 
 def _numbered_example(number: int) -> Example:
     rng = Random(f"scene {number}")
-    size, scene = _random_size(rng), random_scene(rng)
+    size = _random_size(rng)
+    scene = random_scene(rng)
     return replace(scene_example(scene, rng, max(N_QUESTIONS.values()), size), name=f"scenes[{number}]")
 
 
@@ -191,12 +193,14 @@ class SceneBatches:
     seed: int
 
     def __call__(self, step: int) -> dict[str, Tensor | None]:
-        rng, length = Random(f"{self.seed} {step}"), at(step, ROW_LENGTH)
+        rng = Random(f"{self.seed} {step}")
+        length = at(step, ROW_LENGTH)
         rows = [_of_length(length, self._row(rng, step)) for _ in range(self.batch_size)]
         return collate(rows, max_length=length)
 
     def _row(self, rng: Random, step: int) -> EncodedExample:
-        size, scene = _random_size(rng), random_scene(rng, max_shapes=at(step, MAX_SHAPES))
+        size = _random_size(rng)
+        scene = random_scene(rng, max_shapes=at(step, MAX_SHAPES))
         colorless = rng.random() < at(step, UNNAMED_SHARE)
         multi_turn = rng.random() < at(step, CONVERSATION_SHARE)
         if colorless:
@@ -220,7 +224,8 @@ def at(step: int, schedule: Mapping[int, T]) -> T:
 def _of_length(length: int, row: EncodedExample) -> EncodedExample:
     """The row cut, or padded with tokens outside of any sample, to length tokens."""
     fields = {"ids": (row.ids, 0), "targets": (row.targets, IGNORE_INDEX), "mask": (row.mask, 0)}
-    return replace(row, **{name: (ids + [pad] * length)[:length] for name, (ids, pad) in fields.items()})
+    cut: dict[str, Any] = {name: (ids + [pad] * length)[:length] for name, (ids, pad) in fields.items()}
+    return replace(row, **cut)
 
 
 # Two ways to make the model look a shape up in the image instead of guessing it from its color

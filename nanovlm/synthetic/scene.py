@@ -146,7 +146,8 @@ def _is_readable(shapes: Sequence[Shape], touching: bool) -> bool:
         return False
     touches = 0
     for a, b in combinations(shapes, 2):
-        dx, dy = abs(a.x - b.x), abs(a.y - b.y)
+        dx = abs(a.x - b.x)
+        dy = abs(a.y - b.y)
         if SAME_COLUMN <= dx < CLEAR_OFFSET or (dx < SAME_COLUMN and dy < 0.15):
             return False
         touches += math.hypot(dx, dy) - a.radius - b.radius < 0.02

@@ -26,7 +26,8 @@ from nanovlm.errors import CheckpointError, TrainingError
 from nanovlm.options import check_output_folder
 from nanovlm.training.config import TrainConfig
 
-OPTIMIZER, STATE = "optimizer.safetensors", "trainer.json"
+OPTIMIZER = "optimizer.safetensors"
+STATE = "trainer.json"
 FIXED = ("lora_rank", "train_embeddings", "optimizer")  # settings that a resumed run must have, too
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,8 @@ from nanovlm.options import ReadOptions, check_settings
 from nanovlm.options import setting as bounded
 
 MUON_LR = 5e-4  # of fine-tuning by Muon, for the embedded model
-EPOCHS, MAX_STEPS = 45, 4500  # by default each example is shown 45 times, in at least FINETUNING's steps
+EPOCHS = 45  # by default each example is shown 45 times, in at least FINETUNING's steps
+MAX_STEPS = 4500
 PATH = (str, os.PathLike)
 RUN_FILE = "run.json"  # beside a trained model: the flags of its training
 PARTS = {"vision": "vision_encoder", "projector": "MP", "language": "decoder"}  # as --freeze names them

@@ -21,7 +21,8 @@ from nanovlm.training.checkpointing import write_errors
 from nanovlm.training.config import TrainConfig
 from nanovlm.training.distributed import DistributedContext
 
-METRICS, REPORT = "metrics.jsonl", "report.html"
+METRICS = "metrics.jsonl"
+REPORT = "report.html"
 SHOWN_ANSWERS = 2  # to held-out questions, at each evaluation
 FIRST_STEPS = 5  # after them a line says what the run needs
 LOSS = "loss"  # lower is better; of every other metric, higher is

@@ -93,7 +93,8 @@ def available_levels() -> list[str]:
 
 def chosen_level() -> str | None:
     """The CPU's best level, at most $NANOVLM_CPU_LEVEL; None for "none"."""
-    available, wanted = available_levels(), os.environ.get("NANOVLM_CPU_LEVEL")
+    available = available_levels()
+    wanted = os.environ.get("NANOVLM_CPU_LEVEL")
     if wanted in available:
         return wanted
     if wanted and wanted not in (*LEVELS, "none"):
@@ -133,7 +134,8 @@ def build(level: str, folder: Path) -> Path:
 def is_trusted(path: Path) -> bool:
     """Whether a library is whole, and only this user or root can write to it and to its folder."""
     try:
-        file, folder = path.lstat(), path.parent.stat()
+        file = path.lstat()
+        folder = path.parent.stat()
         others = any(x.st_uid not in (0, os.getuid()) or x.st_mode & 0o022 for x in (file, folder))
         content = path.read_bytes() if stat.S_ISREG(file.st_mode) and not others else b""
     except OSError:

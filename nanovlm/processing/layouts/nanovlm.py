@@ -48,13 +48,15 @@ class Layout:
 
     def preprocess(self, image: Image.Image, max_tiles: int | None) -> tuple[Tensor, Grid]:
         """Tiles of an RGB image, (n, 3, S, S) float32 in [0, 1], and their grid; the view of the whole comes first."""
-        tile, to_max_side = self.cfg.vit_img_size, bool(self.cfg.resize_to_max_side_len)
+        tile = self.cfg.vit_img_size
+        to_max_side = bool(self.cfg.resize_to_max_side_len)
         size = self.fitting_size(max_tiles, lambda max_side: resized_size(*image.size, tile, max_side, to_max_side))
         return preprocess(image, tile, size, self.has_global_view)
 
     def fitting_size(self, max_tiles: int | None, rule: Callable[[int], tuple[int, int]]) -> tuple[int, int] | None:
         """The size by a resize rule with the longest side that keeps an image within max_tiles; None means one tile."""
-        tile, max_side = self.cfg.vit_img_size, self.cfg.max_img_size or 0 if self.splits_images else 0
+        tile = self.cfg.vit_img_size
+        max_side = self.cfg.max_img_size or 0 if self.splits_images else 0
         while max_side > tile:  # at one tile the resize rule would round some squares up to two
             width, height = rule(max_side)
             if max_tiles is None or (width // tile) * (height // tile) <= max_tiles:
@@ -107,7 +109,8 @@ def resized_size(width: int, height: int, tile: int, max_side: int, to_max_side:
     The float operations are in the order of data/custom_transforms.py there. Exact arithmetic would be wrong: a
     1092 x 1092 image rounds to 3 x 4 tiles of 512, not 3 x 3, and the weights were trained on that.
     """
-    long, short = max(width, height), min(width, height)
+    long = max(width, height)
+    short = min(width, height)
     new_long = max_side if to_max_side else min(max_side, math.ceil(long / tile) * tile)
     scale = new_long / long
     new_short = max(tile, math.ceil(short * scale / tile) * tile)

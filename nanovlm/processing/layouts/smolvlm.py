@@ -46,9 +46,12 @@ class SmolVLMLayout(Layout):
 
         A grid of (1, 1) is an image that is not split: one tile.
         """
-        settings, tile = self.settings, self.cfg.vit_img_size
-        resampling, edge = Resampling(settings.resample), settings.longest_edge
-        resized, (rows, columns) = image, (1, 1)
+        settings = self.settings
+        tile = self.cfg.vit_img_size
+        resampling = Resampling(settings.resample)
+        edge = settings.longest_edge
+        resized = image
+        (rows, columns) = (1, 1)
         if settings.split and max_tiles != 1:
             resized, (rows, columns) = _resize(image, edge, tile, resampling)
             while max_tiles is not None and rows * columns > max_tiles:
@@ -88,7 +91,8 @@ class SmolVLMLayout(Layout):
         answer = "\N{REPLACEMENT CHARACTER}"  # in no template
         before = tokenizer.render([question], True)
         after = tokenizer.render([question, {"role": "assistant", "content": answer}], False)
-        prefix, ends = "", list(self.settings.end_token_ids)
+        prefix = ""
+        ends = list(self.settings.end_token_ids)
         if after.startswith(before) and answer in after:
             prefix, _, rest = after[len(before) :].partition(answer)
             if end := tokenizer.special.match(rest):

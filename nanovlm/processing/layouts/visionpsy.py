@@ -13,7 +13,8 @@ from nanovlm.processing.layouts.nanovlm import Layout, preprocess, resized_size
 class VisionPsyLayout(Layout):
     def preprocess(self, image: Image.Image, max_tiles: int | None) -> tuple[Tensor, Grid]:
         """As nanoVLM, but by Flash's resize rule where the format has a min_side and max_tiles allows it."""
-        tile, min_side = self.cfg.vit_img_size, cast(VisionPsy, self.cfg.format).min_side
+        tile = self.cfg.vit_img_size
+        min_side = cast(VisionPsy, self.cfg.format).min_side
         if min_side is None:
             return super().preprocess(image, max_tiles)
         size = self.fitting_size(max_tiles, lambda max_side: flash_size(*image.size, tile, max_side, min_side))
@@ -24,7 +25,8 @@ class VisionPsyLayout(Layout):
 
 def flash_size(width: int, height: int, tile: int, max_side: int, min_side: int) -> tuple[int, int]:
     """The size, in whole tiles, of Flash's resize rule, in exact integers below min_side."""
-    long, short = max(width, height), min(width, height)
+    long = max(width, height)
+    short = min(width, height)
     if short >= min_side:
         return resized_size(width, height, tile, max_side, False)
     new_long = min(max_side, -(-long * min_side // (short * tile)) * tile)
