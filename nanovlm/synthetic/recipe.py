@@ -219,8 +219,11 @@ def at(step: int, schedule: Mapping[int, T]) -> T:
 
 def _of_length(length: int, row: EncodedExample) -> EncodedExample:
     """The row cut, or padded with tokens outside of any sample, to length tokens."""
-    fields = {"ids": (row.ids, 0), "targets": (row.targets, IGNORE_INDEX), "mask": (row.mask, 0)}
-    return replace(row, **{name: (ids + [pad] * length)[:length] for name, (ids, pad) in fields.items()})
+
+    def fitted(ids: list[int], pad: int = 0) -> list[int]:
+        return (ids + [pad] * length)[:length]
+
+    return replace(row, ids=fitted(row.ids), targets=fitted(row.targets, IGNORE_INDEX), mask=fitted(row.mask))
 
 
 # Two ways to make the model look a shape up in the image instead of guessing it from its color
