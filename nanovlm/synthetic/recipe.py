@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from random import Random
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import tokenizers
 import torch
@@ -223,9 +223,11 @@ def at(step: int, schedule: Mapping[int, T]) -> T:
 
 def _of_length(length: int, row: EncodedExample) -> EncodedExample:
     """The row cut, or padded with tokens outside of any sample, to length tokens."""
-    fields = {"ids": (row.ids, 0), "targets": (row.targets, IGNORE_INDEX), "mask": (row.mask, 0)}
-    cut: dict[str, Any] = {name: (ids + [pad] * length)[:length] for name, (ids, pad) in fields.items()}
-    return replace(row, **cut)
+
+    def fitted(ids: list[int], pad: int = 0) -> list[int]:
+        return (ids + [pad] * length)[:length]
+
+    return replace(row, ids=fitted(row.ids), targets=fitted(row.targets, IGNORE_INDEX), mask=fitted(row.mask))
 
 
 # Two ways to make the model look a shape up in the image instead of guessing it from its color
