@@ -191,8 +191,8 @@ def test_shapes_that_do_not_fit_are_refused(tiny_model):
             (partial(model.decode, ids[:, :1], state), "have the shape .1, 1, 1, .*, not"),
             (partial(model.prefill, IDS, IMAGES.byte()), "images are of torch.uint8, not floats; normalize them"),
             (partial(model.decode, torch.tensor([8]), full), "65 tokens exceed lm_max_position_embeddings=64"),
-            (partial(model.decode, torch.tensor([5, 6]), state), ""),
-            *((partial(model.decode, torch.tensor([5]), prefix), "") for prefix in others),
+            (partial(model.decode, torch.tensor([5, 6]), state), None),
+            *((partial(model.decode, torch.tensor([5]), prefix), None) for prefix in others),
             (partial(model.encode_images, IMAGES.to("meta")), "meta"),
             (partial(model.prefill_embeds, embeds), "meta"),
         ):
