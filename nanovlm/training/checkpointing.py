@@ -171,7 +171,7 @@ def restore(path: Path, model: VisionLanguageModel, cfg: TrainConfig) -> tuple[d
         state = read_object(path / STATE)
         before = load_config(path).to_dict() | state["config"]
     now = model.cfg.to_dict() | {name: getattr(cfg, name) for name in FIXED} | {"freeze": list(cfg.freeze)}
-    del now["lm_tokenizer"]  # which says where the tokenizer is, not what it is
+    now.pop("lm_tokenizer", None)  # which says where the tokenizer is, not what it is
     for name, value in now.items():
         if before.get(name) != value:
             raise CheckpointError(

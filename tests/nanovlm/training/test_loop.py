@@ -136,7 +136,9 @@ def test_ctrl_c_in_a_terminal_reaches_the_worker_too_and_ends_with_two_lines(tmp
             if line.startswith("after 5"):
                 break
         os.killpg(program.pid, signal.SIGINT)
-        rest = program.stderr.read().splitlines()
+        rest = [
+            line for line in program.stderr.read().splitlines() if not line.startswith("note: ")
+        ]  # of a busy machine
     assert program.returncode == 130 and len(rest) == 2 and rest[0].startswith("SIGINT: stopped at step ")
 
 
