@@ -223,7 +223,7 @@ def measure(engines: Sequence[Engine], plain: NanoVLMEngine, folder: Path, args:
         for name, seconds in command.interleave(contestants, args.rounds, warmup).items():
             least = None
             if stage in costs:  # the roofline (Williams et al. 2009): reading or computing, whichever takes longer
-                (weights, flops) = costs[stage]
+                weights, flops = costs[stage]
                 engine = by_name[name]
                 reading = weights * engine.weight_bytes / command.memory_bandwidth()
                 least = 1000 * max(reading, flops / command.matmul_flops(engine.dtype))

@@ -82,7 +82,7 @@ def continued(model: VisionLanguageModel | EncoderDecoder, logits: Tensor, state
 
 def static(programs: Programs, x: Tensor, kv: list[KVPair], cross: Sequence[KVPair] = ()) -> Run:
     """Prefill x and decode ids by two programs of (tokens, position ()) on a cache of fixed capacity, kv."""
-    (prefill, decode) = programs
+    prefill, decode = programs
     length = x.size(1)
     bytes_per_token = sum(tensor.nbytes for pair in kv for tensor in pair) // kv[0][0].size(2)
 
@@ -275,8 +275,8 @@ def timeline(
 
 def exponent(lengths: Sequence[int], after_first: Sequence[float]) -> float:
     """The e of a * (n - 1)^e through the last two values, each the cost of n - 1 tokens after the first."""
-    (m, n) = lengths[-2:]
-    (low, high) = after_first[-2:]
+    m, n = lengths[-2:]
+    low, high = after_first[-2:]
     return round(math.log(high / low) / math.log((n - 1) / (m - 1)), 2)
 
 
@@ -317,7 +317,7 @@ def measure_designs(
     interleave({design.name: partial(generate, design) for design in designs}, sizes.rounds, warmup=0)
     rows = []
     for design in designs:
-        (chosen, held) = last[design.name]
+        chosen, held = last[design.name]
         counted = flops[design.name]
         rounds = times[design.name]
         expected = timeline(design.reference, ids, images, longest)[0] if design.reference else last[UNCACHED][0]

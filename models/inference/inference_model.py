@@ -44,7 +44,7 @@ class PlainNetwork:
 
     def run(self, x: Tensor, cache: Tensor, past: Sequence[int], last: Sequence[int], slots: Sequence[int]) -> Tensor:
         """See `KernelNetwork.run`; of sequences with different `past`, one new token each."""
-        (B, T, _) = x.shape
+        B, T, _ = x.shape
         span = max(past)
         rows, lengths, indices = (torch.tensor(n, device=x.device) for n in (range(B), past, slots))
         attention_mask = None

@@ -255,7 +255,7 @@ class KernelNetwork:
         """`VisionLanguageModel.prefill_embeds`; logits are float32."""
         mask = self.model.join_masks(embeds, attention_mask, prefix)
         cfg = self.cfg
-        (B, T, _) = embeds.shape
+        B, T, _ = embeds.shape
         past = 0 if prefix is None else prefix.length
         if past + T > (limit := cfg.lm_max_position_embeddings):
             raise InputError(f"{past + T} tokens exceed lm_max_position_embeddings={limit}; shorten the prompt")

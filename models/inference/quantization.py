@@ -31,7 +31,7 @@ class QuantizedLinear(nn.Module):
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, format: str = "int8"):
         super().__init__()
-        (self.out_features, self.in_features) = weight.shape
+        self.out_features, self.in_features = weight.shape
         self.format = format
         self.stride = -(-self.in_features // ROW_MULTIPLE) * ROW_MULTIPLE
         fit = _fit_int8 if format == "int8" else _fit_int4
@@ -85,7 +85,7 @@ def _fit_int4(weight: Tensor, padding: int) -> tuple[Tensor, Tensor]:
     """
     groups = F.pad(weight, (0, padding)).view(len(weight), -1, GROUP_SIZE)
     smallest = torch.finfo(torch.bfloat16).tiny
-    (low, high) = groups.aminmax(dim=-1, keepdim=True)
+    low, high = groups.aminmax(dim=-1, keepdim=True)
     scale = _rounded(((high - low) / 15).clamp_min(smallest))
     minimum = _rounded(low)
     mean = groups.mean(-1, keepdim=True)

@@ -42,7 +42,7 @@ class KVView(list):
 
     def can_append(self, n: int) -> bool:
         """Whether n tokens can be written in place: the buffer has space, and no other cache has taken it."""
-        (k, v) = self.views
+        k, v = self.views
         buffer = self.buffer
         unmodified = self[0] is k and self[1] is v  # a caller may have replaced the list's items
         writable = torch.is_inference_mode_enabled() or not buffer.k.is_inference()

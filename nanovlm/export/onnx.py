@@ -191,7 +191,7 @@ def grouped_attention(
 ) -> Tensor:
     """`attention` with a mask, as one matmul for all queries of a key's group: SDPA's graph repeats the keys."""
     assert mask is not None and not causal and not dropout_p
-    (B, H, T, D) = q.shape
+    B, H, T, D = q.shape
     n_kv_heads = k.size(1)
     bias = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, torch.finfo(q.dtype).min)
     q = (q * D**-0.5).reshape(B, n_kv_heads, -1, D)

@@ -55,8 +55,8 @@ def matmul_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False, dropout_p: float = 0.0
 ) -> Tensor:
     """`attention` as matrix products: in bfloat16 forward and backward pass take a quarter of SDPA's time."""
-    (B, H, T, D) = q.shape
-    (_, n_kv_heads, S, _) = k.shape
+    B, H, T, D = q.shape
+    _, n_kv_heads, S, _ = k.shape
     if q.dtype != torch.bfloat16 or not q.requires_grad or S > MAX_MATMUL_KEYS:
         return attention(q, k, v, mask, causal, dropout_p)
     if causal:

@@ -51,7 +51,7 @@ class SmolVLMLayout(Layout):
         resampling = Resampling(settings.resample)
         edge = settings.longest_edge
         resized = image
-        (rows, columns) = (1, 1)
+        rows, columns = (1, 1)
         if settings.split and max_tiles != 1:
             resized, (rows, columns) = _resize(image, edge, tile, resampling)
             while max_tiles is not None and rows * columns > max_tiles:

@@ -76,6 +76,10 @@ def test_a_library_is_trusted_only_if_nobody_else_can_write_it(library):
     link.symlink_to(library)
     os.mkfifo(fifo := library.with_name("fifo.so"))
     assert not is_trusted(link) and not is_trusted(fifo) and not is_trusted(library.with_name("absent.so"))
+    content = library.read_bytes()
+    library.with_name("flipped.so").write_bytes(content[:99] + bytes([content[99] ^ 1]) + content[100:])
+    library.with_name("flipped.so").chmod(0o700)
+    assert not is_trusted(library.with_name("flipped.so")), "it is not what was built"
 
 
 @HAS_KERNELS
