@@ -259,7 +259,7 @@ def add_flags(parser: Parser) -> None:
 
 
 def measure_flags(args: argparse.Namespace) -> Measured:
-    """What the flags ask for."""
+    """Measure what the flags name."""
     n = args.scenes or (200 if args.compare else 1000)
     if args.compare:
         results = compare_precisions(n, args.seed, args.model)

@@ -95,7 +95,7 @@ def add_flags(parser: Parser) -> None:
 
 
 def measure_flags(args: argparse.Namespace) -> Measured:
-    """What the flags ask for, by default of SmolLM2 in SmolVLM's layout."""
+    """Measure what the flags name, by default SmolLM2 in SmolVLM's layout."""
     what = args.text or f"pydoc EXECUTION of Python {'.'.join(map(str, sys.version_info[:2]))}"
     try:
         text = topics["execmodel"] if args.text is None else args.text.read_text(encoding="utf-8")

@@ -133,7 +133,7 @@ def write_page(path: Path, cfg: VLMConfig, tables: str) -> None:
 
 
 def measure_flags(args: argparse.Namespace) -> Measured:
-    """What the flags ask for."""
+    """Measure what the flags name."""
     if len(args.lengths) < 2 or min(args.lengths) < 2 or sorted(set(args.lengths)) != list(args.lengths):
         raise UsageError(f"--lengths {' '.join(map(str, args.lengths))}: give two or more, rising, from 2 on")
     if args.html and not args.html.parent.is_dir():

@@ -128,7 +128,7 @@ class Stream:
         return ""
 
     def row(self, image: str) -> Row:
-        """What is known of an image that has a caption."""
+        """Row of an image that has a caption."""
         return {}
 
     def write(self, image: str, row: Row) -> None:

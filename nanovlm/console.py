@@ -1,4 +1,4 @@
-"""What a person reads: text on standard output; log lines, notes, errors and progress bars on standard error."""
+"""Output for people: text on standard output; log lines, notes, errors and progress bars on standard error."""
 
 import logging
 import os

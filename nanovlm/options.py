@@ -198,7 +198,7 @@ class GenerationOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class CaptionOptions(GenerationOptions):
-    """What is asked about each image of many, and how it is answered."""
+    """Questions about each image of many, and how they are answered."""
 
     prompts: tuple[str, ...] = (PROMPT,)  # a table has a column for each of several
     choices: tuple[str, ...] = ()  # the answer is the most probable of these

@@ -87,7 +87,7 @@ def write_page(
 
 
 def _note(text: str, row: Mapping[str, Any], n: int) -> str:
-    """What a reviewer looks at first."""
+    """Rows that a reviewer looks at first."""
     words = text.lower().split()
     if not words:
         return "empty"

@@ -105,7 +105,7 @@ class InferenceModel(GenerationMixin):
 
     @property
     def network(self) -> Network:
-        """What computes with the current weights; see `KernelNetwork` for its methods."""
+        """Network of the current weights; see `KernelNetwork` for its methods."""
         with self._lock:
             if self._source is not None and self._versions != _versions(self._source):
                 logger.info("the model's weights have changed; rebuilding the inference model")

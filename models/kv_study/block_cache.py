@@ -1,4 +1,4 @@
-"""What a block of the language model asks of a cache, so that other designs take the place of `models.cache.KVCache`.
+"""Contract of a block's cache: other designs take the place of `models.cache.KVCache`.
 
 `Attention.forward` calls `append` once per step and reads `key` and `value` of what it returns, and the model reads
 `length`; nothing else. A new design is therefore a class with these four names, and the blocks stay as they are. Give

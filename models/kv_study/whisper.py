@@ -83,7 +83,7 @@ class Whisper(Seq2SeqModel):
         return self.encoder(inputs.type_as(self.decoder.ln.weight))
 
     def log_mel(self, audio: Tensor) -> Tensor:
-        """What `encode` takes of audio (N, samples), which is cut or filled with silence to the model's 30 seconds."""
+        """Spectrogram for `encode` of audio (N, samples), cut or filled with silence to the model's 30 seconds."""
         n_samples = 2 * self.dims["n_audio_ctx"] * HOP_LENGTH
         audio = F.pad(audio[..., :n_samples], (0, max(0, n_samples - audio.size(-1))))
         return log_mel(audio, self.dims["n_mels"])

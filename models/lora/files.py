@@ -178,7 +178,7 @@ def _take_pair(state: dict[str, Tensor], weight: str, rows: Tensor, config: dict
 
 
 def is_target(module: str, config: dict) -> bool:
-    """Whether adapter_config.json names a linear layer, in one of PEFT's ways: names, ends of names or a regex."""
+    """Check whether adapter_config.json names a layer, in one of PEFT's ways: names, ends of names or a regex."""
 
     def matches(names: Any) -> bool:
         if isinstance(names, str):

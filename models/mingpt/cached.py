@@ -41,7 +41,7 @@ class KVView(list):
         super().__init__(self.views)
 
     def can_append(self, n: int) -> bool:
-        """Whether n tokens can be written in place: the buffer has space, and no other cache has taken it."""
+        """Check whether n tokens can be written in place: the buffer has space, and no other cache has taken it."""
         k, v = self.views
         buffer = self.buffer
         unmodified = self[0] is k and self[1] is v  # a caller may have replaced the list's items

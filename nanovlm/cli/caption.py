@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def names_several(name: str) -> bool:
-    """Whether a name is that of a folder, or a pattern: a file may be named [1].png."""
+    """Check whether a name is that of a folder, or a pattern: a file may be named [1].png."""
     return os.path.isdir(name) or (glob.has_magic(name) and not os.path.lexists(name))
 
 

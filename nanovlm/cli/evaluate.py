@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def trained_on(folder: Path, data: Sequence[str]) -> list[str]:
-    """Those of the data that run.json in a model's folder names as its training data."""
+    """Paths of the data that run.json in a model's folder names as its training data."""
 
     def source(text: str) -> str:
         """A name of data without its share, absolute if it is a path."""

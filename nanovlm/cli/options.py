@@ -105,7 +105,7 @@ def load_captioner(
 
 
 def report_missing(names: Sequence[str]) -> bool:
-    """Whether none of some images is there, which is reported before anything is imported to read them."""
+    """Check whether none of some images is there, which is reported before anything is imported to read them."""
     is_missing = bool(names) and not any(name == "-" or os.path.lexists(name) or "://" in name for name in names)
     for name in names if is_missing else ():
         print_error(f"{name if name.isprintable() else repr(name)}: No such file or directory")

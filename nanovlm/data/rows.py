@@ -311,7 +311,7 @@ def _row_of_dataset(i: int, data: Any, path: str, folder: str, options: ReadOpti
 
 
 def _tar_notes(file: str, features: Any) -> list[str]:
-    """What `datasets` passes over in a tar: files of types that the first samples lack, and a missing end."""
+    """Notes on what `datasets` passes over in a tar: files of types that the first samples lack, and a missing end."""
     with reading_errors(file), tarfile.open(file) as tar:
         names = [member.name for member in tar if member.isfile()]
     if twice := [name for name, n in Counter(names).items() if n > 1]:  # which older versions of `datasets` merge

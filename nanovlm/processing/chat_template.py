@@ -53,7 +53,7 @@ class ChatTemplate:
 
 
 def _tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    """As in the templates of transformers: nothing is escaped for HTML."""
+    """Environment as transformers': nothing is escaped for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 

@@ -20,7 +20,7 @@ SPECIAL = [  # IANA's registries know more blocks than Python: protocols, relays
 
 
 def is_public(address: str) -> bool:
-    """Whether an address is on the public internet."""
+    """Check whether an address is on the public internet."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     if any(ip in block for block in SPECIAL) or ip.is_multicast:
         return False
@@ -64,6 +64,6 @@ async def fetch(url: str, max_bytes: int) -> bytes:
 
 
 def fetch_image(url: str) -> bytes:
-    """The same for callers without an event loop of their own, or inside one, as Jupyter's."""
+    """Fetch for callers without an event loop of their own, or inside one, as Jupyter's."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(asyncio.run, fetch(url, MAX_BYTES)).result()

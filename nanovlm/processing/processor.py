@@ -61,7 +61,7 @@ class Processor:
         return [tiles for tiles, _ in prepared], [grid for _, grid in prepared], texts
 
     def __call__(self, images: Sequence[Sequence[Image.Image]], questions: Sequence[str]) -> dict[str, Tensor | None]:
-        """What `VisionLanguageModel.generate` reads: row i asks questions[i] about images[i], padded on the left.
+        """Inputs of `VisionLanguageModel.generate`: row i asks questions[i] about images[i], padded on the left.
 
         input_ids and attention_mask (B, T) int64; images (N, 3, S, S), the tiles of all rows, or None.
         """

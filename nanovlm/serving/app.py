@@ -252,7 +252,7 @@ class Chats:
         return files
 
     def _prepare(self, request: ChatRequest, chat: Chat, files: list[bytes | str]) -> Prompt:
-        """What the model reads; a thread's work."""
+        """Request of a chat; a thread's work."""
         processor = self.captioner.processor
         grammar = None
         defaults = self.captioner.defaults

@@ -107,7 +107,7 @@ def check_length(n_tokens: int, processor: Processor, what: str) -> None:
 
 
 def is_data_url(url: str) -> bool:
-    """Whether a URL holds the image itself: as a data URL, or as base64 alone, which some clients send."""
+    """Check whether a URL holds the image itself: as a data URL, or as base64 alone, which some clients send."""
     return url[:5].lower() == "data:" or BASE64.match(url) is not None
 
 

@@ -63,7 +63,7 @@ class Scene:
 
 
 def names_withheld(scene: Scene) -> bool:
-    """Whether a caption of this scene names a withheld pair."""
+    """Check whether a caption of this scene names a withheld pair."""
     return any((shape.color, shape.kind) in WITHHELD for shape in scene.shapes)
 
 
@@ -141,7 +141,7 @@ def _free_positions(rng: Random, shapes: Sequence[Shape], touching: bool) -> lis
 
 
 def _is_readable(shapes: Sequence[Shape], touching: bool) -> bool:
-    """Whether all are inside the image, none is hidden, and the order from left to right is unambiguous."""
+    """Check whether all are inside the image, none is hidden, and the order from left to right is unambiguous."""
     if any(min(s.x, s.y, 1 - s.x, 1 - s.y) < s.radius + MARGIN for s in shapes):
         return False
     touches = 0

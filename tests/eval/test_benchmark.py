@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 
 def table_of(size):
-    """What the table of a size looks like, with groups for the numbers of its rows."""
+    """Pattern of a size's table, with groups for the numbers of its rows."""
     rows = "".join(rf"{n:>10}([\d ]{{11}}\.\d\d)([\d ]{{11}}\.\d\d)([\d ]{{7}}\.\d\d)x\n" for n in (3, 64, 128))
     head = r" Context T    no KV \(ms\)       KV \(ms\)    speedup"
     return rf"{size}  \(\d+\.\dM params\)\n{head}\n-{{50}}\n{rows}"

@@ -107,7 +107,7 @@ def clip(tmp_path):
 
 @pytest.fixture
 def without_heif(monkeypatch):
-    """As in a process that has read no HEIC image yet."""
+    """State of a process that has read no HEIC image yet."""
     Image.init()  # or the end of the test would forget the formats that it is the first to read
     monkeypatch.delitem(Image.OPEN, "HEIF", raising=False)
     monkeypatch.setattr(Image, "ID", [format for format in Image.ID if format != "HEIF"])

@@ -1,4 +1,4 @@
-"""What the library logs."""
+"""Log lines of the library."""
 
 import logging
 from collections.abc import Iterator

@@ -74,7 +74,7 @@ def cpu_info(field: str) -> str:
 
 @cache
 def amx_is_allowed() -> bool:
-    """Whether Linux lets this process use AMX's tiles, which is asked for here; no Linux before 5.16 does.
+    """Check whether Linux lets this process use AMX's tiles, which is asked for here; no Linux before 5.16 does.
 
     It is arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA): Linux, Documentation/arch/x86/xstate.rst.
     """
@@ -132,7 +132,7 @@ def build(level: str, folder: Path) -> Path:
 
 
 def is_trusted(path: Path) -> bool:
-    """Whether a library is whole, and only this user or root can write to it and to its folder."""
+    """Check whether a library is whole, and only this user or root can write to it and to its folder."""
     try:
         file = path.lstat()
         folder = path.parent.stat()

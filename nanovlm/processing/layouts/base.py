@@ -1,4 +1,4 @@
-"""What layouts share: grids of tiles, messages with images, and splitting an image into tiles."""
+"""Shared by layouts: grids of tiles, messages with images, and splitting an image into tiles."""
 
 from collections.abc import Sequence
 from typing import NotRequired, TypedDict

@@ -12,7 +12,7 @@ from nanovlm.processing.layouts.nanovlm import Layout, preprocess, resized_size
 
 class VisionPsyLayout(Layout):
     def preprocess(self, image: Image.Image, max_tiles: int | None) -> tuple[Tensor, Grid]:
-        """As nanoVLM, but by Flash's resize rule where the format has a min_side and max_tiles allows it."""
+        """Split as nanoVLM does, but by Flash's resize rule where the format has a min_side and max_tiles allows it."""
         tile = self.cfg.vit_img_size
         min_side = cast(VisionPsy, self.cfg.format).min_side
         if min_side is None:

@@ -28,7 +28,7 @@ OUT_OF_MEMORY = [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocat
 
 
 def alone(model, ids, n=5, images=None, eos=None, sampling=GREEDY):
-    """What the model generates for one prompt, up to and including the end token."""
+    """Ids that the model generates for one prompt, up to and including the end token."""
     ids = torch.tensor([ids])
     output = model.generate(ids, images, max_new_tokens=n, sampling=sampling, eos_token_id=eos)[0].tolist()
     return output[: output.index(eos) + 1] if eos in output else output

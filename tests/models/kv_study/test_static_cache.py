@@ -49,7 +49,7 @@ def steps(request, language_model):
 
 @pytest.mark.parametrize(("batch", "padding"), [(1, 0), (5, 2)])
 def test_language_model_steps_generate_the_same_ids(language_model, steps, batch, padding):
-    """The same graphs serve every batch size."""
+    """One set of graphs serves every batch size."""
     images = torch.rand(batch, 3, 16, 16)
     ids = torch.randint(4, 40, (batch, 9))
     ids[:, 3:7] = 3

@@ -61,7 +61,7 @@ def run_lora(train, tmp_path):
 
 
 def their_model(folder, adapter=None):
-    """What transformers loads from a folder, in float32, with PEFT's adapter of another one."""
+    """Model that transformers loads from a folder, in float32, with PEFT's adapter of another one."""
     transformers, peft = map(pytest.importorskip, ("transformers", "peft"))
     model = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
     return model if adapter is None else peft.PeftModel.from_pretrained(model, adapter)

@@ -1,5 +1,5 @@
 # ruff: noqa: E501  # tables
-"""What is read of files as people have them: the examples and the lines that say so, or a refusal of one line."""
+"""Files as people have them: the examples and the lines that say so, or a refusal of one line."""
 
 import base64
 import importlib.util

@@ -69,7 +69,7 @@ def assert_same_generation(ours, model, batch, tolerance=1e-4, **options):
 
 
 def test_names_and_dimensions_are_those_of_smolvlms_files(folder, model):
-    """As listed in transformers.js and in the model cards of HuggingFaceTB/SmolVLM-256M-Instruct and its kin."""
+    """Names listed in transformers.js and in the model cards of HuggingFaceTB/SmolVLM-256M-Instruct and its kin."""
     inputs, outputs = {}, {}
     for name in NAMES:
         graph = onnx.load(folder / f"{name}.onnx").graph

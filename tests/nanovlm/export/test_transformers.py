@@ -111,7 +111,7 @@ def test_chat_template_accepts_strings_and_parts(folder, embedded):
     ],
 )
 def test_vllm_detects_contents_of_parts(template, expected):
-    """As its detection does, by a loop over message['content'], where message is of a loop over messages."""
+    """Find images as it does, by a loop over message['content'], where message is of a loop over messages."""
     loops = [*jinja2.Environment(trim_blocks=True, lstrip_blocks=True).parse(template).find_all(nodes.For)]
     content = nodes.Getitem(nodes.Name("message", "load"), nodes.Const("content"), "load")
     over_messages = any(loop.iter == nodes.Name("messages", "load") and loop.target.name == "message" for loop in loops)

@@ -147,7 +147,7 @@ def prompt_text(format_version, image_set, question=QUESTION) -> str:
 
 @pytest.fixture(scope="module")
 def reference(format_version, backbone_tokenizer):
-    """What stock nanoVLM makes of lm_tokenizer, by the tokenizers library."""
+    """Tokenizer that stock nanoVLM makes of lm_tokenizer, by the tokenizers library."""
     backend = tokenizers.Tokenizer.from_file(str(backbone_tokenizer / "tokenizer.json"))
     backend.add_special_tokens(list(raw_config(format_version).get("vlm_extra_tokens", {}).values()))
     return backend

@@ -58,7 +58,7 @@ def test_a_prompt_is_laid_out_as_transformers_does(converted):
 
 
 def test_special_tokens_in_the_text_of_turns_are_plain_text(converted):
-    """Those of the layout even if tokenizer.json lists them as ordinary tokens."""
+    """Tokens of the layout even if tokenizer.json lists them as ordinary tokens."""
     tokens = {"<image>": 4, "<end_of_utterance>": 1, FAKE: 2, "<global-img>": 1, "<row_1_col_1>": 0}
     listed = json.loads(converted.tokenizer.to_json())
     for token in listed["added_tokens"]:

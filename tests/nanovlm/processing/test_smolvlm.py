@@ -277,7 +277,7 @@ def test_another_template_with_several_end_tokens(tmp_path):
 
 @pytest.mark.parametrize("writes_bos", [True, False])
 def test_a_prompt_begins_as_the_post_processor_says(tmp_path, writes_bos):
-    """As Idefics3-8B's, whose tokenizer puts <|begin_of_text|> before a text that does not begin with it."""
+    """Folder like Idefics3-8B's, whose tokenizer puts <|begin_of_text|> before a text that does not begin with it."""
     write_folder(tmp_path / "model")
     file, template = tmp_path / "model" / "tokenizer.json", TEMPLATE if writes_bos else TEMPLATE[len("<|im_start|>") :]
     backend = tokenizers.Tokenizer.from_file(str(file))

@@ -1,4 +1,4 @@
-"""What requests may hold: each is answered as the Captioner answers, or refused in one sentence of OpenAI's shape."""
+"""Contents of requests: each is answered as the Captioner answers, or refused in one sentence of OpenAI's shape."""
 
 import json
 import re

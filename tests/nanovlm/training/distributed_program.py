@@ -1,4 +1,4 @@
-"""What test_distributed.py runs: groups of processes, and in each the runs of a JSON argument, in one process group."""
+"""Program of test_distributed.py: groups of processes, and in each the runs of a JSON argument."""
 
 import json
 import os
