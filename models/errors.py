@@ -36,6 +36,14 @@ class CheckpointError(NanoVLMError, ValueError):
     exit_code = 2
 
 
+class FileError(NanoVLMError, OSError):
+    """A file that cannot be read or written; errno as the system gave it, or None."""
+
+    def __init__(self, message: object = "", errno: int | None = None):
+        super().__init__(message)
+        self.errno = errno
+
+
 ALLOCATOR_ERRORS = ("can't allocate memory", "not enough memory", "out of memory")  # torch's on Linux, Windows, MPS
 
 
