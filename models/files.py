@@ -204,7 +204,7 @@ def truncate(path: PathLike, size: int) -> None:
 
 @contextlib.contextmanager
 def scratch_folder(inside: PathLike | None = None) -> Iterator[Path]:
-    """A folder for the time of a `with`, inside another or where the system keeps such, that only this user can read."""
+    """A folder for the time of a `with`, inside another or in the system's place for such; only this user can read it."""
     with tempfile.TemporaryDirectory(prefix=PART, dir=inside) as name:
         yield Path(name)
 
@@ -313,7 +313,12 @@ def _flock(descriptor: int) -> Iterator[bool]:
 def _free_in_children() -> None:
     """Close locks in forked children, such as a data loader's workers, which would hold them after a kill."""
     if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=lambda: [os.close(descriptor) for descriptor in _locks])
+        os.register_at_fork(after_in_child=_close_locks)
+
+
+def _close_locks() -> None:
+    for descriptor in _locks:
+        os.close(descriptor)
 
 
 def _is_same(path: PathLike, descriptor: int) -> bool:

@@ -97,7 +97,7 @@ def test_what_a_killed_process_left_is_removed_and_what_a_living_one_writes_stay
     with files.replacing(tmp_path / "a") as new, files.filling(tmp_path / "b") as folder:
         files.remove_parts(tmp_path)
         assert new.exists() and folder.exists()
-        assert not [part for part in tmp_path.glob(f"{files.PART}[01]")]
+        assert not list(tmp_path.glob(f"{files.PART}[01]"))
     assert (tmp_path / ".theirs.tmp").exists()
 
 
