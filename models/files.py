@@ -204,7 +204,7 @@ def truncate(path: PathLike, size: int) -> None:
 
 @contextlib.contextmanager
 def scratch_folder(inside: PathLike | None = None) -> Iterator[Path]:
-    """A folder for the time of a `with`, inside another or in the system's place for such; only this user can read it."""
+    """A folder for the time of a `with`, inside another or among the system's own; only this user can read it."""
     with tempfile.TemporaryDirectory(prefix=PART, dir=inside) as name:
         yield Path(name)
 

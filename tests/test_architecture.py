@@ -24,7 +24,8 @@ FORBIDDEN = {  # packages that the modules of a package must not import
 AUGMENTATION = ("nanovlm.processing", "nanovlm.training")  # may use torchvision, inside functions
 CORE = {
     "models.config", "models.errors", "models.cache", "models.attention", "models.language_model",
-    "models.vision_transformer", "models.modality_projector", "models.vision_language_model", "models.decoding", "models.files",
+    "models.vision_transformer", "models.modality_projector", "models.vision_language_model", "models.decoding",
+    "models.files",
     "models.checkpoint",
 }  # fmt: skip
 ADD_ONS = ("models.inference", "models.kv_study", "models.lora", "models.mingpt", "models.formats")
