@@ -217,7 +217,9 @@ class ReadOptions:
     )  # fmt: skip
     model_prompt: str = PROMPT  # the question without a prompt
     images: str | None = setting(
-        None, "folder of the images that a .json names (default: the folder of the .json)", metavar="FOLDER"
+        None,
+        "folder of the images that tables and .json files name (default: their own, or the one below it)",
+        metavar="FOLDER",
     )
     text_column: str | None = setting(
         None, "column with the answers (default: text, caption or answer)", metavar="NAME"
@@ -228,6 +230,7 @@ class ReadOptions:
     )
     stream: bool = setting(False, "read .tar, .parquet or .arrow files or a Hub data set in sequence, without a copy")
     on_error: str = setting("stop", "what to do with an unusable example", choices=("stop", "skip"))
+    is_shared: bool = False  # by several sources, some of which may lack the columns that are named
 
     def __post_init__(self) -> None:
         check_settings(self)

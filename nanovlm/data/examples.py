@@ -16,7 +16,6 @@ from nanovlm.processing.image_loading import load_image
 from nanovlm.processing.processor import Processor
 
 PAD_MULTIPLE = 8  # batch lengths are multiples of this, so that a compiled step meets few different shapes
-MISSING = ("nan", "<na>")  # as pandas writes a missing value into text
 
 ImageSource = Image.Image | str | os.PathLike[str] | bytes
 Augment = Callable[[Image.Image], Image.Image]
@@ -51,9 +50,8 @@ def check_answers(example: Example) -> None:
     if not any(map(example.is_learned, range(len(example.qa_pairs)))):
         raise ExampleError(f"{example.name} has no answer to learn; write one, or remove it")
     for k, (prompt, answer) in enumerate(example.qa_pairs):
-        if example.is_learned(k) and (not answer.strip() or answer.lower() in MISSING):
-            problem = f"the answer {answer!r}" if answer.strip() else "an empty answer"
-            raise ExampleError(f"{example.name} has {problem} to {prompt!r}; write it, or remove the example")
+        if example.is_learned(k) and not answer.strip():
+            raise ExampleError(f"{example.name} has an empty answer to {prompt!r}; write it, or remove the example")
 
 
 @dataclass

@@ -16,7 +16,7 @@ import torch
 from models.checkpoint import WEIGHTS, atomic_write, checkpoint_dtype, read_object, snapshot_path
 from models.vision_language_model import VisionLanguageModel
 from nanovlm.captioner import Captioner
-from nanovlm.data import Batches, ExampleError, Mixture, Stream, Subset, check_data, parse_data
+from nanovlm.data import ExampleBatches, ExampleError, Mixture, StreamedSource, Subset, check_data, parse_data
 from nanovlm.data.examples import questions as questions_about
 from nanovlm.data.mixture import parse_validation
 from nanovlm.device import choose_device
@@ -132,11 +132,13 @@ def prepare(options: FinetuneOptions, cfg: TrainConfig) -> tuple[VisionLanguageM
         options, cfg, processor.cfg.lm_hidden_dim, examples.count_steps_per_epoch(mixture, cfg)
     )
     n_parts = 1
-    if any(isinstance(subset.source, Stream) for subset in training):  # each process that prepares batches reads a part
+    if any(
+        isinstance(one.source, StreamedSource) for one in training
+    ):  # each process that prepares batches reads a part
         n_parts = int(os.environ.get("WORLD_SIZE", 1)) * max(1, cfg.num_workers)
     own, number = parse_validation(options.validation)
     task = TrainingTask(
-        Batches(mixture, processor, cfg.batch_size, options.read.skip_errors, cfg.pack, cfg.augment, n_parts),
+        ExampleBatches(mixture, processor, cfg.batch_size, options.read.skip_errors, cfg.pack, cfg.augment, n_parts),
         processor.tokenizer.to_json(),
         options.out,
         save_dtype=dtype,
@@ -171,7 +173,7 @@ def held_out_task(
 
     return {
         # packed as the training batches are: padded ones might need more memory
-        "validation": Batches(
+        "validation": ExampleBatches(
             unseen, processor, cfg.batch_size, options.read.skip_errors, cfg.pack, positions=positions
         ),
         "n_validation": math.ceil(len(positions) / cfg.batch_size),

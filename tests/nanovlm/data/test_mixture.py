@@ -8,7 +8,17 @@ import pytest
 import torch
 from PIL import Image
 
-from nanovlm.data import Batches, Example, ExampleError, Mixture, ReadOptions, Source, Subset, check_data, open_data
+from nanovlm.data import (
+    Example,
+    ExampleBatches,
+    ExampleError,
+    Mixture,
+    ReadOptions,
+    Source,
+    Subset,
+    check_data,
+    open_data,
+)
 from nanovlm.data.examples import questions
 from nanovlm.data.mixture import source_lines, split
 from nanovlm.data.source import digest_of, keys_of
@@ -149,7 +159,10 @@ def test_copies_of_an_image_are_on_one_side_and_the_flag_may_be_text(cards):
     sides = [{key for example in side[0] for key in keys_of(example, {})} for side in (train, held_out)]
     assert [len(train[0]), len(held_out[0])] == [16, 4] and not sides[0] & sides[1]
     assert open_data(["./cards@0.5"], ReadOptions(), 0.2)[1][0].indices == held_out[0].indices
-    assert "cards: reading image image, question --prompt, answer text" in source_lines(train, held_out)
+    assert (
+        "cards: reading image from the image file, question from --prompt, answer from the text file"
+        in source_lines(train, held_out)
+    )
 
 
 def test_a_validation_set_of_ones_own_with_several_references_for_an_image(cards):
@@ -171,7 +184,7 @@ def test_turns_are_asked_in_order_and_masked_ones_are_not():
         ("cards", {"images": "own"}, 0, "--images has no effect on cards"),
         ("cards", {"stream": True}, 0, "--stream has no effect on cards"),
         ("chat.json", {"prompt": "Name it."}, 0, "--prompt has no effect on chat.json"),
-        ("cards", {"text_column": "label"}, 0, "no column 'label', only image, text"),
+        ("cards", {"text_column": "label"}, 0, "no column 'label', only image file, text"),
         ("cards", {}, "1.5", "--validation 1.5 must be a whole number"),
         ("cards", {}, -1.0, "--validation -1.0 must be a whole number"),
         ("cards", {}, "gone", "gone: no such file or folder"),
@@ -196,7 +209,7 @@ def test_check_data(tiled, capsys, in_tmp_path, on_error, code):
     assert check_data(train, held_out, tiled[1], on_error == "skip") == code
     out = capsys.readouterr().out
     for words in (
-        "labels: 4 examples, 4 different images\n", "answer name of the folder", "by answer: red 2, blue 1",
+        "labels: 4 examples, 4 different images\n", "answer from the name of the folder", "by answer: red 2, blue 1",
         "chat.json: trained on 1 example, ", "; the longest takes ", "not learned: No.\n", "    learned: Yes.\n",
         "2 cannot be used", "red/3.png: not an image", "chat.json[1] has no column text", "learned: blue",
     ):  # fmt: skip
@@ -207,7 +220,7 @@ def test_check_data(tiled, capsys, in_tmp_path, on_error, code):
 
 
 def test_batches_are_a_pure_function_and_can_be_pickled(tiled):
-    batches = Batches(Mixture(whole((source("a", 10), None)), 0), tiled[1], 3)
+    batches = ExampleBatches(Mixture(whole((source("a", 10), None)), 0), tiled[1], 3)
     unpickled = pickle.loads(pickle.dumps(batches))
     batches(4)
     torch.testing.assert_close(batches(2), unpickled(2), atol=0, rtol=0)
@@ -219,7 +232,7 @@ def test_only_images_shown_before_are_changed(tiled):
     make = lambda record: Example([image], [("?", str(record))])  # noqa: E731
     small, endless = Source("small", range(6), make), Source("endless", range(10**6), make, endless=True)
     mixture = Mixture([Subset(small, range(6)), Subset(endless, range(10**6), 0.4)], 0)
-    plain, augmented = (Batches(mixture, tiled[1], 1, augment=amount) for amount in (0.0, 0.2))
+    plain, augmented = (ExampleBatches(mixture, tiled[1], 1, augment=amount) for amount in (0.0, 0.2))
     seen, different = set(), set()
     for position in range(25):
         original, changed = plain(position)["images"], augmented(position)["images"]
@@ -251,12 +264,12 @@ def test_bad_example_raises_or_the_next_one_replaces_it(tiled, caplog):
     records = ["bad" if i % 3 == 0 else f"good {i}" for i in range(12)]
     mixture = Mixture([Subset(Source("a", records, make_example), range(12))], 0)
     with pytest.raises(ExampleError, match=r"^bad has an empty answer"):
-        Batches(mixture, tiled[1], 12)(0)
-    batches, again = (Batches(mixture, tiled[1], 12, skip_errors=True) for _ in range(2))
+        ExampleBatches(mixture, tiled[1], 12)(0)
+    batches, again = (ExampleBatches(mixture, tiled[1], 12, skip_errors=True) for _ in range(2))
     first = batches(0)
     batches(0)
     assert len(caplog.messages) == 1, "each is reported once, not at every epoch"
     assert all(torch.equal(one, other) for one, other in zip(first.values(), again(0).values()))
     only = Mixture([Subset(Source("a", ["bad"] * 9, make_example), range(9))], 0)
     with pytest.raises(DataError, match="100 examples in a row cannot be used"):
-        Batches(only, tiled[1], 1, skip_errors=True)(0)
+        ExampleBatches(only, tiled[1], 1, skip_errors=True)(0)

@@ -61,7 +61,7 @@ CAPTION = [([1], [("What?", "x")])]
 # id: files, path, options, expected [(seeds of images, pairs)], words of the lines
 READ = {
     "texts": ({"b/a.PNG": A, "b/a.txt": "\ufeff x\r\ny \r\n", ".t/c.png": B, ".t/c.txt": "no"}, ".", {},
-              [([1], [("What?", "x\ny")])], ["image image, question --prompt, answer text"]),
+              [([1], [("What?", "x\ny")])], ["image from the image file, question from --prompt, answer from the text file"]),
     "a folder of everything": (captions("a") | {"b/m.pdf": "x", "d.json": [], "LICENSE": "x"}, ".", {}, [([1], [("What?", "a!")])],
                                ["not read: .pdf files (1, the first ./b/m.pdf)", ".json files (1", "other files (1"]),
     "texts of nothing": (captions("a") | {"z.txt": "z", "y.txt": "y"}, ".", {}, [([1], [("What?", "a!")])],
@@ -71,15 +71,15 @@ READ = {
     "COCO's names of splits": (captions("train2017/a", "val2017/a"), ".", {}, [([1], [("What?", "train2017/a!")])],
                                ["val2017/a.png"]),
     "folders of labels": ({"cat/1.png": A, "dog/2.png": B}, ".", {}, [([1], [("What?", "cat")]), ([2], [("What?", "dog")])],
-                          ["the name of its folder is each image's answer: cat, dog", "answer name of the folder"]),
+                          ["the name of its folder is each image's answer: cat, dog", "answer from the name of the folder"]),
     "labels in splits": ({f"{s}/{k}/1.png": A for s in ("train", "val") for k in ("x", "y")}, ".", {},
                          [([1], [("What?", "x")]), ([1], [("What?", "y")])], ["answer: x, y", "not read: 2 files"]),
     "jsonl table": (table([{"file_name": "a.png", "text": " x\n", "n": 1}], "metadata.jsonl"), ".", {}, CAPTION,
-                    ["image file_name", "column n (1, ", "not read: .png files (1, the first ./b.png)"]),
-    "csv table": (table("File Name;Text\na.png;x\n", "my.csv"), ".", {}, CAPTION, ["image File Name"]),
+                    ["image from column file_name", "column n (1, ", "not read: .png files (1, the first ./b.png)"]),
+    "csv table": (table("File Name;Text\na.png;x\n", "my.csv"), ".", {}, CAPTION, ["image from column File Name"]),
     "csv file": (table('file_name,text\na.png,"x, ""y"""\n', "my.csv"), "my.csv", {}, [([1], [("What?", 'x, "y"')])], []),
     "tables in folders": ({"in/a.png": A, "in/metadata.csv": "file_name,text\na.png,x\n"}, ".", {}, CAPTION, []),
-    "answer before caption": (qa(caption="A cat."), "d.json", {}, ONE, ["answer answer", "not read: column caption"]),
+    "answer before caption": (qa(caption="A cat."), "d.json", {}, ONE, ["answer from column answer", "not read: column caption"]),
     "text column": (qa(caption="A cat."), "d.json", {"text_column": "caption"}, [([1], [("Q?", "A cat.")])],
                     ["not read: column answer"]),
     "prompt column": (qa(ask="Who?"), "d.json", {"prompt_column": "ask", "text_column": "answer"},
@@ -87,9 +87,9 @@ READ = {
     "choices left out": (qa(choices=["A.", "B."]), "d.json", {"prompt_column": "question", "text_column": "answer"}, ONE,
                          ["not read: column choices"]),
     "several answers": (qa(answer=["A.", "B."]), "d.json", {}, [([1], [("Q?", "A."), ("Q?", "B.")])], []),
-    "empty column beside": (rows({"images": [], "image": "a.png", "text": "x"}), "d.json", {}, CAPTION, ["image image"]),
-    "image path": (rows({"image_path": "a.png", "caption": "x"}), "d.json", {}, CAPTION, ["image image_path"]),
-    "image column": (rows({"left": "a.png", "text": "x"}), "d.json", {"image_column": "left"}, CAPTION, ["image left"]),
+    "empty column beside": (rows({"images": [], "image": "a.png", "text": "x"}), "d.json", {}, CAPTION, ["image from column image"]),
+    "image path": (rows({"image_path": "a.png", "caption": "x"}), "d.json", {}, CAPTION, ["image from column image_path"]),
+    "image column": (rows({"left": "a.png", "text": "x"}), "d.json", {"image_column": "left"}, CAPTION, ["image from column left"]),
     "some without an image": (rows({"image": "a.png", "text": "x"}, {"text": "y"}), "d.json", {},
                               [*CAPTION, ([], [("What?", "y")])], ["without an image (1, the first d.json[1])"]),
     "a missing value skipped": (rows({"image": "a.png", "text": "x"}, {"image": "b.png", "text": float("nan")}), "d.json",
@@ -103,16 +103,16 @@ READ = {
     "lines with marks and blanks": (table(b'\xef\xbb\xbf{"file_name": "a.png", "text": "x"}\r\n\n', "d.jsonl"), "d.jsonl", {},
                                     CAPTION, []),
     "bytes beside their name": (rows({"image": {"bytes": None, "path": "a.png"}, "image_path": "gone.png", "text": "x"}), "d.json",
-                                {}, CAPTION, ["image image", "column image_path"]),
+                                {}, CAPTION, ["image from column image", "column image_path"]),
     "the same image named twice": (rows({"images": ["a.png"], "messages": [message("user", IMAGE, text("Q?")), SAY]}), "d.json",
-                                   {}, ONE, ["image images, question in the chat, answer messages"]),
-    "COCO": (table(COCO, "d.json"), "d.json", {}, [([1], [("What?", "x"), ("What?", "y")])], ["answer captions"]),
-    "LLaVA": (rows(llava("<image>\nQ?", "A.", image="a.png")), "d.json", {}, ONE, ["question in the chat"]),
+                                   {}, ONE, ["image from column images, question from the chat, answer from column messages"]),
+    "COCO": (table(COCO, "d.json"), "d.json", {}, [([1], [("What?", "x"), ("What?", "y")])], ["answer from column captions"]),
+    "LLaVA": (rows(llava("<image>\nQ?", "A.", image="a.png")), "d.json", {}, ONE, ["question from the chat"]),
     "LLaVA's system": (rows(llava("Q?", "A.", image="a.png", system="Be brief.")), "d.json", {},
                        [([1], [("Be brief.\n\nQ?", "A.")])], []),
     "two systems": (chat(message("system", "One."), message("system", "Two."), ASK, SAY), "d.json", {},
                     [([1], [("One.\n\nTwo.\n\nQ?", "A.")])], []),
-    "OpenAI": (rows({"messages": [message("user", text("Q?"), IMAGE), SAY]}), "d.json", {}, ONE, ["image in the chat"]),
+    "OpenAI": (rows({"messages": [message("user", text("Q?"), IMAGE), SAY]}), "d.json", {}, ONE, ["image from the chat"]),
     "the_cauldron": (rows({"images": ["a.png"], "texts": [{"user": "Q?", "assistant": "A.", "source": "s"}]}), "d.json", {},
                      ONE, []),
     "every key filled": (rows({"images": ["a.png"], "messages": [
@@ -178,8 +178,8 @@ REFUSED = {
     "no captions": ({"a.png": A}, ".", "captions missing: 1 images in ."),
     "labels of two levels": ({"x/a.png": A, "y/z/b.png": B, "y/c.png": B}, ".", "the first ./y/z/b.png"),
     "some texts missing": (captions("a") | {"b.png": B}, ".",
-                           "1 of 2 records of . cannot be used, the first: ./b.png has no text in b.txt: No such file"),
-    "a text that is no UTF-8": (captions("a") | {"a.txt": b"\xff"}, ".", "a.png has no text in a.txt: 'utf-8' codec"),
+                           "1 of 2 records of . cannot be used, the first: ./b.png has no text: b.txt: No such file"),
+    "a text that is no UTF-8": (captions("a") | {"a.txt": b"\xff"}, ".", "a.png has no text: a.txt is not UTF-8 ('utf-8' codec"),
     "a chat with a question of columns": (chat(ASK, SAY), "d.json", "--prompt-column has no effect", {"prompt_column": "image"}),
     "other images in the chat": (chat(message("user", IMAGE, text("Q?")), SAY, image="b.png"), "d.json",
                                  "names images in its messages and in image"),
@@ -195,7 +195,7 @@ REFUSED = {
     "columns twice": (table("file_name,text,text\na.png,x,y\n"), ".", "several columns named 'text'"),
     "two tables": (table("file_name,text\na.png,x\n") | {"metadata.jsonl": []}, ".", "name the one to read"),
     "two json": (qa() | {"e.json": []}, ".", "name the one to read"),
-    "an object": (table({"data": []}, "d.json"), "d.json", "holds dict, not a list"),
+    "an object": (table({"data": []}, "d.json"), "d.json", "holds an object with 'data', not a list"),
     "broken json": (table(b'[{"a": 1}', "d.json"), "d.json", "cannot be read"),
     "no such file": ({}, "gone", "no such file or folder"),
     "other files": ({"a.xml": "x"}, "a.xml", "no known extension"),
@@ -229,7 +229,12 @@ def test_a_pipe_is_no_file():
     write("d.json", [{"image": "p.png", "text": "x"}])
     write("x/a.txt", "a")
     write("y/a.png", A)
-    for path, words in (("pipe.json", "not a file"), ("d.json", "p.png"), ("x", "a.png is not a file"), ("y", "a.txt")):
+    for path, words in (
+        ("pipe.json", "not a file"),
+        ("d.json", "p.png"),
+        ("x", "a.png is a pipe or a device, not a file"),
+        ("y", "a.txt"),
+    ):
         check_refused(path, words)
 
 

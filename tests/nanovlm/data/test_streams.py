@@ -7,9 +7,9 @@ from itertools import islice
 import pytest
 import torch
 
-from nanovlm.data import Batches, Mixture, Stream, Subset
+from nanovlm.data import ExampleBatches, Mixture, StreamedSource, Subset
 from nanovlm.data.mixture import split
-from nanovlm.data.records import to_example
+from nanovlm.data.records import example_of_table
 from nanovlm.data.source import keys_of
 from nanovlm.errors import DataError, TrainingError
 from nanovlm.training.loader import load_batches
@@ -24,7 +24,7 @@ def stream(n=600, n_shards=1):
     images = [png(i % 20) for i in range(n)]  # thirty copies of each
     rows = [{"image": {"bytes": images[i], "path": None}, "text": f"{i}"} for i in range(n)]
     data = datasets.Dataset.from_list(rows).to_iterable_dataset(num_shards=n_shards).with_format("arrow")
-    return Stream("a", data, partial(to_example, options=OPTIONS))
+    return StreamedSource("a", data, partial(example_of_table, folder="", features=data.features, options=OPTIONS))
 
 
 def answers(reader, n):
@@ -76,7 +76,7 @@ def test_a_stream_that_breaks_off_or_is_empty_is_one_line():
 @pytest.mark.parametrize("workers", [0, 2])
 def test_batches_resume_by_the_state_of_their_loader(tiled, workers):
     def batches():
-        return Batches(Mixture([Subset(stream(100, 2))], 0), tiled[1], 4, n_parts=max(1, workers))
+        return ExampleBatches(Mixture([Subset(stream(100, 2))], 0), tiled[1], 4, n_parts=max(1, workers))
 
     with load_batches(batches(), range(14), workers) as loaded:
         first = [next(loaded)["input_ids"] for _ in range(6)]

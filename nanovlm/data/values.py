@@ -1,0 +1,102 @@
+"""Values of a row: how each type that JSON, CSV, Arrow and `datasets` hold becomes text, or is refused by its name."""
+
+import datetime
+import decimal
+import json
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from models import files
+from models.errors import FileError
+from nanovlm.data.examples import ExampleError
+
+# Texts that tools write for a missing value: pandas, numpy and C, MySQL, Excel's errors
+MISSING = {
+    "nan", "NaN", "NAN", "-nan", "-NaN", "<NA>", "NaT", "1.#IND", "-1.#IND", "1.#QNAN", "-1.#QNAN", "\\N",
+    "#N/A", "#NA", "#NULL!", "#REF!", "#VALUE!", "#DIV/0!", "#NAME?", "#NUM!",
+}  # fmt: skip
+# Texts that also mean something, such as the answer None; missing in a .csv, which has no other way to say so
+MISSING_IN_CSV = {"NA", "N/A", "n/a", "#N/A N/A", "None", "NULL", "null", "(null)", "undefined"}
+FLOATS = {"halffloat": np.float16, "float": np.float32}  # by Arrow's names; a Python float has more digits than they
+
+
+def plain_value(value: Any, kind: Any, feature: Any = None) -> Any:
+    """A value that Arrow's `to_pylist` gave, of the Arrow type kind, as JSON would hold it; feature is of `datasets`.
+
+    Numbers of a class become its name, and -1, which marks a missing one, None. Floats of 16 and 32 bits become the one
+    whose text is shortest. ValueError for the number of no class.
+    """
+    if value is None:
+        return None
+    if hasattr(feature, "int2str"):
+        return feature.int2str(value) if value != -1 else None
+    if round_to := FLOATS.get(str(kind)):
+        return float(str(round_to(value)))
+    if str(kind) == "extension<arrow.json>":
+        return json.loads(value)
+    kind = getattr(kind, "storage_type", kind)
+    if isinstance(value, dict):
+        features = feature if isinstance(feature, dict) else {}
+        return {field.name: plain_value(value[field.name], field.type, features.get(field.name)) for field in kind}
+    if hasattr(kind, "item_type"):
+        return {str(key): plain_value(item, kind.item_type) for key, item in value}
+    if isinstance(value, list):
+        inner = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
+        return [plain_value(item, kind.value_type, inner) for item in value]
+    return value
+
+
+def is_empty(value: Any) -> bool:
+    """True for no value: None, NaN, NaT, pandas.NA, an empty text or list."""
+    if value is None or (isinstance(value, (str, bytes, list, tuple, dict)) and not value):
+        return True
+    return type(value).__name__ == "NAType" or bool(value != value)
+
+
+def clean_text(value: Any) -> str:
+    """Text without the white space around it, with \\n as its only line end; "" for a missing value.
+
+    ExampleError for a value of a type that is none of TEXTS, such as a list, and for half of a character.
+    """
+    if is_empty(value) or value in (float("inf"), -float("inf")):
+        return ""
+    to_text = next((function for kind, function in TEXTS.items() if isinstance(value, kind)), None)
+    if to_text is None or isinstance(value, bool):
+        raise ExampleError(f"has {str(value)[:40]!a}, of type {type(value).__name__}, which must be text")
+    text = to_text(value).replace("\r\n", "\n").replace("\r", "\n").removeprefix("\ufeff").strip()
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # JSON and the names of files can hold it
+        raise ExampleError(f"has half of a character, {text[error.start]!a}, in a text; write it again") from None
+    return text
+
+
+def _duration(value: datetime.timedelta) -> str:
+    if getattr(value, "nanoseconds", 0):
+        return str(value)  # of pandas, which alone knows them
+    return str(datetime.timedelta(value.days, value.seconds, value.microseconds))
+
+
+def _content(path: Path) -> str:
+    try:
+        return files.read_text(path)
+    except FileError as error:
+        raise ExampleError(f"has no text: {error}; write it, or remove the image") from None
+
+
+TEXTS: dict[type, Callable[[Any], str]] = {
+    str: str,
+    int: str,
+    float: repr,
+    decimal.Decimal: "{:f}".format,  # not 1E+3
+    datetime.datetime: lambda value: value.isoformat(" "),
+    datetime.date: str,
+    datetime.time: str,
+    datetime.timedelta: _duration,
+    uuid.UUID: str,
+    Path: _content,
+}
