@@ -74,7 +74,7 @@ def row_of_table(row_of: TableRow, folder: str, features: Any) -> Row:
     try:
         (values,) = table.to_pylist()
         row = {at.name: plain_value(values[at.name], at.type, (features or {}).get(at.name)) for at in table.schema}
-    except (ArithmeticError, ImportError, LookupError, NotImplementedError, ValueError) as error:
+    except (ArithmeticError, ImportError, LookupError, NotImplementedError, OSError, ValueError) as error:
         raise ExampleError(f"{name} cannot be read: {first_line(error)}") from None
     if "__key__" in row:
         name = f"{name} {row['__key__']}"

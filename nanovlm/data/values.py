@@ -3,6 +3,7 @@
 import datetime
 import decimal
 import json
+import re
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ MISSING = {
 }  # fmt: skip
 # Texts that also mean something, such as the answer None; missing in a .csv, which has no other way to say so
 MISSING_IN_CSV = {"NA", "N/A", "n/a", "#N/A N/A", "None", "NULL", "null", "(null)", "undefined"}
+HUB_FILE = re.compile(r"(zip://[^:]*::)?hf://")  # as `datasets` names a file of a stream
 FLOATS = {"halffloat": np.float16, "float": np.float32}  # by Arrow's names; a Python float has more digits than they
 
 
@@ -28,7 +30,7 @@ def plain_value(value: Any, kind: Any, feature: Any = None) -> Any:
     """A value that Arrow's `to_pylist` gave, of the Arrow type kind, as JSON would hold it; feature is of `datasets`.
 
     Numbers of a class become its name, and -1, which marks a missing one, None. Floats of 16 and 32 bits become the one
-    whose text is shortest. ValueError for the number of no class.
+    whose text is shortest; images of a streamed Hub data set are fetched. ValueError for the number of no class.
     """
     if value is None:
         return None
@@ -38,6 +40,8 @@ def plain_value(value: Any, kind: Any, feature: Any = None) -> Any:
         return float(str(round_to(value)))
     if str(kind) == "extension<arrow.json>":
         return json.loads(value)
+    if type(feature).__name__ == "Image" and value["bytes"] is None and HUB_FILE.match(value["path"] or ""):
+        return {"bytes": _fetch(value["path"])}
     kind = getattr(kind, "storage_type", kind)
     if isinstance(value, dict):
         features = feature if isinstance(feature, dict) else {}
@@ -48,6 +52,14 @@ def plain_value(value: Any, kind: Any, feature: Any = None) -> Any:
         inner = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
         return [plain_value(item, kind.value_type, inner) for item in value]
     return value
+
+
+def _fetch(address: str) -> bytes:
+    """Content of a file of a streamed Hub data set."""
+    import fsspec  # of `datasets`
+
+    with fsspec.open(address, "rb") as file:
+        return file.read()
 
 
 def is_empty(value: Any) -> bool:
