@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from nanovlm.data.examples import Example, ExampleError, check_answers
-from nanovlm.data.values import MISSING, MISSING_IN_CSV, clean_text, is_empty, plain_value
+from nanovlm.data.values import MISSING, MISSING_IN_CSV, clean_text, has_names, is_empty, plain_value
 from nanovlm.errors import first_line
 from nanovlm.options import ReadOptions
 from nanovlm.processing.image_loading import readable_extensions
 
-# By column, with the reader's own: "__folder__", where image paths start, "__name__", and for a .csv "__csv__"
+# By column, with the reader's own: "__folder__", where image paths start, "__name__", "__classes__", columns of names
+# that are never missing, and for a .csv "__csv__"
 Row = Mapping[str, Any]
 TableRow = tuple[Any, str]  # an Arrow table of one row, and the row's name
 
@@ -86,7 +87,8 @@ def row_of_table(row_of: TableRow, folder: str, features: Any) -> Row:
         pages.sort(key=lambda kind: [int(number) for number in re.findall(r"\d+", kind)])
         if images := [image for kind in pages if (image := row.pop(kind)) is not None]:
             row["images"] = images
-    return row | {"__folder__": folder, "__name__": name}
+    classes = [column for column, feature in (features or {}).items() if has_names(feature)]
+    return row | {"__folder__": folder, "__name__": name, "__classes__": classes}
 
 
 def options_for(columns: Iterable[str], options: ReadOptions) -> ReadOptions:
@@ -102,6 +104,7 @@ class _Columns:
 
     def __init__(self, row: Row, options: ReadOptions):
         self.written = {column: value for column, value in row.items() if not str(column).startswith("__")}
+        self.classes = row.get("__classes__", ())
         self.missing = MISSING | MISSING_IN_CSV if row.get("__csv__") else MISSING
         self.row = {column: None if self.is_missing(column) else value for column, value in self.written.items()}
         self.usual = {column: re.sub(r"[\s-]+", "_", str(column).strip().lower()) for column in self.row}
@@ -109,9 +112,9 @@ class _Columns:
         self.read: dict[str, str] = {}
 
     def is_missing(self, column: str) -> bool:
-        """True for a text that tools write for a missing value; the name of a folder is a name."""
+        """True for a text that tools write for a missing value; a class of that name is no such text."""
         value = self.written[column]
-        return column != FOLDER_NAME and isinstance(value, str) and value.strip() in self.missing
+        return column not in self.classes and isinstance(value, str) and value.strip() in self.missing
 
     def find(self, names: str, filled: bool = True) -> list[str]:
         """The columns of usual names, if filled only those that have a value."""
@@ -158,7 +161,10 @@ def _read(row: Row, columns: _Columns, options: ReadOptions) -> Example:
         if "question" in columns.read and is_empty(question):
             raise ExampleError(f"has no question in {columns.read['question']}; write one, or remove it")
         question = question if "question" in columns.read else options.question
-        answer = [{"role": "user", "content": question}, {"role": "assistant", "content": (*answers, None)[0]}]
+        answer = [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": clean_text((*answers, "")[0])},
+        ]
     system = columns.find("system")
     pairs, learned, marked, is_moved = _read_chat(answer, [clean_text(columns.row[column]) for column in system])
     pairs += [(pairs[0][0], clean_text(text)) for text in answers[1:]]
@@ -189,9 +195,9 @@ def _read(row: Row, columns: _Columns, options: ReadOptions) -> Example:
 def _notes_on_answers(pairs: list[tuple[str, str]], learned: tuple[bool, ...], columns: _Columns) -> list[str]:
     """Notes on answers that may stand for a missing value; ExampleError for one that can mean nothing else."""
     notes = []
-    is_name = columns.read["answer"] == FOLDER_NAME
+    is_class = columns.read["answer"] in columns.classes
     for k, (prompt, answer) in enumerate(pairs):
-        if is_name or not (all(learned) or learned[k]):
+        if is_class or not (all(learned) or learned[k]):
             continue
         if answer in columns.missing:
             problem = f"has the answer {answer!r} to {prompt!r}, which stands for a missing value"

@@ -200,7 +200,10 @@ def _read_labels(path: str, images: list[str], options: ReadOptions) -> Source:
             f"captions missing: {len(unlabeled)} images in {path} have no text, the first {unlabeled[0]}; write a "
             ".txt beside each, a metadata.csv, or put them into one folder per label"
         )
-    rows = [_image_row(image, **{FOLDER_NAME: folders[0]}) for image, folders in labels.items()]
+    rows = [
+        _image_row(image, **{FOLDER_NAME: folders[0], "__classes__": [FOLDER_NAME]})
+        for image, folders in labels.items()
+    ]
     source = _source(path, rows, options, path)
     source.lines.append(f"the name of its folder is each image's answer: {', '.join(classes)}")
     return source
@@ -451,4 +454,6 @@ def _load(path: str, files: list[str], options: ReadOptions) -> Any:
     except Exception as error:  # the library raises errors of many kinds, from DNS to disk
         reason = first_line(error.__cause__ or error)
         hint = "write or download it again" if os.path.exists(path) else "if you are offline, name a local folder"
+        if "dtype equivalent" in reason:
+            hint = "write that column as a text, or leave it out"
         raise DataError(f"{path}: the datasets library cannot read it: {reason}; {hint}") from None

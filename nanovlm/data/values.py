@@ -34,7 +34,7 @@ def plain_value(value: Any, kind: Any, feature: Any = None) -> Any:
     """
     if value is None:
         return None
-    if hasattr(feature, "int2str"):
+    if hasattr(feature, "int2str"):  # a ClassLabel
         return feature.int2str(value) if value != -1 else None
     if round_to := FLOATS.get(str(kind)):
         return float(str(round_to(value)))
@@ -52,6 +52,11 @@ def plain_value(value: Any, kind: Any, feature: Any = None) -> Any:
         inner = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
         return [plain_value(item, kind.value_type, inner) for item in value]
     return value
+
+
+def has_names(feature: Any) -> bool:
+    """True of a ClassLabel of `datasets`, and of lists of one."""
+    return hasattr(getattr(feature, "feature", feature), "int2str")
 
 
 def _fetch(address: str) -> bytes:

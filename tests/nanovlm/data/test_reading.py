@@ -54,6 +54,14 @@ def captions(*names):
     return {f"{name}.png": png(i) for i, name in enumerate(names, 1)} | {f"{name}.txt": f"{name}!" for name in names}
 
 
+def labels(*folders):
+    return {f"{folder}/{i}.png": png(i) for i, folder in enumerate(sorted(folders), 1)}
+
+
+def classes(bus, train):
+    return [([bus], [("What?", "bus")]), ([train], [("What?", "train")])]
+
+
 COCO = {"images": [{"id": 1, "file_name": "a.png"}], "annotations": [{"image_id": 1, "caption": c} for c in ("x", "y")]}
 ONE = [([1], [("Q?", "A.")])]
 CAPTION = [([1], [("What?", "x")])]
@@ -124,6 +132,41 @@ READ = {
                      ["position of an image"]),
     "preferences": (rows({"image": "a.png", "prompt": "Q?", "chosen": "A.", "rejected": "B."}), "d.json",
                     {"text_column": "chosen"}, ONE, ["not read: column rejected"]),
+    "the outermost split": ({**captions("train/train/a", "train/bus/a", "test/train/a", "test/bus/a")}, ".", {},
+                            [([2], [("What?", "train/bus/a!")]), ([1], [("What?", "train/train/a!")])],
+                            ["training split; not read: 4 files, test/bus/a.png"]),
+    "a class train": (labels("train/train", "train/bus", "test/train", "test/bus"), ".", {}, classes(3, 4), ["answer: bus, train", "not read: 2 files"]),
+    "splits in classes": (labels("train/train", "bus/train", "train/test", "bus/test"), ".", {}, classes(2, 4), ["answer: bus, train", "not read: 2 files"]),
+    "classes only": (labels("train", "bus"), ".", {}, classes(1, 2), ["answer: bus, train"]),
+    "a class test": (labels("test/train", "bus/train"), ".", {}, [([1], [("What?", "bus")]), ([2], [("What?", "test")])], ["answer: bus, test"]),
+    "VOC's trainval": (labels("trainval/train", "trainval/bus", "test/bus"), ".", {}, classes(2, 3), ["not read: 1 files, test/bus"]),
+    "a table of a split": (table("file_name,text\na.png,x\n", "train.csv") | {"test.csv": "file_name,text\na.png,y\n"}, ".", {},
+                           CAPTION, ["training split; not read: 1 files, test.csv"]),
+    "a folder before the name of its table": ({"train/a.png": A, "train/metadata.csv": "file_name,text\na.png,x\n", "test/metadata.csv": "a\n"},
+                                             ".", {}, CAPTION, ["training split; not read: 1 files, test/metadata.csv"]),
+    "no training split": (captions("val/a", "test/a"), ".", {}, [([2], [("What?", "test/a!")]), ([1], [("What?", "val/a!")])],
+                          ["there is no training split: reading test and val"]),
+    "missing names of folders": (labels("Nan", "None", "null", "NA", "nan"), ".", {},
+                                 [([1], [("What?", "NA")]), ([2], [("What?", "Nan")]), ([3], [("What?", "None")]),
+                                  ([4], [("What?", "nan")]), ([5], [("What?", "null")])], ["answer: NA, Nan, None, nan, null"]),
+    "the bread and the word": (rows({"image": "a.png", "text": "Nan"}, {"image": "a.png", "text": "None"}), "d.json", {},
+                               [([1], [("What?", "Nan")]), ([1], [("What?", "None")])],
+                               ["learned as a text: the answer 'None' (1, the first d.json[1])"]),
+    "missing in a csv": (table("file_name,text\na.png,x\na.png,NA\na.png,None\na.png,null\na.png,\\N\na.png,#N/A\na.png, n/a \n", "my.csv"),
+                         "my.csv", {"on_error": "skip"}, CAPTION, ["left out (6, the first my.csv[1] has the answer 'NA'"]),
+    "Excel's first line": (table("sep=;\r\nfile_name;text\r\na.png;x, y\r\n", "my.csv"), "my.csv", {}, [([1], [("What?", "x, y")])], []),
+    "Excel's first line with a tab": (table("sep=\t\nfile_name\ttext\na.png\tx\n", "my.csv"), "my.csv", {}, CAPTION, []),
+    "DocVQA": (table({"dataset_name": "DocVQA", "data": [{"questionId": 1, "image": "a.png", "question": "Q?", "answers": ["A.", "B."]}]},
+                     "d.json"), "d.json", {}, [([1], [("Q?", "A."), ("Q?", "B.")])], ["reading the list 'data'; not read: dataset_name"]),
+    "half a character": (rows({"image": "a.png", "text": "x"}, {"image": "b.png", "text": "\ud83d"}, {"image": "\ud83d.png", "text": "y"}),
+                         "d.json", {"on_error": "skip"}, CAPTION, ["left out (2, the first d.json[1] has half of a character, '\\ud83d'"]),
+    "a whole one": (table(b'[{"image": "a.png", "text": "\\ud83d\\ude00"}]', "d.json"), "d.json", {}, [([1], [("What?", "\U0001f600")])], []),
+    "numbered images": (chat(message("user", {"type": "image", "index": 1}, text("Q?"), {"type": "image", "index": 0}), SAY,
+                             image=["a.png", "b.png"]), "d.json", {}, [([2, 1], [("Q?", "A.")])], []),
+    "hidden files": (captions("a") | {".captions.jsonl": [{"file_name": "a.png", "text": "no"}], ".nanovlm-part-1/b.png": B, "._a.png": B},
+                     ".", {}, [([1], [("What?", "a!")])], ["1 example, 1 different image"]),
+    "numbers": (rows({"image": "a.png", "text": 7}, {"image": "a.png", "text": 0.1}, {"image": "a.png", "text": 12345678901234567890}),
+                "d.json", {}, [([1], [("What?", "7")]), ([1], [("What?", "0.1")]), ([1], [("What?", "12345678901234567890")])], []),
     "a data: address": (rows({"image": "data:image/png;base64," + base64.b64encode(A).decode(), "text": "x"}),
                         "d.json", {}, CAPTION, []),
 }  # fmt: skip
@@ -195,6 +238,20 @@ REFUSED = {
     "columns twice": (table("file_name,text,text\na.png,x,y\n"), ".", "several columns named 'text'"),
     "two tables": (table("file_name,text\na.png,x\n") | {"metadata.jsonl": []}, ".", "name the one to read"),
     "two json": (qa() | {"e.json": []}, ".", "name the one to read"),
+    "COCO's objects": (table({"images": COCO["images"], "annotations": [{"image_id": 1, "bbox": [0, 0, 1, 1], "category_id": 1}]}, "d.json"),
+                       "d.json", "d.json holds COCO's objects in images, without captions; take captions_*.json"),
+    "VQA's questions": (table({"info": {}, "questions": [{"image_id": 9, "question": "Q?", "question_id": 1}]}, "d.json"), "d.json",
+                        "VQA's questions without their answers; join the files of questions and annotations by question_id"),
+    "VQA's answers": (table({"annotations": [{"question_id": 1, "image_id": 9, "multiple_choice_answer": "A.", "answers": []}]}, "d.json"),
+                      "d.json", "VQA's answers without their questions; join"),
+    "answers by question": (table({"7": {"question": "Q?"}, "8": {}}, "d.json"), "d.json", "holds an object with '7', '8', not a list of objects"),
+    "images numbered twice": (chat(message("user", {"type": "image", "index": 0}, text("Q?"), {"type": "image", "index": 0}), SAY,
+                                   image=["a.png", "b.png"]), "d.json", "numbers its images [0, 0]"),
+    "nan as a text": (rows({"image": "a.png", "text": "NaN"}), "d.json", "the answer 'NaN' to 'What?', which stands for a missing value"),
+    "NaN in a chat": (chat(ASK, message("assistant", "<NA>")), "d.json", "the answer '<NA>' to 'Q?'"),
+    "a list in a text": (rows({"image": "a.png", "text": [["x"]]}), "d.json", "of type list, which must be text"),
+    "half a question": (qa(question="Q\ud83d?"), "d.json", "d.json[0] has half of a character"),
+    "a missing question": (table("file_name,question,answer\na.png,N/A,x\n"), ".", "no question in question"),
     "an object": (table({"data": []}, "d.json"), "d.json", "holds an object with 'data', not a list"),
     "broken json": (table(b'[{"a": 1}', "d.json"), "d.json", "cannot be read"),
     "no such file": ({}, "gone", "no such file or folder"),
