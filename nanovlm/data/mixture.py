@@ -270,8 +270,8 @@ def _groups(examples: Sequence[Keys]) -> dict[str, str]:
 class Mixture:
     """An endless sequence of examples in which each subset has its share.
 
-    Subsets without a weight form one group, shuffled together, which gets what the weights leave of 1; if all have a
-    weight, only the proportions count. Every group shows all its examples before it repeats one.
+    Subsets without a weight are shuffled together as one group, whose share is 1 minus the sum of the weights. If all
+    have a weight, only the proportions count. Every group shows all its examples before it repeats one.
     """
 
     def __init__(self, subsets: Sequence[Subset], seed: int):
@@ -330,9 +330,9 @@ def _permutation(n: int, seed: str) -> Tensor:
 class ExampleBatches:
     """A function step -> batch, see `collate`, which can be pickled.
 
-    It is pure, except for streams, which are read on: batch n is of part n % n_parts, so a process that makes every
-    n_parts-th batch reads one part. Such a batch has its stream's states under "streams"; `states` holds those to go
-    on from.
+    The function is pure, unless a source is a stream. A stream is read on, in n_parts parts: batch n shows examples of
+    part n % n_parts, so a process that makes every n_parts-th batch reads one part. The batch then holds the states of
+    the streams under "streams", and `states` is where reading starts.
     """
 
     mixture: Mixture
