@@ -158,10 +158,8 @@ def _split_level(names: list[str]) -> int | None:
 def _split_of(name: str, level: int | None) -> str:
     """The split of a file, or "": the outermost folder that names one decides, else the name of a table or shard."""
     *folders, file = name.split(os.sep)
-    if level is not None and level < len(folders):
-        folders = folders[level:]
-    stem = [] if is_image(name) or suffix(name) == ".txt" else [os.path.splitext(file)[0]]  # images are called anything
-    return next(filter(None, map(_split_named, [*folders, *stem])), "")
+    stem = [os.path.splitext(file)[0]] if suffix(file) in (*PARSERS, *BUILDERS) else []
+    return next(filter(None, map(_split_named, [*folders[level or 0 :], *stem])), "")
 
 
 def _split_named(name: str) -> str:
@@ -188,10 +186,9 @@ def _read_labels(path: str, images: list[str], options: ReadOptions) -> Source:
     labels = {}
     for image, name in names.items():
         folders = name.split(os.sep)[:-1]
-        places = (
-            [k for k, folder in enumerate(folders) if SPLITS.fullmatch(folder.lower())] if level is None else [level]
-        )
-        labels[image] = [folder for k, folder in enumerate(folders) if k not in places[:1]] or folders
+        named = [k for k, folder in enumerate(folders) if SPLITS.fullmatch(folder.lower())]
+        place = level if level is not None else next(iter(named), None)
+        labels[image] = [folder for k, folder in enumerate(folders) if k != place] or folders
     unlabeled = [image for image, folders in labels.items() if len(folders) != 1]
     classes = sorted({folders[0] for folders in labels.values() if folders})
     if unlabeled or len(classes) < 2:
@@ -200,10 +197,8 @@ def _read_labels(path: str, images: list[str], options: ReadOptions) -> Source:
             f"captions missing: {len(unlabeled)} images in {path} have no text, the first {unlabeled[0]}; write a "
             ".txt beside each, a metadata.csv, or put them into one folder per label"
         )
-    rows = [
-        _image_row(image, **{FOLDER_NAME: folders[0], "__classes__": [FOLDER_NAME]})
-        for image, folders in labels.items()
-    ]
+    own = {"__classes__": [FOLDER_NAME]}
+    rows = [_image_row(image, **{FOLDER_NAME: folders[0]}, **own) for image, folders in labels.items()]
     source = _source(path, rows, options, path)
     source.lines.append(f"the name of its folder is each image's answer: {', '.join(classes)}")
     return source
@@ -282,11 +277,10 @@ def read_jsonl(path: str) -> list[Any]:
 def read_csv(path: str) -> list[dict[str, str]]:
     """Rows of a .csv or .tsv; DataError for one that can be read in two ways."""
     text = file_gate.read_bytes(path).decode("utf-8-sig")
-    first, _, rest = text.partition("\n")
-    if named := re.fullmatch(r"sep=(.)\r?", first):  # Excel's own line
-        delimiter, text = named[1], rest
-    else:
-        delimiter = max(",;\t", key=first.count)  # Excel writes semicolons in half of Europe
+    first, *rest = re.split(r"\r?\n|\r", text, maxsplit=1)
+    delimiter = max(",;\t", key=first.count)  # Excel writes semicolons in half of Europe
+    if named := re.fullmatch(r"sep=(.)", first):  # and a line of its own
+        delimiter, text = named[1], "".join(rest)
     lines = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
     columns, *rows = [row for row in lines if row] or [[]]
     if twice := [column for column in columns if column and columns.count(column) > 1]:  # Excel leaves some unnamed
@@ -307,28 +301,29 @@ PARSERS: dict[str, Callable[[str], Any]] = {
 
 
 def _records_of(path: str, content: dict[str, Any], lines: list[str]) -> Any:
-    """The records of an object: COCO's captions, or its only list of objects; DataError for other known data sets.
+    """The records of an object: COCO's captions, or its only list of objects, of which a line is added to lines.
 
-    What was read, and what was not, is added to lines.
+    DataError for files of known data sets that hold no answers, or no questions.
     """
-    lists = [key for key, value in content.items() if value and isinstance(value, list) and isinstance(value[0], dict)]
-    first = content[lists[0]][0] if lists else {}
-    if {"images", "annotations"} <= content.keys() and all("caption" in one for one in content["annotations"]):
-        return _coco(path, content)
-    problem = None
+    lists = {key: value for key, value in content.items() if isinstance(value, list) and value}
+    lists = {key: value for key, value in lists.items() if isinstance(value[0], dict)}
+    annotation = lists.get("annotations", [{}])[0]
+    question = lists.get("questions", [{}])[0]
+    if "multiple_choice_answer" in annotation:
+        raise DataError(f"{path} holds VQA's answers without their questions; {JOIN_VQA}")
+    if "question_id" in question and not question.keys() & {"answer", "answers"}:
+        raise DataError(f"{path} holds VQA's questions without their answers; {JOIN_VQA}")
     if {"images", "annotations"} <= content.keys():
-        problem = "COCO's objects in images, without captions; take captions_*.json, or a folder of images per label"
-    elif "multiple_choice_answer" in content.get("annotations", [{}])[0]:
-        problem = "VQA's answers without their questions; " + JOIN_VQA
-    elif "question_id" in first and lists == ["questions"] and not first.keys() & {"answer", "answers"}:
-        problem = "VQA's questions without their answers; " + JOIN_VQA
-    if problem:
-        raise DataError(f"{path} holds {problem}")
+        if annotation and "caption" not in annotation:
+            remedy = "take captions_*.json, or put images into one folder per label"
+            raise DataError(f"{path} holds COCO's objects in images, without captions; {remedy}")
+        return _coco(path, content)
     if len(lists) != 1:
         return content
-    others = [key for key in content if key != lists[0]]
-    lines += [f"reading the list {lists[0]!r}" + (f"; not read: {', '.join(others)}" if others else "")]
-    return content[lists[0]]
+    (name,) = lists
+    others = ", ".join(key for key in content if key != name)
+    lines.append(f"reading the list {name!r}" + (f"; not read: {others}" if others else ""))
+    return lists[name]
 
 
 def _coco(path: str, content: dict[str, Any]) -> list[dict[str, Any]]:

@@ -57,7 +57,7 @@ def plain_value(value: Any, kind: Any, feature: Any = None) -> Any:
 def _shortest(value: float, code: str) -> float:
     """The float of the fewest digits that is stored as value is."""
     for n_digits in range(1, 10):
-        for rounding in (decimal.ROUND_HALF_UP, decimal.ROUND_UP, decimal.ROUND_DOWN):
+        for rounding in (decimal.ROUND_HALF_EVEN, decimal.ROUND_UP, decimal.ROUND_DOWN):
             rounded = float(decimal.Context(n_digits, rounding).create_decimal(value))
             with suppress(OverflowError):  # above the largest
                 if struct.pack(code, rounded) == struct.pack(code, value):

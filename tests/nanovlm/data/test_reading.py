@@ -155,6 +155,7 @@ READ = {
     "missing in a csv": (table("file_name,text\na.png,x\na.png,NA\na.png,None\na.png,null\na.png,\\N\na.png,#N/A\na.png, n/a \n", "my.csv"),
                          "my.csv", {"on_error": "skip"}, CAPTION, ["left out (6, the first my.csv[1] has the answer 'NA'"]),
     "Excel's first line": (table("sep=;\r\nfile_name;text\r\na.png;x, y\r\n", "my.csv"), "my.csv", {}, [([1], [("What?", "x, y")])], []),
+    "Excel's first line on a Mac": (table("sep=;\rfile_name;text\ra.png;x, y\r", "my.csv"), "my.csv", {}, [([1], [("What?", "x, y")])], []),
     "Excel's first line with a tab": (table("sep=\t\nfile_name\ttext\na.png\tx\n", "my.csv"), "my.csv", {}, CAPTION, []),
     "DocVQA": (table({"dataset_name": "DocVQA", "data": [{"questionId": 1, "image": "a.png", "question": "Q?", "answers": ["A.", "B."]}]},
                      "d.json"), "d.json", {}, [([1], [("Q?", "A."), ("Q?", "B.")])], ["reading the list 'data'; not read: dataset_name"]),
@@ -280,19 +281,33 @@ def test_names_masks_and_the_default_question():
 
 
 def test_a_pipe_is_no_file():
-    for pipe in ("pipe.json", "p.png", "x/a.png", "y/a.txt"):
+    tables = ("m/metadata.jsonl", "c/d.csv", "j/d.json")
+    for pipe in ("pipe.json", "p.png", "x/a.png", "y/a.txt", *tables):
         write(f"{pipe}.d/x", "")  # makes the folder
         os.mkfifo(pipe)
+    write("z/metadata.csv.d/x", "")
+    Path("z/metadata.csv").symlink_to("/dev/zero")
     write("d.json", [{"image": "p.png", "text": "x"}])
     write("x/a.txt", "a")
     write("y/a.png", A)
     for path, words in (
         ("pipe.json", "not a file"),
         ("d.json", "p.png"),
+        ("y", "a.txt is a pipe or a device"),
         ("x", "a.png is a pipe or a device, not a file"),
-        ("y", "a.txt"),
+        ("z", "metadata.csv is a pipe or a device"),
+        *((table[0], f"{table} is a pipe or a device, not a file") for table in tables),
     ):
         check_refused(path, words)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["a/b.parquet", "a/b.tar", "a/b.arrow"])
+def test_a_pipe_is_no_shard(name):
+    Path("a").mkdir()
+    os.mkfifo(name)
+    for stream in (False, True):
+        check_refused("a", f"{name} is a pipe or a device, not a file", options=replace(OPTIONS, stream=stream))
 
 
 def test_links_are_followed_once_and_model_folders_left_out():
