@@ -72,9 +72,9 @@ def open_data(
     source's errors and do not raise.
     """
     read = replace(read, on_error="skip") if check else read
-    shared = replace(read, is_shared=True)
-    sources = [(open_source(path, shared), weight) for path, weight in map(parse_data, data)]
     own_path, number = parse_validation(validation)
+    shared = replace(read, is_shared=len(data) + bool(own_path) > 1)
+    sources = [(open_source(path, shared), weight) for path, weight in map(parse_data, data)]
     own = [open_source(own_path, replace(shared, stream=False))] if own_path else []
     _check_options(read, [*(source for source, _ in sources), *own])
     train, held_out = split(sources, 0 if own_path else number, read.skip_errors)
@@ -175,9 +175,10 @@ def split(
     held_out: list[Subset] = []
     for source, weight in sources:
         if isinstance(source, StreamedSource):
-            asked = _asked(source, validation, skip_errors) if validation else Source(source.path, [], replace)
             train.append(Subset(source, (), weight))
-            held_out.append(Subset(asked, range(len(asked))))
+            if validation:
+                asked = _asked(source, validation, skip_errors)
+                held_out.append(Subset(asked, range(len(asked))))
             continue
         held = [i for i, keys in enumerate(source.keys) if keys[0] in chosen]
         kept = sorted(set(range(len(source))).difference(held)) if held else range(len(source))

@@ -256,7 +256,8 @@ def test_turns_are_asked_in_order_and_masked_ones_are_not():
         ("cards", {"stream": True}, 0, "--stream has no effect on cards"),
         ("chat.json", {"prompt": "Name it."}, 0, "--prompt has no effect on chat.json"),
         ("cards", {"text_column": "label"}, 0, "no column 'label', only image file, text"),
-        ("chat.json", {"prompt_column": "ask"}, 0, "no column 'ask', only answer, image, question; name one of these"),
+        ("chat.json", {"prompt_column": "ask"}, 0, "no column 'ask', only answer, image, question; name one with"),
+        ("own cards", {"prompt_column": "ask"}, 0, "--prompt-column: own, cards: no column 'ask', only file_name,"),
         ("cards", {}, "1.5", "--validation 1.5 must be a whole number"),
         ("cards", {}, -1.0, "--validation -1.0 must be a whole number"),
         ("cards", {}, "gone", "gone: no such file or folder"),
@@ -266,7 +267,7 @@ def test_turns_are_asked_in_order_and_masked_ones_are_not():
 )
 def test_wrong_use_is_refused(cards, data, options, validation, message):
     with pytest.raises(NanoVLMError, match=message):
-        open_data([data], ReadOptions(**options), validation)
+        open_data(data.split(), ReadOptions(**options), validation)
 
 
 @pytest.mark.parametrize(("on_error", "code"), [("stop", 1), ("skip", 0)])
