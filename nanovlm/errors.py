@@ -14,6 +14,10 @@ class UsageError(NanoVLMError):
     exit_code = 2
 
 
+class PromptTooLongError(InputError):
+    """A prompt beyond the model's context."""
+
+
 class ImageError(NanoVLMError, ValueError):
     """An image file, URL or object that cannot be read."""
 

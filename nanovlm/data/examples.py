@@ -11,7 +11,7 @@ from torch import Tensor
 
 from models.language_model import PACK_STRIDE
 from models.vision_language_model import IGNORE_INDEX
-from nanovlm.errors import DataError, ImageError
+from nanovlm.errors import DataError, ImageError, PromptTooLongError
 from nanovlm.processing.image_loading import load_image
 from nanovlm.processing.processor import Processor
 
@@ -90,7 +90,10 @@ def encode(example: Example, processor: Processor, augment: Augment | None = Non
     for k, (prompt, answer) in enumerate(example.qa_pairs):
         if not (example.multi_turn or example.is_learned(k)):
             continue
-        ids = processor.encode_prompt(grids, prompt, list(example.qa_pairs[:k]) if example.multi_turn else [])
+        try:
+            ids = processor.encode_prompt(grids, prompt, list(example.qa_pairs[:k]) if example.multi_turn else [])
+        except PromptTooLongError as error:
+            raise ExampleError(f"{example.name}: {error}") from None
         start = len(ids) - ids[::-1].index(image_token) if image_token in ids else 0  # behind the shared prefix
         if not row.ids:
             row.add(ids[:start], [IGNORE_INDEX] * start, [1] * start)

@@ -129,6 +129,11 @@ class Tokenizer:
         """The content of tokenizer.json."""
         return self.backend.to_str(pretty=False)
 
+    @cached_property
+    def longest_token(self) -> int:
+        """Bytes of UTF-8 that a token stands for at most."""
+        return max(len(token.encode(errors="replace")) for token in self.backend.get_vocab(with_added_tokens=True))
+
     def special_id(self, token: str) -> int:
         """The id of a special token; CheckpointError if there is none."""
         id = self.backend.token_to_id(token)
