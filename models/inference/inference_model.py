@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from models.cache import KVCache, PrefillState
 from models.decoding import GenerationMixin
 from models.errors import InputError
-from models.inference.kernel_network import KernelNetwork
-from models.inference.proof import proven_network
+from models.inference.kernel_network import KernelNetwork, find_library
+from models.inference.proof import STANDARD, Proof
 from models.inference.quantization import FORMATS, QuantizedLinear, move_to_huge_pages, quantize_linears
 from models.vision_language_model import VisionLanguageModel
 
@@ -68,11 +68,11 @@ Network = KernelNetwork | PlainNetwork
 class InferenceModel(GenerationMixin):
     """Generates what a VisionLanguageModel generates, up to rounding, as fast as possible; for inference only.
 
-    On CPUs with kernels (`models.inference.kernels`), a model in float32 or bfloat16 is computed by these if they agree
-    with its modules, which `models.inference.proof` tries; else by the modules. It never changes the model and, unless
-    quantized, reads the model's own weights. The next prefill or image notices weights that were loaded, trained or
-    edited in place. Call `refresh` after an edit through `tensor.data` or under inference mode, and after changing
-    modules or hooks. With kernels, embeddings and logits are float32.
+    On CPUs with kernels (`models.inference.kernels`), a model in float32 or bfloat16 is computed by these if they were
+    written for its modules (`models.inference.proof`); else by the modules, and a line says why. It never changes the
+    model and, unless quantized, reads the model's own weights. The next prefill or image notices weights that were
+    loaded, trained or edited in place, and changed modules, hooks and functions. Call `refresh` after an edit through
+    `tensor.data` or under inference mode. With kernels, embeddings and logits are float32.
 
     quantize="int8" stores the language model's linear layers in 8 bits and, with kernels, the vision encoder's and the
     projector's, too; activations are then rounded to 8 bits for every matmul (dynamic quantization). "int4" stores
@@ -87,6 +87,8 @@ class InferenceModel(GenerationMixin):
         self.image_token_id = model.image_token_id
         self._source: VisionLanguageModel | None = model
         self._quantize = quantize
+        self._used = model  # the one whose modules compute: the source, or its quantized copy
+        self._difference = ""
         self._lock = threading.RLock()
         self.on_tile: Callable[[int, int], None] | None = None  # told how many of how many tiles are encoded, from 0 on
         self.refresh()
@@ -107,37 +109,63 @@ class InferenceModel(GenerationMixin):
     def network(self) -> Network:
         """Network of the current weights; see `KernelNetwork` for its methods."""
         with self._lock:
-            if self._source is not None and self._versions != _versions(self._source):
+            versions = self._find_versions(self._source or self._used)
+            if versions != self._versions:
                 logger.info("the model's weights have changed; rebuilding the inference model")
+            if versions != self._versions or self._find_difference() != self._difference:
                 self.refresh()
             return self._network
 
     @property
     def device(self) -> torch.device:
-        return (self._source or self._network.model).device
+        return self._used.device
 
     @property
     def dtype(self) -> torch.dtype:
-        return (self._source or self._network.model).dtype
+        return self._used.dtype
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters that inference reads."""
-        return self._network.model.parameters()
+        return self._used.parameters()
 
     def refresh(self) -> None:
         """Rebuild everything that is derived from the model's weights, without looking for a change."""
         with self._lock:
-            if self._source is not None:
-                self._versions = _versions(self._source)
-                self._parameters = [*self._source.parameters()]  # alive, so that no address is reused
-                self._network: Network = _build(self._source, self._quantize)
+            used = self._source or self._used
+            self._versions = self._find_versions(used)
+            self._kept = [*used.parameters()]  # alive, so that no address is reused
+            self._proof = Proof(used.cfg)
+            has_kernels = find_library(used) is not None
+            difference = self._proof.difference(used)
+            if self._source is not None and self._quantize:
+                used = _quantized_copy(self._source, self._quantize, has_kernels and not difference)
+            self._used = used
+            said, self._difference = self._difference, self._find_difference()
+            is_in_training = any(hasattr(module, "lora_A") for module in used.modules())
+            if has_kernels and self._difference not in ("", said) and not is_in_training:
+                logger.warning("the model's modules are used instead of the faster kernels: %s", self._difference)
+            has_kernels = has_kernels and not self._difference
+            self._network: Network = KernelNetwork(used) if has_kernels else PlainNetwork(used)
+
+    def _find_difference(self) -> str:
+        """What of the model, or of its quantized copy, the kernels were not written for."""
+        models = {id(model): model for model in (self._source, self._used) if model is not None}
+        return next((reason for model in models.values() if (reason := self._proof.difference(model))), "")
+
+    def _find_versions(self, model: VisionLanguageModel) -> list[Any]:
+        """What changes with the weights of a model, and if it is copied to be quantized, with its modules."""
+        versions: list[Any] = _versions(model)
+        if self._quantize and self._source is not None:
+            versions += map(_attributes, model.modules())
+        return versions
 
     def release_source(self) -> None:
         """Forget the floating-point model, which is free once nobody else holds it. InputError if not quantized."""
         if self._quantize is None:
             raise InputError("release_source needs quantize=; without it, inference uses the model's own weights")
         self._source = None
-        self._parameters = []
+        self._kept = []
+        self._versions = self._find_versions(self._used)
         if sys.platform == "linux":  # glibc keeps freed memory: here more than the quantized model takes
             trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
             if trim is not None:
@@ -177,27 +205,37 @@ class InferenceModel(GenerationMixin):
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def _build(model: VisionLanguageModel, quantize: str | None) -> Network:
-    """The network for a model: its own modules, or a tree of new ones that share its parameters, quantized."""
+def _quantized_copy(model: VisionLanguageModel, quantize: str, with_images: bool) -> VisionLanguageModel:
+    """A tree of new modules that share a model's parameters, but for those of quantized layers."""
     for module in model.modules():
         if isinstance(module, QuantizedLinear):
             module.check()
-    kernels = proven_network(model, model)
-    if not quantize:
-        return kernels or PlainNetwork(model)
-    used = _share_modules(model).eval()
-    quantize_linears(used.decoder, quantize)
-    if quantize == "int8" and kernels is not None:  # elsewhere int8 saves memory, and costs time
-        quantize_linears(used.vision_encoder, quantize)
-        quantize_linears(used.MP, quantize)
-    move_to_huge_pages([p for m in used.modules() if isinstance(m, QuantizedLinear) for p in m.parameters()])
-    quantized = None if kernels is None else proven_network(used, model)
-    return quantized or PlainNetwork(used)
+    copied = _share_modules(model)
+    quantize_linears(copied.decoder, quantize)
+    if quantize == "int8" and with_images:  # elsewhere int8 saves memory, and costs time
+        quantize_linears(copied.vision_encoder, quantize)
+        quantize_linears(copied.MP, quantize)
+    move_to_huge_pages([p for m in copied.modules() if isinstance(m, QuantizedLinear) for p in m.parameters()])
+    return copied
 
 
 def _versions(model: VisionLanguageModel) -> list[tuple]:
-    """Addresses, dtypes and edit counts of the parameters, which every change counts up."""
-    return [(p.data_ptr(), p.dtype, -1 if p.is_inference() else p._version) for p in model.parameters()]
+    """Addresses, dtypes and edit counts of the parameters, which every change counts up. InputError if one is freed."""
+    versions = []
+    for p in model.parameters():
+        last = p.storage_offset() + sum((n - 1) * stride for n, stride in zip(p.shape, p.stride()))
+        if p.numel() and (last + 1) * p.itemsize > p.untyped_storage().nbytes():
+            name = next(name for name, other in model.named_parameters() if other is p)
+            raise InputError(f"the memory of {name} was freed by resizing its storage; load the model again")
+        versions.append((p.data_ptr(), p.dtype, -1 if p.is_inference() else p._version))
+    return versions
+
+
+def _attributes(module: nn.Module) -> tuple:
+    """A module's type and hooks, and its own attributes, by value where it is plain."""
+    own = [(name, value) for name, value in vars(module).items() if name not in STANDARD]
+    values = {name: value if isinstance(value, (bool, int, float, str)) else id(value) for name, value in own}
+    return id(module), type(module), module.training, *module._forward_hooks, *module._forward_pre_hooks, values
 
 
 def _share_modules(model: VisionLanguageModel) -> VisionLanguageModel:

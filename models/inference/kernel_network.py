@@ -25,10 +25,6 @@ POINTER: Any = ctypes.c_void_p
 LONG: Any = ctypes.c_long
 
 
-class NoKernels(Exception):
-    """A device, CPU, dtype or kind of layer that is known to have no kernels."""
-
-
 class Packer:
     """Makes structs of layers, and keeps what they point to in memory.
 
@@ -56,8 +52,6 @@ class Packer:
 
     def matrix(self, layer: Any, n_rows: int, depth: int) -> Any:
         """The struct of an nn.Linear, a QuantizedLinear, or an nn.Conv2d of patches."""
-        if hasattr(layer, "lora_A"):  # in training, where modules are expected
-            raise NoKernels
         bias = None if layer.bias is None else self.vector(layer.bias, n_rows)
         if type(layer) is QuantizedLinear:
             layer.check()
@@ -190,29 +184,30 @@ class StackedCache(Sequence[KVCache]):
         return KVCache(key, value)
 
 
+def find_library(model: VisionLanguageModel) -> tuple[str, ctypes.CDLL] | None:
+    """The CPU's level and the kernels of it; None where a model's device or dtype, or this CPU, has none."""
+    level = chosen_level() if model.device.type == "cpu" and model.dtype in DTYPES else None
+    library = None if level is None else load_library(level)
+    return None if level is None or library is None else (level, library)
+
+
 class KernelNetwork:
     """Calls the kernels with a model's weights, which it reads where they are; norms and biases are copied to float32.
 
     Activations are float32. Keys and values are stored in bfloat16 where the weights are and the CPU multiplies in it,
-    else in float32: bfloat16 weights are then multiplied exactly. Raises NoKernels on a CPU without, and other errors
-    for a model that the kernels cannot read; `proven_network` also tries whether they compute what the model does.
+    else in float32: bfloat16 weights are then multiplied exactly. The model is one that `find_library` has kernels for
+    and in which `models.inference.proof` finds no difference.
     """
 
     def __init__(self, model: VisionLanguageModel):
         self.model = model
         self.cfg = model.cfg
-        level = chosen_level() if model.device.type == "cpu" else None
-        library = None if level is None else load_library(level)
-        if level is None or library is None or model.dtype not in DTYPES:
-            raise NoKernels
-        self.level = level
-        self._library = library
+        found = find_library(model)
+        if found is None:
+            raise InputError(f"there are no kernels for {model.dtype} on this {model.device.type}")
+        self.level, self._library = found
         cfg = model.cfg
-        self.cache_dtype = torch.float32 if level in WITHOUT_BF16_DOT else model.dtype
-        if (len(model.vision_encoder.blocks), len(model.decoder.blocks)) != (cfg.vit_n_blocks, cfg.lm_n_blocks):
-            raise ValueError("another number of blocks than the config's")
-        if cfg.vit_grid == 1:
-            raise ValueError("a tile of one patch")
+        self.cache_dtype = torch.float32 if self.level in WITHOUT_BF16_DOT else model.dtype
         self._packer = packer = Packer()
         self._decoder = packer.decoder(model.decoder, cfg)
         depth = cfg.vit_hidden_dim * cfg.mp_pixel_shuffle_factor**2
