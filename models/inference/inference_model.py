@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.cache import KVCache, PrefillState
@@ -25,11 +26,13 @@ logger = logging.getLogger(__name__)
 class PlainNetwork:
     """The plain modules behind the interface of KernelNetwork: on GPUs, without a C compiler, and as the reference."""
 
-    def __init__(self, model: VisionLanguageModel):
+    def __init__(self, model: VisionLanguageModel, is_edited: bool = False):
         self.model = model
+        self.is_edited = is_edited  # then sequences are computed as if alone: an edit may count padding
         self.cache_dtype = model.dtype
         self.encode_images = model.encode_images
         self.embed_tokens = model.embed_tokens
+        self.embed_encoded = model.embed_encoded
 
     def prefill_embeds(
         self, embeds: Tensor, attention_mask: Tensor | None, prefix: PrefillState | None
@@ -42,24 +45,56 @@ class PlainNetwork:
                 prefix = PrefillState(kv_cache, prefix.attention_mask)
         return self.model.prefill_embeds(embeds, attention_mask, prefix)
 
-    def run(self, x: Tensor, cache: Tensor, past: Sequence[int], last: Sequence[int], slots: Sequence[int]) -> Tensor:
-        """See `KernelNetwork.run`; of sequences with different `past`, one new token each."""
-        B, T, _ = x.shape
-        span = max(past)
-        rows, lengths, indices = (torch.tensor(n, device=x.device) for n in (range(B), past, slots))
-        attention_mask = None
-        blocks = cache[:, :, indices, :, :span]
-        if min(past) < span:  # what lies behind a sequence's tokens is padding, and may be anything
-            used = torch.arange(span, device=x.device) < lengths[:, None]
-            attention_mask = torch.cat([used, used.new_ones(B, T)], dim=1).long()
+    def prefill(self, rows: Sequence[Tensor], cache: Tensor, start: int, slots: Sequence[int]) -> Tensor:
+        """See `KernelNetwork.prefill`. Padding is on the left, where the core's last step expects it."""
+        lengths = [len(row) for row in rows]
+        if self.is_edited and len(set(lengths)) > 1:
+            return torch.cat([self.prefill([row], cache, start, [slot]) for row, slot in zip(rows, slots)])
+        T = max(lengths)
+        x = torch.stack([F.pad(row, (0, 0, T - len(row), 0)) for row in rows])
+        used = torch.arange(T, device=x.device) >= T - torch.tensor(lengths, device=x.device)[:, None]
+        mask = None if min(lengths) == T else used.long()
+        starts = [start] * len(rows)
+        logits, state = self.model.prefill_embeds(x, mask, self._prefix(cache, starts, slots))
+        self._write(cache, state, used, starts, slots)
+        return logits
+
+    def decode_tokens(self, ids: Tensor, cache: Tensor, past: Sequence[int], slots: Sequence[int]) -> Tensor:
+        """See `KernelNetwork.decode_tokens`."""
+        if self.is_edited and len(set(past)) > 1:
+            each = zip(ids.split(1), past, slots)
+            return torch.cat([self.decode_tokens(row, cache, [n], [slot]) for row, n, slot in each])
+        if ids.size(1) > 1 and not self.is_edited:
+            return self.prefill([*self.model.embed_tokens(ids)], cache, past[0], slots)
+        for i, column in enumerate(ids.unbind(1)):
+            lengths = [n + i for n in past]
+            logits, state = self.model.decode(column, self._prefix(cache, lengths, slots))
+            self._write(cache, state, torch.ones_like(column[:, None], dtype=torch.bool), lengths, slots)
+        return logits
+
+    def _prefix(self, cache: Tensor, past: Sequence[int], slots: Sequence[int]) -> PrefillState | None:
+        """What the slots hold; what lies behind a sequence's tokens is padding, and may be anything."""
+        if not (span := max(past)):
+            return None
+        blocks = cache[:, :, torch.tensor(slots, device=cache.device), :, :span]
+        mask = None
+        if min(past) < span:
+            used = torch.arange(span, device=cache.device) < torch.tensor(past, device=cache.device)[:, None]
             blocks = blocks.masked_fill(~used[:, None, :, None], 0)
-        kv_cache = [KVCache(key, value) for key, value in blocks] if span else None
-        hidden, longer = self.model.decoder(x, attention_mask, kv_cache, span)
-        places = lengths[:, None] + torch.arange(T, device=x.device)
-        for (key, value), kv in zip(cache, longer):
-            key[indices[:, None], :, places] = kv.key[:, :, span:].transpose(1, 2)
-            value[indices[:, None], :, places] = kv.value[:, :, span:].transpose(1, 2)
-        return self.model.decoder.head(hidden[rows, torch.tensor(last, device=x.device)])
+            mask = used.long()
+        return PrefillState([KVCache(key, value) for key, value in blocks], mask)
+
+    def _write(
+        self, cache: Tensor, state: PrefillState, used: Tensor, past: Sequence[int], slots: Sequence[int]
+    ) -> None:
+        """Put the keys and values of new tokens, those of used (B, T), behind the `past` ones of each slot."""
+        rows, columns = used.nonzero(as_tuple=True)
+        at = torch.tensor(slots, device=rows.device)[rows]
+        places = torch.tensor(past, device=rows.device)[rows] + used.cumsum(1)[rows, columns] - 1
+        columns = columns + max(past)
+        for (key, value), kv in zip(cache, state.kv_cache):
+            key[at, :, places] = kv.key[rows, :, columns]
+            value[at, :, places] = kv.value[rows, :, columns]
 
 
 Network = KernelNetwork | PlainNetwork
@@ -145,7 +180,7 @@ class InferenceModel(GenerationMixin):
             if has_kernels and self._difference not in ("", said) and not is_in_training:
                 logger.warning("the model's modules are used instead of the faster kernels: %s", self._difference)
             has_kernels = has_kernels and not self._difference
-            self._network: Network = KernelNetwork(used) if has_kernels else PlainNetwork(used)
+            self._network: Network = KernelNetwork(used) if has_kernels else PlainNetwork(used, bool(self._difference))
 
     def _find_difference(self) -> str:
         """What of the model, or of its quantized copy, the kernels were not written for."""

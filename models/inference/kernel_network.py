@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from models.cache import KVCache, PrefillState, capacity_for
 from models.config import VLMConfig
+from models.decoding import GenerationMixin
 from models.errors import InputError
 from models.inference.kernels.load import WITHOUT_BF16_DOT, chosen_level, load_library, read_structs
 from models.inference.quantization import QuantizedLinear
@@ -202,6 +203,8 @@ class KernelNetwork:
     def __init__(self, model: VisionLanguageModel):
         self.model = model
         self.cfg = model.cfg
+        self.image_token_id = model.image_token_id
+        self.is_edited = False
         found = find_library(model)
         if found is None:
             raise InputError(f"there are no kernels for {model.dtype} on this {model.device.type}")
@@ -243,6 +246,20 @@ class KernelNetwork:
     def embed_tokens(self, ids: Tensor) -> Tensor:
         """Embeddings (..., C) float32 of ids (...)."""
         return self.model.decoder.token_embedding(ids).float()
+
+    embed_encoded = GenerationMixin.embed_encoded
+
+    def prefill(self, rows: Sequence[Tensor], cache: Tensor, start: int, slots: Sequence[int]) -> Tensor:
+        """Logits (B, vocabulary) after embeddings (T, C) of each sequence, behind `start` tokens of its slot in cache.
+
+        Padding is on the right, where causal attention ignores it.
+        """
+        x = torch.nn.utils.rnn.pad_sequence([*rows], batch_first=True)
+        return self.run(x, cache, [start] * len(rows), [len(row) - 1 for row in rows], slots)
+
+    def decode_tokens(self, ids: Tensor, cache: Tensor, past: Sequence[int], slots: Sequence[int]) -> Tensor:
+        """Logits (B, vocabulary) after ids (B, T), behind `past` tokens of each slot."""
+        return self.run(self.embed_tokens(ids), cache, past, [ids.size(1) - 1] * len(ids), slots)
 
     def prefill_embeds(
         self, embeds: Tensor, attention_mask: Tensor | None, prefix: PrefillState | None
