@@ -68,7 +68,9 @@ class PlainNetwork:
             return self.prefill([*self.model.embed_tokens(ids)], cache, past[0], slots)
         for i, column in enumerate(ids.unbind(1)):
             lengths = [n + i for n in past]
-            logits, state = self.model.decode(column, self._prefix(cache, lengths, slots))
+            prefix = self._prefix(cache, lengths, slots)
+            assert prefix is not None  # a prompt has tokens
+            logits, state = self.model.decode(column, prefix)
             self._write(cache, state, torch.ones_like(column[:, None], dtype=torch.bool), lengths, slots)
         return logits
 

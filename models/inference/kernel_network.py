@@ -247,7 +247,7 @@ class KernelNetwork:
         """Embeddings (..., C) float32 of ids (...)."""
         return self.model.decoder.token_embedding(ids).float()
 
-    embed_encoded = GenerationMixin.embed_encoded
+    embed_encoded: Any = GenerationMixin.embed_encoded  # with this class's embed_tokens
 
     def prefill(self, rows: Sequence[Tensor], cache: Tensor, start: int, slots: Sequence[int]) -> Tensor:
         """Logits (B, vocabulary) after embeddings (T, C) of each sequence, behind `start` tokens of its slot in cache.
