@@ -50,7 +50,8 @@ FLAGS = [
 def read_structs() -> dict[str, Any]:
     """The C sources' structs by name, as ctypes classes whose fields are written in C alone."""
     types: dict[str, Any] = {"int": ctypes.c_int, "long": ctypes.c_long, "float": ctypes.c_float}
-    source = "".join((FOLDER / name).read_text(encoding="utf-8") for name in ("common.h", "model.c"))
+    files = [FOLDER / name for name in ("common.h", "model.c")]  # missing in a zip, where there are no kernels
+    source = "".join(file.read_text(encoding="utf-8") for file in files if file.exists())
     for body, name in re.findall(r"typedef struct \{([^{}]*)\} (\w+);", re.sub("//.*", "", source)):
         fields = []
         for kind, names in re.findall(r"(?:const )?(\w+) ([^;]+);", body):
