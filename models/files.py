@@ -75,7 +75,8 @@ def read_bytes(path: PathLike, limit: int | None = None) -> bytes:
     with opened(path) as file:
         data = file.read(-1 if limit is None else limit + 1)
     if limit is not None and len(data) > limit:
-        raise FileError(f"{os.fspath(path)} has more than {limit:,} bytes")
+        reason = f"has more than {limit:,} bytes"
+        raise FileError(f"{os.fspath(path)} {reason}", errno.EFBIG, reason)
     return data
 
 
@@ -84,7 +85,8 @@ def read_text(path: PathLike, limit: int | None = SETTINGS_BYTES, errors: str = 
     try:
         text = read_bytes(path, limit).decode("utf-8-sig", errors)
     except UnicodeDecodeError as error:
-        raise FileError(f"{os.fspath(path)} is not UTF-8 ({error}); save it as UTF-8") from None
+        message = f"{os.fspath(path)} is not UTF-8 ({error}); save it as UTF-8"
+        raise FileError(message, errno.EILSEQ, f"not UTF-8 ({error})") from None
     return io.IncrementalNewlineDecoder(None, translate=True).decode(text, final=True)  # as open() reads text
 
 

@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from models import files
 from nanovlm.data.examples import Example, ExampleError, check_answers
+from nanovlm.errors import FileError
 from nanovlm.options import ReadOptions
 from nanovlm.processing.image_loading import readable_extensions
 
@@ -195,12 +197,10 @@ def _locate(image: Any, folder: str) -> Any:
 def clean_text(value: Any) -> str:
     """Text without the white space around it, with \\n as its only line end; "" for a missing value."""
     if isinstance(value, Path):
-        if value.exists() and not value.is_file():  # a pipe would block
-            raise ExampleError(f"has a text, {value}, that is not a file")
         try:
-            value = value.read_text(encoding="utf-8-sig")  # Windows' editors write a byte order mark
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or error
+            value = files.read_text(value)
+        except FileError as error:
+            reason = error.strerror or error
             raise ExampleError(f"has no text in {value}: {reason}; write it in UTF-8, or remove the image") from None
     if isinstance(value, (Mapping, list, tuple, bool, bytes)):
         raise ExampleError(f"has {str(value)[:40]}, of type {type(value).__name__}, which must be text")

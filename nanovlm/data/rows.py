@@ -1,6 +1,7 @@
 """`open_source`: what a folder, a file or a Hub data set holds, as examples."""
 
 import csv
+import io
 import json
 import os
 import re
@@ -13,11 +14,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from models import files
 from models.checkpoint import CONFIG, INDEX, WEIGHTS
 from nanovlm.data.examples import Example, ExampleError
 from nanovlm.data.records import FOLDER_NAME, Row, is_image, plain_row, to_example
 from nanovlm.data.source import DESCRIBED, Source, Stream
-from nanovlm.errors import INSTALL_DATA, DataError, MissingExtraError, first_line
+from nanovlm.errors import INSTALL_DATA, DataError, FileError, MissingExtraError, first_line
 from nanovlm.options import ReadOptions
 
 METADATA = ("metadata.jsonl", "metadata.csv", "metadata.parquet")  # tables of Hugging Face's imagefolder
@@ -206,6 +208,8 @@ def reading_errors(where: object) -> Iterator[None]:
         yield
     except (MemoryError, DataError):
         raise
+    except FileError as error:
+        raise DataError(error) from None
     except Exception as error:  # the parsers' errors have no common base: json's, csv's, tarfile's, RecursionError
         reason = " ".join(str(error).split()).rstrip(".")
         is_text = not isinstance(error, UnicodeDecodeError)  # and not a table that Excel wrote as UTF-16, for example
@@ -216,7 +220,7 @@ def reading_errors(where: object) -> Iterator[None]:
 def read_jsonl(path: str) -> list[Any]:
     """The values of a .jsonl file; blank lines are skipped. DataError names the line at fault."""
     values = []
-    for number, line in enumerate(Path(path).read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
+    for number, line in enumerate(files.read_bytes(path).removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
         with reading_errors(f"{path}, line {number},"):
             values += [json.loads(line.decode())] if line.strip() else []
     return values
@@ -224,7 +228,7 @@ def read_jsonl(path: str) -> list[Any]:
 
 def read_csv(path: str) -> list[dict[str, str]]:
     """Rows of a .csv or .tsv; DataError for one that can be read in two ways."""
-    with open(path, encoding="utf-8-sig", newline="") as file:
+    with files.opened(path) as raw, io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as file:
         delimiter = max(",;\t", key=file.readline().count)  # Excel writes semicolons in half of Europe
         file.seek(0)
         columns, *rows = [row for row in csv.reader(file, delimiter=delimiter, strict=True) if row] or [[]]
@@ -238,7 +242,7 @@ def read_csv(path: str) -> list[dict[str, str]]:
 
 
 PARSERS: dict[str, Callable[[str], Any]] = {
-    ".json": lambda path: json.loads(Path(path).read_text(encoding="utf-8-sig")),  # Windows writes a byte order mark
+    ".json": lambda path: json.loads(files.read_text(path, limit=None)),
     ".jsonl": read_jsonl,
     ".csv": read_csv,
     ".tsv": read_csv,
@@ -312,11 +316,11 @@ def _row_of_dataset(i: int, data: Any, path: str, folder: str, options: ReadOpti
 
 def _tar_notes(file: str, features: Any) -> list[str]:
     """Notes on what `datasets` passes over in a tar: files of types that the first samples lack, and a missing end."""
-    with reading_errors(file), tarfile.open(file) as tar:
+    with reading_errors(file), files.opened(file) as raw, tarfile.open(fileobj=raw) as tar:
         names = [member.name for member in tar if member.isfile()]
     if twice := [name for name, n in Counter(names).items() if n > 1]:  # which older versions of `datasets` merge
         raise DataError(f"{file} has two files {twice[0]}; name one otherwise")
-    with open(file, "rb") as raw:
+    with files.opened(file) as raw:
         raw.seek(-1024, os.SEEK_END)
         notes = [f"{file} has no end mark: it may have been cut"] if any(raw.read()) else []
     known = {kind.lower() for kind in features or ()}

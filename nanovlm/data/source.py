@@ -11,10 +11,11 @@ from itertools import islice
 from random import Random
 from typing import Any
 
+from models import files
 from nanovlm.console import count, progress_bar
 from nanovlm.data.examples import Example, ExampleError
 from nanovlm.data.records import NO_IMAGE, plain_row
-from nanovlm.errors import DataError, NanoVLMError, TrainingError, first_line
+from nanovlm.errors import DataError, FileError, NanoVLMError, TrainingError, first_line
 
 SHUFFLE_WINDOW = 256  # rows of a stream held in memory to be shuffled
 DESCRIBED = 100  # rows of a stream that its lines are about
@@ -46,13 +47,11 @@ def keys_of(example: Example, known: dict[str, str]) -> Keys:
             continue
         path = os.fspath(image)
         if path not in known:
-            if os.path.exists(path) and not os.path.isfile(path):  # a pipe would block
-                raise ExampleError(f"{path} is not a file")
             try:
-                with open(path, "rb") as file:
+                with files.opened(path) as file:
                     known[path] = file_digest(file, partial(blake2b, digest_size=12)).hexdigest()
-            except OSError as error:
-                raise ExampleError(f"{path}: {error.strerror}") from None
+            except FileError as error:
+                raise ExampleError(error) from None
         keys.append(known[path])
     return tuple(keys) or (text_digest(example),)
 
