@@ -18,7 +18,6 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import BinaryIO
 
 from models.errors import BusyError, FileError
 
@@ -42,7 +41,7 @@ _locks: set[int] = set()  # descriptors that hold a lock
 
 
 @contextlib.contextmanager
-def opened(path: PathLike) -> Iterator[BinaryIO]:
+def opened(path: PathLike) -> Iterator[io.BufferedReader]:
     """Open a regular file to read. FileError for a folder, a pipe, a device, and where the system refuses."""
     descriptor = _open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     try:

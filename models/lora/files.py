@@ -153,7 +153,7 @@ def _read_config(path: Path) -> dict:
     rank: Any = config.get("r")
     alpha: Any = config.get("lora_alpha")
     if type(rank) is not int or rank < 1 or type(alpha) not in (int, float) or not abs(alpha) <= MAX_ALPHA:
-        raise CheckpointError(f"{path}: r={rank!r} and lora_alpha={alpha!r} are not a rank and a factor")
+        raise CheckpointError(f"{path}: r={rank} and lora_alpha={alpha} are not a rank and a factor")
     for key in ("target_modules", "exclude_modules"):
         _check_targets(config.get(key), f"{path}: {key}")
     return config

@@ -86,7 +86,7 @@ def walk(folder: str | Path) -> list[str]:
     """
     paths = []
     seen = set()
-    for current, subfolders, files in os.walk(folder, followlinks=True):
+    for current, subfolders, names in os.walk(folder, followlinks=True):
         if (place := os.path.realpath(current)) in seen:
             subfolders.clear()
             continue
@@ -94,7 +94,7 @@ def walk(folder: str | Path) -> list[str]:
         visible = [name for name in subfolders if name[0] != "." and not os.path.exists(f"{current}/{name}/{WEIGHTS}")]
         subfolders[:] = sorted(visible, key=lambda name: (os.path.islink(os.path.join(current, name)), name))
         relative = os.path.relpath(current, folder)
-        paths += [os.path.normpath(os.path.join(relative, name)) for name in files if name[0] != "."]
+        paths += [os.path.normpath(os.path.join(relative, name)) for name in names if name[0] != "."]
     return sorted(paths)
 
 

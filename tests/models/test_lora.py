@@ -226,7 +226,11 @@ def test_training_writes_a_plain_model_and_its_adapters(tiny_model, make_batch, 
     assert kinds == {"decoder.token_embedding.weight"}, "tied to the head"
     for model, cfg, message in (  # resumed
         (tiny_model(seed=1), CFG, "start from the same model as before"),
-        (tiny_model(), replace(CFG, lora_alpha=4.0), "this model has 2 and 4.0; use the same, or train in another"),
+        (
+            tiny_model(),
+            replace(CFG, lora_alpha=4.0),
+            "lora_alpha=16.0, but this run has lora_alpha=4.0; resume with the same, or train in another",
+        ),
         (tiny_model(), replace(CFG, train_embeddings=False), "was trained with train_embeddings=True"),
     ):
         with pytest.raises(CheckpointError, match=message), torch.enable_grad():

@@ -373,9 +373,8 @@ def test_tiles_join_to_the_resized_image(size, to_max_side, grid, global_view):
     lines = [torch.cat(list(tiles[front + r * columns :][:columns]), dim=2) for r in range(rows)]
     assert torch.equal(torch.cat(lines, dim=1), transforms.functional.to_tensor(resized))
     if front:
-        assert torch.equal(
-            tiles[0], transforms.functional.resize(transforms.functional.to_tensor(resized), [32, 32], antialias=True)
-        )
+        whole = transforms.functional.to_tensor(resized)
+        assert torch.equal(tiles[0], transforms.functional.resize(whole, [32, 32], antialias=True))
 
 
 def test_wrong_use_of_preprocess_is_refused():

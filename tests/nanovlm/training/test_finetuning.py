@@ -297,7 +297,11 @@ def test_a_folder_that_cannot_be_written_is_reported_before_the_first_step(train
     scenes(2)
     Path("out/metrics.jsonl").mkdir(parents=True)  # a folder where a file should go
     code, _, err = train("--data", "mine", *QUICK)
-    assert code == 1 and "metrics.jsonl cannot be read" in err and not Path("out/checkpoints").exists()
+    assert (
+        code == 2
+        and "--out out holds metrics.jsonl, but no run to resume" in err
+        and not Path("out/checkpoints").exists()
+    )
 
 
 def test_a_killed_worker_is_one_line_with_a_remedy():
