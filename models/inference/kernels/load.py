@@ -162,6 +162,8 @@ def load_library(level: str) -> ctypes.CDLL | None:
         reason = str(getattr(error, "stderr", None) or error).strip().partition("\n")[0]
         if isinstance(error, subprocess.CalledProcessError) and not error.stderr:
             reason = f"{error.cmd[0]} ended with status {error.returncode}"
+        elif isinstance(error, OSError) and error.filename:
+            reason = f"{Path(error.filename).name}: {error.strerror}"
         reason = textwrap.shorten(reason, MAX_REASON, placeholder=" ...")
         logger.warning("no CPU kernels (%s): PyTorch's own operations are used, which are slower", reason)
     return None

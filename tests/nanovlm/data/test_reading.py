@@ -179,7 +179,7 @@ REFUSED = {
     "labels of two levels": ({"x/a.png": A, "y/z/b.png": B, "y/c.png": B}, ".", "the first ./y/z/b.png"),
     "some texts missing": (captions("a") | {"b.png": B}, ".",
                            "1 of 2 records of . cannot be used, the first: ./b.png has no text in b.txt: No such file"),
-    "a text that is no UTF-8": (captions("a") | {"a.txt": b"\xff"}, ".", "a.png has no text in a.txt: 'utf-8' codec"),
+    "a text that is no UTF-8": (captions("a") | {"a.txt": b"\xff"}, ".", "a.png has no text in a.txt: not UTF-8 ('utf-8' codec"),
     "a chat with a question of columns": (chat(ASK, SAY), "d.json", "--prompt-column has no effect", {"prompt_column": "image"}),
     "other images in the chat": (chat(message("user", IMAGE, text("Q?")), SAY, image="b.png"), "d.json",
                                  "names images in its messages and in image"),
@@ -229,7 +229,12 @@ def test_a_pipe_is_no_file():
     write("d.json", [{"image": "p.png", "text": "x"}])
     write("x/a.txt", "a")
     write("y/a.png", A)
-    for path, words in (("pipe.json", "not a file"), ("d.json", "p.png"), ("x", "a.png is not a file"), ("y", "a.txt")):
+    for path, words in (
+        ("pipe.json", "not a file"),
+        ("d.json", "p.png"),
+        ("x", "a.png is a pipe or a device, not a file"),
+        ("y", "a.txt"),
+    ):
         check_refused(path, words)
 
 
