@@ -170,8 +170,8 @@ REFUSED = {  # changes of the config, of tensors (None removes one), and of the 
     **{
         f"{key}={value!r:.9}": ({key: value}, {}, {}, words)
         for words, key, values in (
-            ("are not a rank and a factor", "lora_alpha", (math.nan, math.inf, -math.inf, 10**400, "1", True, None, [1])),
-            ("are not a rank and a factor", "r", (0, -1, 2.0, True, None, [3])),
+            ("are not a rank and", "lora_alpha", (math.nan, math.inf, -math.inf, 10**400, "1", True, None, [1])),
+            ("are not a rank and", "r", (0, -1, 2.0, True, None, [3])),
             ("target_modules=.* is neither a text nor", "target_modules", (5, [5], {"a": 1}, True)),
             ("exclude_modules=.* is no regular expression", "exclude_modules", ("(", "*")),
         )

@@ -13,11 +13,11 @@ import zlib
 import numpy as np
 import pytest
 import torch
-from PIL import Image, ImageDraw
+from PIL import Image, ImageDraw, ImageEnhance
 
 from nanovlm.errors import ImageError, InputError
 from nanovlm.processing import image_loading as images
-from nanovlm.processing.image_loading import load_image
+from nanovlm.processing.image_loading import augment, load_image
 from nanovlm.processing.layouts.nanovlm import preprocess, resized_size
 from support import noise_image, png, transforms
 
@@ -383,3 +383,30 @@ def test_wrong_use_of_preprocess_is_refused():
         preprocess(noise_image(40, 20), 512, resized_size(40, 20, 512, 2**20, True))
     with pytest.raises(ValueError, match="RGB images, not RGBA: read the image with load_image"):
         preprocess(noise_image().convert("RGBA"), tile=32)
+
+
+@pytest.mark.parametrize("name", ["pipe.png", "/dev/zero", "."])
+def test_a_pipe_or_a_device_is_no_image(tmp_path, name):
+    os.mkfifo(tmp_path / "pipe.png")
+    with pytest.raises(ImageError, match="a pipe or a device, not a file|a folder, not an image"):
+        load_image(tmp_path / name)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_an_augmented_image_is_that_of_torchvision(seed):
+    """torchvision's affine, with the same random numbers."""
+    image, rng, amount = noise_image(40 + seed, 30), random.Random(seed), 0.15
+    result = augment(image, amount, random.Random(seed))
+    for enhance in (ImageEnhance.Brightness, ImageEnhance.Contrast):
+        image = enhance(image).enhance(rng.uniform(1 - amount / 2, 1 + amount / 2))
+    corners = [image.getpixel((x, y)) for x in (0, image.width - 1) for y in (0, image.height - 1)]
+    expected = transforms.functional.affine(
+        image,
+        angle=rng.uniform(-100 * amount, 100 * amount),
+        translate=[round(rng.uniform(-amount, amount) * side) for side in image.size],
+        scale=rng.uniform(1 - amount, 1 + amount),
+        shear=[0.0, 0.0],
+        interpolation=transforms.InterpolationMode.BILINEAR,
+        fill=[sum(values) // 4 for values in zip(*corners)],
+    )
+    assert result.tobytes() == expected.tobytes()
