@@ -1,6 +1,8 @@
 """The errors of `models.errors`, and those of images, data and the command line."""
 
+from models.errors import BusyError as BusyError
 from models.errors import CheckpointError as CheckpointError
+from models.errors import FileError as FileError
 from models.errors import InputError as InputError
 from models.errors import NanoVLMError as NanoVLMError
 from models.errors import is_out_of_memory as is_out_of_memory

@@ -10,8 +10,6 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
-
 from nanovlm.processing.image_loading import load_image
 
 SIDE = 128  # of a thumbnail: some 3 kB
@@ -56,10 +54,7 @@ def gallery(rows: Iterable[tuple[Any, str, str, str]]) -> str:
 def thumbnail(source: Any) -> str:
     """An img element that holds the image itself; empty if it cannot be read."""
     try:
-        image = Image.open(source) if isinstance(source, str | os.PathLike) else source
-        if isinstance(image, Image.Image):
-            image.draft("RGB", (SIDE, SIDE))  # decodes a JPEG file at an eighth of its size
-        small = load_image(image).copy()
+        small = load_image(source, side=SIDE).copy()
     except Exception:
         return ""
     small.thumbnail((SIDE, SIDE))

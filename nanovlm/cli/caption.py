@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from models import files
 from nanovlm.cli.options import add_flags as add_record_flags
 from nanovlm.cli.options import from_args, load_captioner, model_options, refuse_flags, report_missing
 from nanovlm.console import TileProgress, count, is_terminal, print_error, print_remedy, print_text
 from nanovlm.embedded import EMBEDDED, EMBEDDED_LIMITS, PROMPT, SAMPLE
-from nanovlm.errors import ImageError, InputError, UsageError, is_out_of_memory
+from nanovlm.errors import FileError, ImageError, InputError, UsageError, is_out_of_memory
 from nanovlm.options import CaptionOptions, GenerationOptions, ModelOptions, check_positive
 from nanovlm.processing import MAX_FRAMES, VIDEO_EXTENSIONS
 
@@ -192,9 +193,9 @@ def read_names(file: str | None) -> list[str]:
     if file is None:
         return []
     try:
-        data = standard_input().read() if file == "-" else Path(file).read_bytes()
-    except OSError as error:
-        raise UsageError(f"--from-file {file}: {error.strerror}") from None
+        data = standard_input().read() if file == "-" else files.read_bytes(file)
+    except FileError as error:
+        raise UsageError(f"--from-file {error}") from None
     if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):  # as PowerShell writes
         data = data.decode("utf-16", "replace").encode()
     data = data.removeprefix(codecs.BOM_UTF8)

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from models import files
 from nanovlm.cli.options import add_flags as add_record_flags
 from nanovlm.cli.options import from_args, load_captioner, model_options, report_missing
 from nanovlm.console import TileProgress, bold, is_terminal, print_error, print_text
@@ -150,7 +151,9 @@ class Chat:
             text = "".join(f"{image}\n" for image in self.paths)
             text += "".join(f"\n> {question}\n{answer}\n" for question, answer in history)
             kind = "plain text"
-        path.write_bytes(text.encode("utf-8", "surrogateescape"))  # a path may hold bytes that are not UTF-8
+        if not path.parent.is_dir():
+            raise UsageError(f"/save {name}: No such file or directory")
+        files.replace(path, text.encode("utf-8", "surrogateescape"))  # a path may hold bytes that are not UTF-8
         self.saved.add(os.path.abspath(path))
         print_error(f"{name}: {len(history)} questions and answers as {kind}")
 

@@ -59,7 +59,7 @@ def keys_of(example: Example, known: dict[str, str]) -> Keys:
         if path not in known:
             try:
                 with files.opened(path) as file:
-                    known[path] = file_digest(file, partial(blake2b, digest_size=12)).hexdigest()  # type: ignore[arg-type]  # reads
+                    known[path] = file_digest(file, partial(blake2b, digest_size=12)).hexdigest()
             except FileError as error:
                 raise ExampleError(str(error)) from None
         keys.append(known[path])

@@ -6,7 +6,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from models.checkpoint import atomic_write
+from models import files
 from nanovlm.console import CONTROL, count
 from nanovlm.evaluation.evaluate import Answer, Evaluation
 from nanovlm.review_page import GALLERY_STYLE, gallery
@@ -50,8 +50,7 @@ def write_report(
     head = f"<!doctype html><html lang=en><meta charset=utf-8><title>{escape(title)}</title>"
     head += f'<meta name=viewport content="width=device-width"><style>{STYLE}\n{GALLERY_STYLE}</style>'
     page = CONTROL.sub("\N{REPLACEMENT CHARACTER}", "\n".join([head, *sections, "</html>\n"]))
-    with atomic_write(path) as new:
-        new.write_text(page, encoding="utf-8", errors="replace")  # names may hold bytes that are not Unicode
+    files.replace(path, page.encode(errors="replace"))  # names may hold bytes that are not Unicode
 
 
 def _row(answer: Answer) -> tuple[Any, str, str, str]:

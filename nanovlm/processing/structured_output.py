@@ -3,10 +3,10 @@
 import json
 from collections.abc import Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanovlm.errors import InputError, MissingExtraError, UsageError
+from models import files
+from nanovlm.errors import FileError, InputError, MissingExtraError, UsageError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,9 +22,9 @@ JSON_OPTIONS: Any = {"whitespace_flexible": False}  # or a small model could wri
 def read_schema(path: str) -> Any:
     """The JSON schema in a file. UsageError if there is none, InputError if llguidance cannot follow it."""
     try:
-        schema = json.loads(Path(path).read_text("utf-8-sig"))
-    except OSError as error:
-        raise UsageError(f"--json-schema {path}: {error.strerror}") from None
+        schema = json.loads(files.read_text(path))
+    except FileError as error:
+        raise UsageError(f"--json-schema {error}") from None
     except (ValueError, RecursionError) as error:
         raise UsageError(f"--json-schema {path} is not JSON: {error}") from None
     _grammar(schema, f"--json-schema {path}")

@@ -6,6 +6,7 @@ It starts at once, as it imports no torch.
 import json
 import sys
 
+from models import files
 from nanovlm.errors import MissingExtraError
 
 LISTED_FPS = 24.0  # of frames without times, as in transformers
@@ -51,7 +52,7 @@ def main(path: str, max_frames: int) -> None:
         sys.exit(MissingExtraError.exit_code)
     # Of an open file FFmpeg takes no name for a protocol; the option keeps playlists from opening other files or URLs.
     options = {"protocol_whitelist": "none"}
-    with open(path, "rb") as file, av.open(file, "r", options=options) as container:
+    with files.opened(path) as file, av.open(file, "r", options=options) as container:
         stream = container.streams.video[0]
         if stream.width * stream.height > MAX_FRAME_PIXELS:
             sys.exit(f"ImageError: frames of {stream.width} x {stream.height}, more than {MAX_FRAME_PIXELS:,} pixels")
@@ -61,7 +62,7 @@ def main(path: str, max_frames: int) -> None:
     kept = set(sample_frames(n_frames, fps, max_frames))
     shown = []
     start = None
-    with open(path, "rb") as file, av.open(file, "r", options=options) as container:
+    with files.opened(path) as file, av.open(file, "r", options=options) as container:
         for i, frame in enumerate(container.decode(video=0)):
             now = i / fps if frame.time is None else frame.time
             start = now if start is None else start
