@@ -8,6 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from nanovlm.cli.options import from_args, load_captioner, model_options, refuse
 from nanovlm.console import TileProgress, count, is_terminal, print_error, print_remedy, print_text
 from nanovlm.embedded import EMBEDDED, EMBEDDED_LIMITS, PROMPT, SAMPLE
 from nanovlm.errors import ImageError, InputError, UsageError, is_out_of_memory
-from nanovlm.options import CaptionOptions, GenerationOptions, ModelOptions, check_positive
+from nanovlm.options import RESERVED, CaptionOptions, GenerationOptions, ModelOptions, check_positive
 from nanovlm.processing import MAX_FRAMES, VIDEO_EXTENSIONS
 
 if TYPE_CHECKING:
@@ -28,22 +29,21 @@ HELP = "Caption images, or answer a prompt about each; without arguments, the sa
 EXAMPLE = f"""\
 nanovlm caption photo.jpg --prompt "What is on the table?"
 nanovlm caption photos --out photos/metadata.jsonl --model {CHECKPOINT}
-nanovlm caption photos --choices cat,dog,neither --html review.html --model {CHECKPOINT}"""
+nanovlm caption photos --choices cat,dog,neither --out labels.jsonl --model {CHECKPOINT}"""
 
 FILES = {  # flag: placeholder, help
     "--from-file": ("FILE", "more names, one a line or separated by zero bytes; - is standard input"),
     "--out": ("FILE", "a .jsonl table; txt: a .txt beside each image (default for folders)"),
     "--extension": ("EXT", "of the files beside images, such as .caption (default: .txt)"),
     "--prefix": ("TEXT", "text before each caption; {folder} is the name of the image's folder"),
-    "--html": ("FILE", "a page to review the captions of a folder: thumbnails, texts, a filter"),
 }
-FILE_FLAGS = ("overwrite", "prefix", "extension", "html", "workers")
+FILE_FLAGS = ("overwrite", "prefix", "extension", "workers")
 GENERATION_FLAGS = ("temperature", "top_p", "seed", "max_new_tokens", "repetition_penalty", "start_with")
 MODEL_FLAGS = ("model", "adapter", "device", "dtype", "quantize", "max_tiles")
 ADDRESS = re.compile(r"|auto|local|ray://.+|[^/\s]+:\d+")  # of a Ray cluster
 REASONS = {
-    "length": "were cut at --max-new-tokens; raise it",
-    "repetition": "were ended as they repeated themselves; try --repetition-penalty 1.2",
+    "length": "cut at --max-new-tokens; raise it",
+    "repetition": "ended at a repetition; try --repetition-penalty 1.2",
 }
 N_NAMES = 5  # of images that a summary names
 STATS_DIGITS = {"prompt_tokens": None, "new_tokens": None, "first_token_s": 4, "total_s": 4, "tokens_per_s": 1}
@@ -64,7 +64,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--workers", type=int, metavar="N", help="with --ray: at most N models at once (default: by GPUs, or cores)")
     answers = parser.add_argument_group("how answers are made")
     add = answers.add_argument
-    text = f"repeat it for several (default: that of the model's training, else {PROMPT!r})"
+    text = "repeat it for several, which a table has columns for; {folder} is the name of the image's folder "
+    text += f"(default: that of the model's training, else {PROMPT!r})"
     add("--prompt", dest="prompts", action="append", metavar="TEXT", help=text)
     add("--choices", metavar="A,B,...", help="answer with the most probable of these, and say how probable it is")
     add("--json-schema", metavar="FILE", help="JSON schema that each answer follows (extra structured)")
@@ -102,8 +103,9 @@ def caption_options(args: argparse.Namespace, model: ModelOptions) -> CaptionOpt
     choices: tuple[str, ...] = ()
     if not all(map(str.strip, prompts)):
         raise UsageError("--prompt is empty; omit it to have the image described")
-    if len(prompts) != len(set(prompts)) or {"file_name", "text"} & set(prompts):
-        raise UsageError("--prompt is given twice, or is file_name or text; each names a column of its own")
+    if len(prompts) != len(set(prompts)) or RESERVED & set(prompts):
+        names = ", ".join(sorted(RESERVED))
+        raise UsageError(f"--prompt is given twice, or is one of {names}; each names a column of its own")
     if args.choices is not None:
         choices = tuple(map(str.strip, args.choices.split(",")))
         if len(set(choices)) < max(2, len(choices)) or not all(choices):
@@ -129,7 +131,8 @@ def caption_options(args: argparse.Namespace, model: ModelOptions) -> CaptionOpt
 
 def caption_names(args: argparse.Namespace, names: list[str], model: ModelOptions, options: CaptionOptions) -> "Report":
     """Caption what is named into files, or on a Ray cluster into parquet files."""
-    from nanovlm.bulk import Sidecars, Stream, Table, caption_files
+    from nanovlm.bulk import caption_files
+    from nanovlm.outputs import Output, Sidecars, Table
 
     def check_model_named() -> None:
         if args.model is None and args.adapter is None:
@@ -144,7 +147,7 @@ def caption_names(args: argparse.Namespace, names: list[str], model: ModelOption
     if "-" in names or not names:
         raise UsageError("captions in files need names of images; name files or folders, or list them by --from-file")
     if args.ray is not None:
-        refuse_flags(args, ("extension", "overwrite", "html"), "one machine: omit it, or --ray")
+        refuse_flags(args, ("extension", "overwrite"), "one machine: omit it, or --ray")
         check_positive({"--workers": args.workers})
         if args.out is None or re.search(r"\.(jsonl|parquet)$|^txt$", args.out):
             out = args.out or "is missing: it"
@@ -156,10 +159,10 @@ def caption_names(args: argparse.Namespace, names: list[str], model: ModelOption
 
         return caption_on_ray(names, args.out, model, options, address=args.ray or None, workers=args.workers)
     refuse_flags(args, ["workers"], "captions on a cluster: add --ray")
-    output: Stream
+    output: Output
     if args.json:
-        refuse_flags(args, ("out", "extension", "overwrite", "html"), "captions in files: omit it, or --json")
-        output = Stream()
+        refuse_flags(args, ("out", "extension", "overwrite"), "captions in files: omit it, or --json")
+        output = Output()
     elif args.out in (None, "txt"):
         output = Sidecars(checked_extension(args.extension or ".txt"), bool(args.overwrite))
     else:
@@ -169,13 +172,7 @@ def caption_names(args: argparse.Namespace, names: list[str], model: ModelOption
         output = Table(args.out, bool(args.overwrite))
     label = "embedded" if model.model == EMBEDDED else str(model.model)
     label += f" + {model.adapter}" if model.adapter else ""
-    report = caption_files(load, names, output, options, model=label)
-    if args.html:
-        from nanovlm.review_page import write_page
-
-        write_page(args.html, report.images, [output.row(image) for image in report.images], report.failed)
-        print_error(f"{args.html}: a page of {count(len(report.images), 'image')}; open it in a browser")
-    return report
+    return caption_files(load, names, output, options, model=label)
 
 
 def checked_extension(extension: str) -> str:
@@ -192,7 +189,8 @@ def read_names(file: str | None) -> list[str]:
     if file is None:
         return []
     try:
-        data = standard_input().read() if file == "-" else Path(file).read_bytes()
+        with nullcontext(standard_input()) if file == "-" else open(file, "rb") as names:  # also a pipe: <(find ...)
+            data = names.read()
     except OSError as error:
         raise UsageError(f"--from-file {file}: {error.strerror}") from None
     if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):  # as PowerShell writes
@@ -218,9 +216,10 @@ def print_summary(report: "Report") -> None:
         parts.append(f"{n:,} {extension} left out{hint}")
     print_error("; ".join(parts))
     for origin, n in report.others.items():
-        print_error(f"{count(n, 'existing caption')} of another run, with {origin}; --overwrite captions them again")
+        print_error(f"{count(n, 'existing caption')} of another run, with {origin}; --overwrite replaces what is old")
     for reason, images in report.cut.items():
-        print_error(f"{count(len(images), 'caption')} {REASONS.get(reason, reason)}: {some(images)}")
+        verb = "was" if len(images) == 1 else "were"
+        print_error(f"{count(len(images), 'caption')} {verb} {REASONS.get(reason, reason)}: {some(images)}")
 
 
 def some(names: Sequence[str]) -> str:
@@ -270,7 +269,7 @@ def print_caption(
 
         image = Video.read(source, options.max_frames)
     stats = Stats()
-    prompts = options.prompts
+    prompts = [options.filled(prompt, name) for prompt in options.prompts]
     columns: dict[str, Any] = {}
     lines: list[str] = []
     label = f"{printable(name)}: " if len(args.images) > 1 and isinstance(source, str) else ""

@@ -1,0 +1,294 @@
+"""Where captions of many images go: standard output, a .jsonl table, or a text file beside each image."""
+
+import errno
+import functools
+import json
+import logging
+import os
+import re
+import unicodedata
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from models import files
+from nanovlm.errors import UsageError
+
+Row = dict[str, Any]
+Name = str | os.PathLike[str]
+logger = logging.getLogger(__name__)
+
+MADE = ("text", "finish_reason", "model", "prompt", "prefix", "choices", "probability", "log_probability")
+REPLACES = "nanovlm_replaces"  # in an appended row until it moves into the row of its image
+PARSE = json.JSONDecoder(parse_int=str)  # Python refuses integers of more than 4,300 digits
+SPACE = re.compile(r"[ \t\r\n]*")
+TORN_NAME = re.compile(r'\{"file_name": "(?:[^"\\]|\\.)*"')
+BOM = b"\xef\xbb\xbf"
+OF_ONE_FILE = frozenset({  # errors that say nothing about the next image's file
+    errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ENXIO, errno.ENAMETOOLONG, errno.ELOOP,
+})  # fmt: skip
+
+
+def image_key(path: Name) -> str:
+    """The absolute path, equal for NFC and NFD names; a link to an image is an image of its own."""
+    parent, name = os.path.split(os.path.abspath(path))
+    return unicodedata.normalize("NFC", os.path.join(real_folder(parent), name))
+
+
+@functools.lru_cache(10_000)
+def real_folder(folder: str) -> str:
+    """The folder without links; a run clears what this keeps when it starts."""
+    try:
+        return os.path.realpath(folder)
+    except ValueError:  # a null character, in a row of a table
+        return folder
+
+
+class Output:
+    """JSON lines on standard output; the base of outputs that keep captions."""
+
+    overwrite = False
+    errors_of_one: frozenset[int] = frozenset()  # numbers of errors that concern one image; any other ends the run
+
+    def target(self, image: str) -> Path:
+        """The file of an image's caption."""
+        return Path("standard output")
+
+    @contextmanager
+    def opened(self, folders: Sequence[str]) -> Iterator[None]:
+        """Lock the output during a run over folders, and read what it holds; OSError if that is not possible."""
+        yield
+
+    def refusal(self, image: str) -> str:
+        """Why no caption of this image can be written; empty if it can."""
+        return ""
+
+    def row(self, image: str) -> Row:
+        """Row of an image that has a caption, else an empty one."""
+        return {}
+
+    def write(self, image: str, row: Row) -> None:
+        print(json.dumps({"image": image} | row), flush=True)
+
+
+class Sidecars(Output):
+    """Captions in text files beside their images."""
+
+    errors_of_one = OF_ONE_FILE
+
+    def __init__(self, extension: str = ".txt", overwrite: bool = False):
+        self.extension = extension if extension.startswith(".") else f".{extension}"
+        self.overwrite = overwrite
+        self.owners: dict[str, str] = {}  # image by text file
+
+    def target(self, image: str) -> Path:
+        return Path(image).with_suffix(self.extension)
+
+    @contextmanager
+    def opened(self, folders: Sequence[str]) -> Iterator[None]:
+        with ExitStack() as stack:
+            for folder in folders:
+                if os.access(folder, os.R_OK):
+                    stack.enter_context(files.locked(folder))
+            yield
+
+    def refusal(self, image: str) -> str:
+        target = self.target(image)
+        key = image_key(target)
+        owner = self.owners.setdefault(key, image)
+        if key == image_key(image):
+            return "its caption would replace it; rename it, or write a table by --out captions.jsonl"
+        if owner != image:
+            return f"{target.name} is the caption of {Path(owner).name}; rename one of them"
+        if not os.access(target.parent, os.W_OK | os.X_OK):
+            return "its folder cannot be written; allow it, or write a table elsewhere by --out captions.jsonl"
+        try:
+            files.check_regular(target)
+        except files.FileError as error:
+            return "" if error.errno == errno.ENOENT else str(error)
+        return ""
+
+    def row(self, image: str) -> Row:
+        """The caption that an image has; an empty file is none. FileError if it cannot be read."""
+        try:
+            text = files.read_text(self.target(image), errors="replace").strip()
+        except files.FileError as error:
+            if error.errno == errno.ENOENT:
+                return {}
+            raise
+        return {"text": text} if text else {}
+
+    def write(self, image: str, row: Row) -> None:
+        if not self.overwrite and self.row(image):
+            logger.warning("%s was written by somebody else during this run; it is kept", self.target(image))
+        else:
+            files.replace(self.target(image), f"{row['text']}\n".encode("utf-8", "backslashreplace"))
+
+
+class Table(Output):
+    """Captions in the rows of a .jsonl file, named relative to its folder, as `load_dataset("imagefolder")` reads them.
+
+    It has one row an image; rows of other images and other columns stay, each as it is written. A caption is appended.
+    If its image has a row, the appended one says that it replaces that, and moves into it at the end of the run, or at
+    the start of the next one after a kill.
+    """
+
+    def __init__(self, path: Name, overwrite: bool = False):
+        self.path = Path(path)
+        self.overwrite = overwrite
+        self.lines: dict[str, bytes] = {}  # by key of the image
+        self.rows: dict[str, Row] = {}
+        self.n_torn = 0  # bytes of a row at the end that a kill has cut
+        self.is_joined = True  # no appended row waits to replace another
+
+    def target(self, image: str) -> Path:
+        return self.path
+
+    @contextmanager
+    def opened(self, folders: Sequence[str]) -> Iterator[None]:
+        if self.path.is_symlink():
+            raise UsageError(f"{self.path} is a link; name the file that it leads to, or another")
+        is_new = not self.path.exists()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        files.append(self.path, b"")  # a table that cannot be written fails before any work
+        with files.locked(self.path):
+            files.remove_parts(self.path.parent)
+            self.tidy()
+        with files.locked(self.path):  # of the file that tidy may have put there
+            self.read()
+            try:
+                yield
+            except BaseException:
+                with suppress(OSError):  # the next run does it
+                    self.tidy()
+                raise
+            else:
+                self.tidy()
+            finally:
+                if is_new and not self.rows:
+                    files.remove(self.path)
+
+    def row(self, image: str) -> Row:
+        row = self.rows.get(image_key(image), {})
+        return row if has_text(row) else {}
+
+    def write(self, image: str, row: Row) -> None:
+        name = Path(os.path.relpath(image, self.path.parent)).as_posix()
+        key = image_key(image)
+        row = row | {"file_name": name}
+        files.append(self.path, json_line({"file_name": name} | row | ({REPLACES: True} if key in self.rows else {})))
+        self.rows[key] = row
+
+    def read(self) -> bytes:
+        """Read lines and rows; returns the file's bytes. UsageError if it is no table with one row an image."""
+        self.lines.clear()
+        self.rows.clear()
+        self.n_torn = 0
+        self.is_joined = True
+        data = files.read_bytes(self.path)
+        lines = data.removeprefix(BOM).split(b"\n")
+        for number, line in enumerate(lines, start=1):
+            row = parse_row(line)
+            if row is not None:
+                self._add(number, line, row)
+            elif number == len(lines) and is_torn_row(line):
+                self.n_torn = len(line)
+            elif line.strip():
+                raise UsageError(f"{self.path}, line {number}, is no row with a file_name; name another file")
+        return data
+
+    def _add(self, number: int, line: bytes, row: Row) -> None:
+        """Take a row; one of ours moves into the row that its image has."""
+        key = image_key(os.path.join(self.path.parent, row["file_name"]))
+        old = self.rows.get(key)
+        is_ours = row.pop(REPLACES, None) is True
+        if old is not None and not is_ours and not completes(row, old):
+            problem = f"line {number}, is one of several rows of {row['file_name']}"
+            raise UsageError(f"{self.path}, {problem}; captions have one row an image: name another file by --out")
+        if old is not None or is_ours:
+            self.is_joined = False
+            line = merged(self.lines.get(key, b"{}"), line)
+            row = (old or {}) | row
+        self.lines[key] = line
+        self.rows[key] = row
+
+    def tidy(self) -> None:
+        """Cut off a row that was torn by a kill, and move appended rows into the rows that they replace."""
+        data = self.read()
+        whole = len(data) - self.n_torn
+        if self.n_torn:
+            torn = data[whole:].decode("utf-8", "replace")
+            logger.warning("%s: removed its unfinished last line: %.100s", self.path, torn)
+        if not self.is_joined:
+            files.replace(self.path, b"".join(line + b"\n" for line in self.lines.values()))
+        elif self.n_torn:
+            files.truncate(self.path, whole)
+        elif data and not data.endswith(b"\n"):
+            files.append(self.path, b"\n")
+
+
+def has_text(row: Row) -> bool:
+    text = row.get("text")
+    return bool(text.strip() if isinstance(text, str) else text)
+
+
+def completes(row: Row, old: Row) -> bool:
+    """True if a row has a caption of ours for an older row without one, of which it loses nothing."""
+    is_caption = "finish_reason" in row and has_text(row) and not has_text(old)
+    return is_caption and all(row.get(name, old[name]) == old[name] for name in old.keys() - {"file_name", "text"})
+
+
+def parse_row(line: bytes) -> Row | None:
+    """The row of a line; None if it is not a JSON object with a file_name."""
+    row = None
+    with suppress(ValueError, RecursionError):
+        row = PARSE.decode(line.decode())
+    return row if isinstance(row, dict) and isinstance(row.get("file_name"), str) else None
+
+
+def is_torn_row(line: bytes) -> bool:
+    """True if a line is the beginning of a row of ours, which a kill or a full disk can leave."""
+    text = line.decode("utf-8", "replace")
+    try:
+        PARSE.decode(text)
+        return False
+    except json.JSONDecodeError as error:
+        is_cut = error.msg.startswith("Unterminated") or error.pos > len(text) - len(r"\ud800")
+    except RecursionError:
+        return False
+    name = TORN_NAME.match(text)
+    rest, start = (text[name.end() :], ', "text": "') if name else (text, '{"file_name": "')
+    return bool(text) and is_cut and (rest.startswith(start) or start.startswith(rest))
+
+
+def merged(old: bytes, new: bytes) -> bytes:
+    """The line of an old row with the columns of a new one; values of other columns stay as they are written."""
+    before, after = (members(line.decode()) for line in (old, new))
+    kept = {name: value for name, value in before.items() if name in after or name not in MADE}
+    values = kept | after | {name: kept[name] for name in ("file_name",) if name in kept}
+    values.pop(REPLACES, None)
+    pairs = (f"{json.dumps(name, ensure_ascii=False)}: {value}" for name, value in values.items())
+    return f"{{{', '.join(pairs)}}}".encode("utf-8", "backslashreplace")
+
+
+def members(text: str) -> dict[str, str]:
+    """The values of a valid JSON object as they are written, by name: 1e400 and 1.50 stay."""
+    values = {}
+    end = text.index("{") + 1
+    while text[start := _after_space(text, end)] != "}":
+        name, end = PARSE.raw_decode(text, _after_space(text, start + (text[start] == ",")))
+        start = _after_space(text, _after_space(text, end) + 1)  # after the colon
+        _, end = PARSE.raw_decode(text, start)
+        values[name] = text[start:end]
+    return values
+
+
+def _after_space(text: str, start: int) -> int:
+    match = SPACE.match(text, start)
+    return match.end() if match else start
+
+
+def json_line(row: Row) -> bytes:
+    text = json.dumps(row, ensure_ascii=False) + "\n"
+    return text.encode("utf-8", "backslashreplace")  # \udcff in a file's name is JSON's escape, too
