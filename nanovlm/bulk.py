@@ -19,7 +19,7 @@ from models.files import FileError
 from nanovlm.console import is_terminal, progress_bar
 from nanovlm.errors import ImageError, NanoVLMError, OutputError, UsageError, is_out_of_memory
 from nanovlm.options import RESERVED, CaptionOptions
-from nanovlm.outputs import Output, Row, Sidecars, image_key, real_folder
+from nanovlm.outputs import EDITED, Output, Row, Sidecars, forget_folders, image_key, replaces
 from nanovlm.outputs import Table as Table
 from nanovlm.processing import ANIMATION_EXTENSIONS, VIDEO_EXTENSIONS
 
@@ -41,7 +41,8 @@ class Report:
     images: list[str] = field(default_factory=list)
     captioned: int = 0
     skipped: list[str] = field(default_factory=list)  # images that had captions
-    others: Counter[str] = field(default_factory=Counter)  # of these, captions by another model or prompt
+    others: Counter[str] = field(default_factory=Counter)  # of these, captions by another model, prompt or prefix
+    kept: list[str] = field(default_factory=list)  # images whose texts a person wrote or edited
     failed: dict[str, str] = field(default_factory=dict)  # reason by image or name
     cut: dict[str, list[str]] = field(default_factory=dict)  # images by the reason that cut their captions
     left_out: Counter[str] = field(default_factory=Counter)  # images that cannot be read here, by extension
@@ -112,9 +113,10 @@ def caption_files(
 ) -> Report:
     """Caption the images that files, folders and patterns name, and write each caption as soon as it is there.
 
-    Images that have a caption are skipped, so the same call resumes a run that was killed; output.overwrite captions
-    them again. An image that fails is reported, and the next run tries it again. captioner may be a function that loads
-    one: it is called only if there is work. model is its name, which a table keeps with each caption.
+    Images that have a caption are skipped, so the same call resumes a run that was killed. output.overwrite captions
+    them again, but keeps what a person wrote or edited unless it is "all". An image that fails is reported, and the
+    next run tries it again. captioner may be a function that loads one: it is called only if there is work. model is
+    its name, which is kept with each caption.
     """
     output = output or Sidecars()
     options = options or CaptionOptions()
@@ -122,7 +124,7 @@ def caption_files(
         ways = "write a table by --out captions.jsonl, or ask by a run each"
         raise UsageError(f"a text file takes the answer to one prompt, not to {len(options.prompts)}; {ways}")
     report = Report()
-    real_folder.cache_clear()
+    forget_folders()
     find_images(names, extensions(options), report)
     origin = partial(_origin, model, options)
     with ExitStack() as stack:
@@ -148,7 +150,8 @@ def _folders(names: Sequence[str | os.PathLike[str]], images: Sequence[str]) -> 
 def _origin(model: str, options: CaptionOptions, image: str) -> Row:
     """What makes the caption of an image in this run; columns of its row."""
     origin = {"model": model} if model else {}
-    return origin | ({"prompt": options.filled(options.prompts[0], image)} if len(options.prompts) == 1 else {})
+    origin |= {"prompt": options.filled(options.prompts[0], image)} if len(options.prompts) == 1 else {}
+    return origin | {"prefix": options.prefix, "choices": ",".join(options.choices)}
 
 
 def _find_work(output: Output, report: Report, origin: Callable[[str], Row]) -> list[str]:
@@ -158,21 +161,31 @@ def _find_work(output: Output, report: Report, origin: Callable[[str], Row]) -> 
     if len(reasons) > 1 and len(set(reasons.values())) == 1 and (reason := reasons[report.images[0]]):
         raise OutputError(f"{report.images[0]} and all others: {reason}")
     for image, reason in reasons.items():
-        row = {}
+        row: Row = {}
         try:
-            row = {} if reason or output.overwrite else output.row(image)
+            row = {} if reason else output.row(image)
         except FileError as error:
             reason = str(error)
         if reason:
             report.fail(image, reason)
-        elif not row:
+        elif not row or replaces(output.overwrite, row):
             todo.append(image)
+        elif output.overwrite:
+            report.kept.append(image)
         else:
             report.skipped.append(image)
-            now = origin(image)
-            if other := [f"{name} {row[name]!r}" for name in now if row.get(name, now[name]) != now[name]]:
-                report.others[", ".join(other)] += 1
+            if other := _differences(row, origin(image)):
+                report.others[other] += 1
     return todo
+
+
+def _differences(row: Row, origin: Row) -> str:
+    """What made a caption of an earlier run, as far as it is not what makes those of this one."""
+    if row.get("finish_reason", EDITED) == EDITED:
+        return ""
+    missing = origin | {"prefix": "", "choices": ""}  # a row without a model or prompt tells nothing of it
+    values = {name: row.get(name, missing[name]) for name in origin}
+    return ", ".join(f"{name} {value!r}" for name, value in values.items() if value != origin[name])
 
 
 def _write_rows(
@@ -189,7 +202,8 @@ def _write_rows(
                 if isinstance(row, Exception):
                     report.fail(image, str(row) or "not enough memory")
                 else:
-                    _write_row(image, row | origin(image), output, report)
+                    made = {name: value for name, value in origin(image).items() if value}
+                    _write_row(image, row | made, output, report)
                 bar.update()
                 now = time.monotonic()
                 report.seconds = now - started

@@ -2,6 +2,7 @@
 
 import errno
 import functools
+import hashlib
 import json
 import logging
 import os
@@ -19,6 +20,7 @@ Row = dict[str, Any]
 Name = str | os.PathLike[str]
 logger = logging.getLogger(__name__)
 
+EDITED = "edited"  # the finish_reason of a text that a person wrote or edited
 MADE = ("text", "finish_reason", "model", "prompt", "prefix", "choices", "probability", "log_probability")
 REPLACES = "nanovlm_replaces"  # in an appended row until it moves into the row of its image
 PARSE = json.JSONDecoder(parse_int=str)  # Python refuses integers of more than 4,300 digits
@@ -30,6 +32,7 @@ OF_ONE_FILE = frozenset({  # errors that say nothing about the next image's file
 })  # fmt: skip
 
 
+@functools.lru_cache(100_000)
 def image_key(path: Name) -> str:
     """The absolute path, equal for NFC and NFD names; a link to an image is an image of its own."""
     parent, name = os.path.split(os.path.abspath(path))
@@ -38,17 +41,23 @@ def image_key(path: Name) -> str:
 
 @functools.lru_cache(10_000)
 def real_folder(folder: str) -> str:
-    """The folder without links; a run clears what this keeps when it starts."""
+    """The folder without links."""
     try:
         return os.path.realpath(folder)
     except ValueError:  # a null character, in a row of a table
         return folder
 
 
+def forget_folders() -> None:
+    """Look at links anew, which may have changed since the last run."""
+    image_key.cache_clear()
+    real_folder.cache_clear()
+
+
 class Output:
     """JSON lines on standard output; the base of outputs that keep captions."""
 
-    overwrite = False
+    overwrite: bool | str = False  # "all": also what a person wrote or edited
     errors_of_one: frozenset[int] = frozenset()  # numbers of errors that concern one image; any other ends the run
 
     def target(self, image: str) -> Path:
@@ -72,60 +81,6 @@ class Output:
         print(json.dumps({"image": image} | row), flush=True)
 
 
-class Sidecars(Output):
-    """Captions in text files beside their images."""
-
-    errors_of_one = OF_ONE_FILE
-
-    def __init__(self, extension: str = ".txt", overwrite: bool = False):
-        self.extension = extension if extension.startswith(".") else f".{extension}"
-        self.overwrite = overwrite
-        self.owners: dict[str, str] = {}  # image by text file
-
-    def target(self, image: str) -> Path:
-        return Path(image).with_suffix(self.extension)
-
-    @contextmanager
-    def opened(self, folders: Sequence[str]) -> Iterator[None]:
-        with ExitStack() as stack:
-            for folder in folders:
-                if os.access(folder, os.R_OK):
-                    stack.enter_context(files.locked(folder))
-            yield
-
-    def refusal(self, image: str) -> str:
-        target = self.target(image)
-        key = image_key(target)
-        owner = self.owners.setdefault(key, image)
-        if key == image_key(image):
-            return "its caption would replace it; rename it, or write a table by --out captions.jsonl"
-        if owner != image:
-            return f"{target.name} is the caption of {Path(owner).name}; rename one of them"
-        if not os.access(target.parent, os.W_OK | os.X_OK):
-            return "its folder cannot be written; allow it, or write a table elsewhere by --out captions.jsonl"
-        try:
-            files.check_regular(target)
-        except files.FileError as error:
-            return "" if error.errno == errno.ENOENT else str(error)
-        return ""
-
-    def row(self, image: str) -> Row:
-        """The caption that an image has; an empty file is none. FileError if it cannot be read."""
-        try:
-            text = files.read_text(self.target(image), errors="replace").strip()
-        except files.FileError as error:
-            if error.errno == errno.ENOENT:
-                return {}
-            raise
-        return {"text": text} if text else {}
-
-    def write(self, image: str, row: Row) -> None:
-        if not self.overwrite and self.row(image):
-            logger.warning("%s was written by somebody else during this run; it is kept", self.target(image))
-        else:
-            files.replace(self.target(image), f"{row['text']}\n".encode("utf-8", "backslashreplace"))
-
-
 class Table(Output):
     """Captions in the rows of a .jsonl file, named relative to its folder, as `load_dataset("imagefolder")` reads them.
 
@@ -134,21 +89,22 @@ class Table(Output):
     the start of the next one after a kill.
     """
 
-    def __init__(self, path: Name, overwrite: bool = False):
+    def __init__(self, path: Name, overwrite: bool | str = False, is_hidden: bool = False):
         self.path = Path(path)
         self.overwrite = overwrite
+        self.is_hidden = is_hidden  # known to this program only: any later row of an image replaces an earlier one
         self.lines: dict[str, bytes] = {}  # by key of the image
         self.rows: dict[str, Row] = {}
         self.n_torn = 0  # bytes of a row at the end that a kill has cut
         self.is_joined = True  # no appended row waits to replace another
+        self.is_written = False
 
     def target(self, image: str) -> Path:
         return self.path
 
     @contextmanager
     def opened(self, folders: Sequence[str]) -> Iterator[None]:
-        if self.path.is_symlink():
-            raise UsageError(f"{self.path} is a link; name the file that it leads to, or another")
+        self.check()
         is_new = not self.path.exists()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         files.append(self.path, b"")  # a table that cannot be written fails before any work
@@ -157,6 +113,7 @@ class Table(Output):
             self.tidy()
         with files.locked(self.path):  # of the file that tidy may have put there
             self.read()
+            self.is_written = True
             try:
                 yield
             except BaseException:
@@ -176,9 +133,20 @@ class Table(Output):
     def write(self, image: str, row: Row) -> None:
         name = Path(os.path.relpath(image, self.path.parent)).as_posix()
         key = image_key(image)
-        row = row | {"file_name": name}
-        files.append(self.path, json_line({"file_name": name} | row | ({REPLACES: True} if key in self.rows else {})))
+        row = {"file_name": name} | row | {"file_name": name}
+        if not self.is_written:
+            self.is_written = True
+            files.append(self.path, b"")
+            self.tidy()
+        is_marked = self.is_hidden or key in self.rows
+        files.append(self.path, json_line(row | {REPLACES: True} if is_marked else row))
+        self.is_joined = self.is_joined and not is_marked
         self.rows[key] = row
+
+    def check(self) -> None:
+        """UsageError if the table is a link, which might lead out of the folder."""
+        if self.path.is_symlink():
+            raise UsageError(f"{self.path} is a link; remove it, or name another file")
 
     def read(self) -> bytes:
         """Read lines and rows; returns the file's bytes. UsageError if it is no table with one row an image."""
@@ -195,7 +163,8 @@ class Table(Output):
             elif number == len(lines) and is_torn_row(line):
                 self.n_torn = len(line)
             elif line.strip():
-                raise UsageError(f"{self.path}, line {number}, is no row with a file_name; name another file")
+                problem = "is no row with a file_name; name another file, or move this one"
+                raise UsageError(f"{self.path}, line {number}, {problem}")
         return data
 
     def _add(self, number: int, line: bytes, row: Row) -> None:
@@ -226,6 +195,110 @@ class Table(Output):
             files.truncate(self.path, whole)
         elif data and not data.endswith(b"\n"):
             files.append(self.path, b"\n")
+
+
+class Sidecars(Output):
+    """Captions in text files beside their images, and what made each in a hidden table of its folder.
+
+    A text that differs from what was written, or that no row tells of, is a person's: it is kept unless overwrite is
+    "all".
+    """
+
+    errors_of_one = OF_ONE_FILE
+
+    def __init__(self, extension: str = ".txt", overwrite: bool | str = False):
+        self.extension = extension if extension.startswith(".") else f".{extension}"
+        self.overwrite = overwrite
+        self.owners: dict[str, str] = {}  # image by text file
+        self.records: dict[str, Table] = {}  # by folder
+
+    def target(self, image: str) -> Path:
+        return Path(image).with_suffix(self.extension)
+
+    @contextmanager
+    def opened(self, folders: Sequence[str]) -> Iterator[None]:
+        with ExitStack() as stack:
+            for folder in folders:
+                if os.access(folder, os.R_OK):
+                    stack.enter_context(files.locked(folder))
+            try:
+                yield
+            finally:
+                for record in self.records.values():
+                    if not record.is_joined:
+                        with suppress(OSError):  # its rows are there; the next run joins them
+                            record.tidy()
+
+    def refusal(self, image: str) -> str:
+        target = self.target(image)
+        key = os.path.splitext(image_key(image))[0] + self.extension
+        owner = self.owners.setdefault(key, image)
+        if key == image_key(image):
+            return "its caption would replace it; rename it, or write a table by --out captions.jsonl"
+        if owner != image:
+            return f"{target.name} is the caption of {Path(owner).name}; rename one of them"
+        if not os.access(target.parent, os.W_OK | os.X_OK):
+            return "its folder cannot be written; allow it, or write a table elsewhere by --out captions.jsonl"
+        try:
+            self.record(image)
+            files.check_regular(target)
+        except files.FileError as error:
+            return "" if error.errno == errno.ENOENT else str(error)
+        return ""
+
+    def row(self, image: str) -> Row:
+        """The caption that an image has, with what made it; an empty file is none. FileError if it cannot be read."""
+        try:
+            text = files.read_text(self.target(image), errors="replace").strip()
+        except files.FileError as error:
+            if error.errno == errno.ENOENT:
+                return {}
+            raise
+        if not text:
+            return {}
+        row = self.record(image).rows.get(image_key(image), {})
+        if text_hash(text) == row.get("hash"):
+            return row | {"text": text}
+        is_older = text_hash(text) == row.get("old_hash")  # a kill came between the row and its text
+        return {"text": text} | ({} if is_older else {"finish_reason": EDITED})
+
+    def record(self, image: str) -> "Table":
+        """The hidden table of the image's folder. UsageError if it is no table."""
+        folder = os.path.dirname(image)
+        if folder not in self.records:
+            kind = "" if self.extension == ".txt" else self.extension
+            record = Table(Path(folder, f".captions{kind}.jsonl"), is_hidden=True)
+            record.check()
+            if record.path.exists():
+                record.read()
+            self.records[folder] = record
+        return self.records[folder]
+
+    def write(self, image: str, row: Row) -> None:
+        """Write a row and then its text: a text without its row would count as a person's."""
+        target = self.target(image)
+        record = self.record(image)
+        old = self.row(image)
+        if old and not replaces(self.overwrite, old):
+            logger.warning("%s was written by somebody else during this run; it is kept", target)
+            return
+        text = row["text"].encode("utf-8", "backslashreplace").decode()
+        made = {name: row[name] for name in MADE[1:] if name in row} | {"hash": text_hash(text)}
+        made |= {"old_hash": text_hash(old["text"])} if old and old.get("finish_reason") != EDITED else {}
+        if not record.is_written:
+            files.remove_parts(target.parent)
+        record.write(image, made)
+        files.replace(target, f"{text}\n")
+
+
+def replaces(overwrite: bool | str, row: Row) -> bool:
+    """True if an image that has a row with a text is captioned again."""
+    return overwrite == "all" or (bool(overwrite) and row.get("finish_reason") != EDITED)
+
+
+def text_hash(text: str) -> str:
+    """16 hexadecimal digits for a text, whatever ends its lines."""
+    return hashlib.sha256("\n".join(text.strip().splitlines()).encode("utf-8", "backslashreplace")).hexdigest()[:16]
 
 
 def has_text(row: Row) -> bool:

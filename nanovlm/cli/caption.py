@@ -57,7 +57,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     for flag, (metavar, text) in FILES.items():
         files.add_argument(flag, metavar=metavar, help=text)
     add = files.add_argument
-    add("--overwrite", action="store_const", const=True, help="caption images that have captions, too")
+    text = "caption images that have captions, too; all: also those that a person wrote or edited"
+    add("--overwrite", nargs="?", const=True, metavar="all", help=text)
     add("--json", action="store_true", help="print one JSON object per image and prompt")
     text = "caption on this Ray cluster (default: one that runs, else this machine) into parquet files in the folder "
     add("--ray", nargs="?", const="", metavar="ADDRESS", help=text + "or URI --out")
@@ -76,6 +77,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print captions, or write them to files if args name several images at once or an output file."""
+    if args.overwrite not in (None, True, "all"):  # --overwrite photos
+        args.images.insert(0, args.overwrite)
+        args.overwrite = True
     model = model_options(args)
     options = caption_options(args, model)
     several = not options.as_video and any(map(names_several, args.images))
@@ -164,12 +168,12 @@ def caption_names(args: argparse.Namespace, names: list[str], model: ModelOption
         refuse_flags(args, ("out", "extension", "overwrite"), "captions in files: omit it, or --json")
         output = Output()
     elif args.out in (None, "txt"):
-        output = Sidecars(checked_extension(args.extension or ".txt"), bool(args.overwrite))
+        output = Sidecars(checked_extension(args.extension or ".txt"), args.overwrite or False)
     else:
         refuse_flags(args, ["extension"], f"files beside images, not for {args.out}: omit it, or --out")
         if not args.out.endswith(".jsonl"):
             raise UsageError(f"--out {args.out} must be a .jsonl file, or txt")
-        output = Table(args.out, bool(args.overwrite))
+        output = Table(args.out, args.overwrite or False)
     label = "embedded" if model.model == EMBEDDED else str(model.model)
     label += f" + {model.adapter}" if model.adapter else ""
     return caption_files(load, names, output, options, model=label)
@@ -205,7 +209,7 @@ def print_summary(report: "Report") -> None:
     from nanovlm.processing.image_loading import HEIF_EXTENSIONS, INSTALL_HEIC
 
     parts = []
-    if report.captioned or not report.skipped:
+    if report.captioned or not (report.skipped or report.kept):
         rate = f" ({60 * report.captioned / report.seconds:,.0f} a minute)" if report.seconds > 1 else ""
         parts.append(f"{report.captioned:,} captioned in {report.seconds:.0f} s{rate}")
     if report.skipped:
@@ -214,7 +218,12 @@ def print_summary(report: "Report") -> None:
     for extension, n in report.left_out.items():
         hint = f" (to read them: {INSTALL_HEIC})" if extension in HEIF_EXTENSIONS else ""
         parts.append(f"{n:,} {extension} left out{hint}")
-    print_error("; ".join(parts))
+    if parts:
+        print_error("; ".join(parts))
+    if report.kept:
+        verb = "is" if len(report.kept) == 1 else "are"
+        texts = f"{count(len(report.kept), 'text')} that a person wrote or edited {verb} kept"
+        print_error(f"{texts} ({some(report.kept)}); --overwrite all replaces what a person wrote, too")
     for origin, n in report.others.items():
         print_error(f"{count(n, 'existing caption')} of another run, with {origin}; --overwrite replaces what is old")
     for reason, images in report.cut.items():

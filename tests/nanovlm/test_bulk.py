@@ -46,7 +46,8 @@ CASES = {  # files before, settings, files after, (captioned, skipped)
     "sidecars": ({}, {}, BOTH, (2, 0)),
     "one is there": ({"a.txt": "mine"}, {}, BOTH | {"a.txt": "mine"}, (1, 1)),
     "an empty file is no caption": ({"a.txt": " \n"}, {}, BOTH, (2, 0)),
-    "overwrite": ({"a.txt": "mine"}, OVERWRITE, BOTH, (2, 0)),
+    "overwrite keeps what a person wrote": ({"a.txt": "mine"}, OVERWRITE, BOTH | {"a.txt": "mine"}, (1, 0)),
+    "overwrite all": ({"a.txt": "mine"}, {"overwrite": "all"}, BOTH, (2, 0)),
     "extension": (
         {"a.txt": "mine"}, {"extension": "caption"},
         {"a.txt": "mine", "a.caption": f"{TEXT}\n", "sub/b.caption": f"{TEXT}\n"}, (2, 0),
@@ -104,8 +105,10 @@ def photos():
 
 
 def files_in(folder):
+    """Texts and tables, and what should not be left over; not the hidden tables."""
     kinds = (".txt", ".caption", ".jsonl")
     found = [path for path in folder.rglob("*") if path.suffix in kinds or path.name.startswith(".nanovlm")]
+    found = [path for path in found if not path.name.startswith(".captions")]
     return {path.relative_to(folder).as_posix(): path.read_bytes().decode() for path in found}
 
 
@@ -113,7 +116,8 @@ def run(captioner, folder, settings, again=False):
     settings = dict(settings)
     for name, target in settings.pop("link", {}).items():
         (folder / name).unlink(missing_ok=True) or (folder / name).symlink_to(target) if not again else None
-    overwrite = settings.pop("overwrite", False) and not again
+    overwrite = settings.pop("overwrite", False)
+    overwrite = overwrite if not again else False
     table, extension = settings.pop("table", None), settings.pop("extension", ".txt")
     output = Table(folder / table, overwrite) if table else Sidecars(extension, overwrite)
     return caption_files(captioner, [folder], output, CaptionOptions(**settings), model="m")
@@ -146,6 +150,101 @@ def test_rows_say_what_was_asked_and_a_run_what_others_were_asked(photos, embedd
     assert report.cut == {"length": ["photos/a.png", "photos/sub/b.png"]} and rows[0]["finish_reason"] == "length"
     report = caption_files(embedded, [photos], Table("photos/m.jsonl"), CaptionOptions(prompts=("What?",)), model="n")
     assert dict(report.others) == {f"model 'm', prompt {PROMPT!r}": 2}
+
+
+def hidden(folder="photos"):
+    return [json.loads(line) for line in Path(folder, ".captions.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("table", [TABLE, {}])
+def test_a_run_says_what_made_the_captions_that_it_skips(table, photos, embedded):
+    Path("photos/bad.jpg").unlink()
+    first = table | {"prefix": "{folder}, "}
+    run(embedded, photos, first)
+    if not table:
+        assert hidden() == [{"file_name": "a.png", **MADE, "prefix": "{folder}, ", "hash": hidden()[0]["hash"]}]
+        assert len(hidden()[0]["hash"]) == 16 and [row["file_name"] for row in hidden("photos/sub")] == ["b.png"]
+    for changes, words in (
+        ({}, ""),
+        ({"prefix": "x"}, "prefix '{folder}, '"),
+        ({"prefix": ""}, "prefix '{folder}, '"),
+        ({"prompts": ("What?",)}, f"prompt {PROMPT!r}"),
+        ({"choices": ("red", "green")}, "choices ''"),
+    ):
+        report = run(lambda: 1 / 0, photos, first | changes)
+        assert len(report.skipped) == 2 and dict(report.others) == ({words: 2} if words else {})
+    report = run(embedded, photos, table | {"choices": ("red", "green"), "overwrite": True})
+    assert report.captioned == 2 and not report.kept
+    report = run(lambda: 1 / 0, photos, table | {"choices": ("red", "blue")})
+    assert dict(report.others) == {"choices 'red,green'": 2}
+    if not table:
+        (photos / "a.txt").write_text("mine")
+        report = run(lambda: 1 / 0, photos, first)
+        assert dict(report.others) == {"prefix '', choices 'red,green'": 1}, "a person's text has no other model"
+
+
+def test_a_text_that_a_person_edited_is_kept(photos, embedded):
+    (photos / "c.png").write_bytes(SAMPLE.read_bytes())
+    (photos / "c.txt").write_text("by hand")
+    run(embedded, photos, {})
+    (photos / "a.txt").write_text("edited")
+    (photos / "sub/b.txt").write_bytes(TEXT.encode() + b" \r\n")  # an editor's line end is no edit
+    report = run(embedded, photos, OVERWRITE | {"prefix": "x "})
+    assert report.kept == ["photos/a.png", "photos/c.png"] and report.captioned == 1
+    texts = {"a.txt": "edited", "c.txt": "by hand", "sub/b.txt": f"x {TEXT}\n"}
+    assert files_in(photos) == texts
+    assert run(embedded, photos, {"overwrite": "all"}).captioned == 3 and not report.failed.get("photos/a.png")
+    assert set(files_in(photos).values()) == {f"{TEXT}\n"}
+    assert [row["file_name"] for row in hidden()] == ["a.png", "c.png"], "a row each"
+
+
+def test_a_kill_between_a_row_and_its_text_makes_no_text_a_persons(photos, embedded, monkeypatch):
+    def killed(path, content):
+        raise KeyboardInterrupt
+
+    for old in ({}, BOTH):
+        assert files_in(photos) == old
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(files, "replace", killed)
+            run(embedded, photos, OVERWRITE | {"prefix": "x "})
+        report = run(embedded, photos, OVERWRITE)
+        assert report.captioned == 2 and not report.kept
+    (photos / "a.txt").write_text("mine")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(files, "replace", killed)
+        run(embedded, photos, {"overwrite": "all"})
+    assert run(embedded, photos, OVERWRITE).kept == ["photos/a.png"]
+
+
+@pytest.mark.parametrize("content", ["notes", "link", "pipe", "folder"])
+def test_a_hidden_table_that_is_none_is_refused_before_any_work(content, photos):
+    path, victim = Path("photos/.captions.jsonl"), Path("victim")
+    victim.write_text("mine")
+    ways = {"link": lambda: path.symlink_to("../victim"), "pipe": lambda: os.mkfifo(path), "folder": path.mkdir}
+    ways.get(content, lambda: path.write_text("notes"))()
+    for name in ("photos/sub/b.png", "photos/bad.jpg"):
+        Path(name).unlink()
+    (photos / "c.png").write_bytes(SAMPLE.read_bytes())
+    words = {"notes": "line 1, is no row", "link": "is a link", "pipe": "a pipe or a device", "folder": "is a folder"}
+    with pytest.raises((UsageError, OutputError), match=words[content]):
+        run(lambda: 1 / 0, photos, {})
+    assert victim.read_text() == "mine" and not (photos / "a.txt").exists()
+
+
+def test_each_extension_has_a_hidden_table_that_training_does_not_see(photos, embedded):
+    Path("photos/bad.jpg").unlink()
+    run(embedded, photos, {})
+    run(embedded, photos, {"extension": "caption", "prefix": "x "})
+    assert {path.name for path in photos.glob(".*")} == {".captions.jsonl", ".captions.caption.jsonl"}
+    assert not run(lambda: 1 / 0, photos, {}).others
+
+
+def test_an_edited_row_of_a_table_is_kept(photos, embedded):
+    Path("photos/m.jsonl").write_text(row("a.png", "mine", finish_reason="edited") + made("sub/b.png", "old"))
+    report = run(embedded, photos, TABLE | OVERWRITE)
+    assert report.kept == ["photos/a.png"] and report.captioned == 1
+    assert run(embedded, photos, TABLE | {"overwrite": "all"}).captioned == 2
+    assert Path("photos/m.jsonl").read_text() == ALL
 
 
 def test_two_spellings_of_a_name_are_one_row(photos, embedded):
@@ -281,7 +380,7 @@ def test_prompts_name_the_folder_of_each_image(photos, embedded, monkeypatch):
 
 
 def test_a_schema_may_have_properties_of_our_names(photos, embedded):
-    pytest.importorskip("xgrammar")
+    pytest.importorskip("llguidance")
     names = {"file_name": "x.png", "text": "T", "seen": 1}
     schema = {"type": "object", "properties": {name: {"const": value} for name, value in names.items()}}
     run(embedded, photos, TABLE | {"schema": schema | {"required": [*names]}})
@@ -412,27 +511,34 @@ def test_kill_9_leaves_whole_captions_and_the_next_run_does_the_rest(out, photos
     assert len(set(names())) == len(names()) == 202
 
 
-@pytest.mark.full  # 13 processes
-def test_kill_9_of_overwriting_runs_leaves_one_row_an_image(photos):
+@pytest.mark.full  # 14 processes
+@pytest.mark.parametrize("out", ["txt", "photos/m.jsonl"])
+def test_kill_9_of_overwriting_runs_leaves_one_row_an_image(out, photos):
     for i in range(100):
         noise_image(40, 40, seed=i).save(photos / f"n{i:03}.png")
     (photos / "bad.jpg").unlink()
-    table = photos / "m.jsonl"
     names = [f"n{i:03}.png" for i in range(100)]
     odd = '{"file_name": "elsewhere.png", "n": 1e400}\n'
-    table.write_text(odd + "".join(row(name, "old", id=i) for i, name in enumerate(names)))
-    command = [sys.executable, ROOT / "generate.py", photos, "--model", "embedded", "--out", table]
+    table = photos / ("m.jsonl" if out != "txt" else ".captions.jsonl")
+    command = [sys.executable, ROOT / "generate.py", photos, "--model", "embedded", "--out", out]
     options = {"env": os.environ | {"OMP_NUM_THREADS": "1"}, "stderr": subprocess.PIPE}
+    table.write_text(odd + "".join(row(name, "old", id=i) for i, name in enumerate(names) if out != "txt"))
     for i in range(12):
         size = table.stat().st_size
         with subprocess.Popen([*command, *["--overwrite"] * (i % 4 != 3)], **options) as process:
             while process.poll() is None and table.stat().st_size < size + 200 * i:
                 time.sleep(0.002)
             process.kill()
-    run = subprocess.run(command, **options)
-    assert run.returncode == 0, run.stderr
+    last = subprocess.run(command, **options)
+    assert last.returncode == 0, last.stderr
     lines = table.read_text().splitlines(keepends=True)
     rows = {row["file_name"]: row for row in map(json.loads, lines)}
-    assert lines[0] == odd and len(lines) == len(rows) == 103 and not any(REPLACES in row for row in rows.values())
-    assert [rows[name]["id"] for name in names] == list(range(100)), "columns that were added by hand stay"
-    assert all(row.get("text") for name, row in rows.items() if name != "elsewhere.png")
+    assert lines[0] == odd and not any(REPLACES in row for row in rows.values())
+    assert len(lines) == len(rows) == (103 if out != "txt" else 102) and not list(photos.glob(".nanovlm*"))
+    if out == "txt":
+        assert all(text.endswith("\n") and len(text) > 9 for text in files_in(photos).values())
+        last = subprocess.run([*command, "--overwrite"], **options)
+        assert b"102 captioned" in last.stderr and b"person" not in last.stderr
+    else:
+        assert [rows[name]["id"] for name in names] == list(range(100)), "columns that were added by hand stay"
+        assert all(row.get("text") for name, row in rows.items() if name != "elsewhere.png")

@@ -28,6 +28,17 @@ def test_images_stand_before_and_after_flags(generate, captions_of):
     assert generate("good.png", "--seed", "0", "fine.jpg", "--", "-x.png") == (0, "".join(texts), "")
 
 
+def test_edited_texts_are_kept_unless_all_are_overwritten(generate, image_folder):
+    assert generate(image_folder, "--prompt", "a")[0] == 0
+    Path("images/a.txt").write_text("mine")
+    _, _, err = generate("--prompt", "b", "--overwrite", image_folder)
+    kept = "1 text that a person wrote or edited is kept (images/a.png); --overwrite all replaces"
+    assert err.splitlines()[0].startswith("4 captioned in ") and err.splitlines()[1].startswith(kept)
+    assert generate(image_folder, "--prompt", "c", "--overwrite", "all")[2].startswith("5 captioned in ")
+    _, _, err = generate(image_folder, "--prompt", "d", "--prefix", "x")
+    assert "5 existing captions of another run, with prompt 'c', prefix ''; --overwrite" in err
+
+
 def test_a_single_cut_caption_was_cut(generate, workdir):
     code, _, err = generate("good.png", "--out", "c.jsonl")
     assert code == 0 and err.splitlines()[1] == "1 caption was cut at --max-new-tokens; raise it: good.png"
