@@ -219,9 +219,8 @@ def _write_rows(
         raise
     except OSError as error:
         so_far = f"{report.captioned} of {len(images)} captions are written"
-        target = output.target(image)
-        problem = str(error.strerror or error).removeprefix(f"{target}: ")
-        raise OutputError(f"{target}: {problem}; {so_far}; {resume}") from error
+        problem = error if isinstance(error, FileError) else f"{output.target(image)}: {error.strerror or error}"
+        raise OutputError(f"{problem}; {so_far}; {resume}") from error
 
 
 def _write_row(image: str, row: Row, output: Output, report: Report) -> None:
