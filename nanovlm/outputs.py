@@ -80,6 +80,10 @@ class Output:
     def write(self, image: str, row: Row) -> None:
         print(json.dumps({"image": image} | row), flush=True)
 
+    def edit(self, image: str, row: Row) -> None:
+        """Replace the text of an image, which may be empty, by a person's, or by an earlier row."""
+        raise NotImplementedError
+
 
 class Table(Output):
     """Captions in the rows of a .jsonl file, named relative to its folder, as `load_dataset("imagefolder")` reads them.
@@ -142,6 +146,9 @@ class Table(Output):
         files.append(self.path, json_line(row | {REPLACES: True} if is_marked else row))
         self.is_joined = self.is_joined and not is_marked
         self.rows[key] = row
+
+    def edit(self, image: str, row: Row) -> None:
+        self.write(image, {name: row[name] for name in MADE if name in row})
 
     def check(self) -> None:
         """UsageError if the table is a link, which might lead out of the folder."""
@@ -289,6 +296,10 @@ class Sidecars(Output):
             files.remove_parts(target.parent)
         record.write(image, made)
         files.replace(target, f"{text}\n")
+
+    def edit(self, image: str, row: Row) -> None:
+        text = row["text"].strip()
+        files.replace(self.target(image), f"{text}\n".encode("utf-8", "backslashreplace") if text else b"")
 
 
 def replaces(overwrite: bool | str, row: Row) -> bool:

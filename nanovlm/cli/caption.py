@@ -174,9 +174,13 @@ def caption_names(args: argparse.Namespace, names: list[str], model: ModelOption
         if not args.out.endswith(".jsonl"):
             raise UsageError(f"--out {args.out} must be a .jsonl file, or txt")
         output = Table(args.out, args.overwrite or False)
+    return caption_files(load, names, output, options, model=model_label(model))
+
+
+def model_label(model: ModelOptions) -> str:
+    """The name that is kept with each caption."""
     label = "embedded" if model.model == EMBEDDED else str(model.model)
-    label += f" + {model.adapter}" if model.adapter else ""
-    return caption_files(load, names, output, options, model=label)
+    return label + (f" + {model.adapter}" if model.adapter else "")
 
 
 def checked_extension(extension: str) -> str:

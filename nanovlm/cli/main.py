@@ -21,7 +21,7 @@ from nanovlm import __version__
 from nanovlm.console import configure_logging, print_error, warnings_as_notes
 from nanovlm.errors import InputError, NanoVLMError, UsageError, is_out_of_memory
 
-VERBS = ("caption", "chat", "serve", "train", "evaluate", "export")  # modules of this package
+VERBS = ("caption", "review", "chat", "serve", "train", "evaluate", "export")  # modules of this package
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
 EXIT_BUG = 70

@@ -3,7 +3,6 @@
 import base64
 import io
 import re
-import shutil
 from random import Random
 
 import pytest
@@ -18,20 +17,6 @@ from support.serving import QUESTIONS, RunningServer, until
 pytestmark = pytest.mark.full
 sync_api = pytest.importorskip("playwright.sync_api", reason="no playwright; pip install 'nanovlm[test-web]'")
 expect = sync_api.expect
-
-FLAGS = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with sync_api.sync_playwright() as playwright:
-        names = ("chromium", "chromium-browser", "google-chrome", playwright.chromium.executable_path)
-        found = next((path for path in map(shutil.which, names) if path), None)
-        if found is None:
-            pytest.skip("no Chromium here; playwright install chromium, or apt-get install chromium")
-        browser = playwright.chromium.launch(executable_path=found, args=FLAGS)
-        yield browser
-        browser.close()
 
 
 @pytest.fixture
