@@ -79,6 +79,15 @@ def read_bytes(path: PathLike, limit: int | None = None) -> bytes:
     return data
 
 
+def read_pipe(path: PathLike) -> bytes:
+    """Content of a file or a pipe, for a name that a person gives to be read to its end, as the shell's <(...)."""
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except (OSError, ValueError) as error:
+        raise file_error(path, error) from None
+
+
 def read_text(path: PathLike, limit: int | None = SETTINGS_BYTES, errors: str = "strict") -> str:
     """Text of a UTF-8 file, with or without a byte order mark. FileError if it has more than limit bytes."""
     try:

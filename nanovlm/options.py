@@ -27,6 +27,7 @@ Record = TypeVar("Record")
 QUANTIZATIONS = ("int8", "int4")
 MAX_NEW_TOKENS = 128  # of a caption
 CHAT_MAX_NEW_TOKENS = 256
+RESERVED = {"file_name", "text", "finish_reason", "model", "prompt", "prefix", "choices"}  # columns of every caption
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 BOUNDS = {  # of a number, by their names in `setting`
@@ -200,11 +201,18 @@ class GenerationOptions:
 class CaptionOptions(GenerationOptions):
     """Questions about each image of many, and how they are answered."""
 
-    prompts: tuple[str, ...] = (PROMPT,)  # a table has a column for each of several
+    prompts: tuple[str, ...] = (PROMPT,)  # a table has a column for each of several; {folder} as in prefix
     choices: tuple[str, ...] = ()  # the answer is the most probable of these
     prefix: str = ""  # before each caption; {folder} is the name of the image's folder
     as_video: bool = False  # describe each video or animation as a whole
     max_frames: int = MAX_FRAMES  # of a video
+
+    def filled(self, text: str, image: str) -> str:
+        """A prompt or prefix with the name of an image's folder for {folder}; image is a path or a URI."""
+        if "{folder}" not in text:
+            return text
+        folder = Path(image if "://" in image else os.path.abspath(image)).parent.name
+        return text.replace("{folder}", folder)
 
 
 @dataclass(frozen=True)

@@ -14,17 +14,20 @@ import logging
 import math
 import os
 import re
+import sys
 import warnings
 from collections.abc import Iterator
 from random import Random
-from typing import Any, BinaryIO, TypeGuard
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeGuard
 
-import torch
 from PIL import ExifTags, Image, ImageEnhance, PngImagePlugin, features
 from PIL.Image import Transpose
 
 from models import files
 from nanovlm.errors import ImageError, MissingExtraError
+
+if TYPE_CHECKING:
+    import torch
 
 MAX_PIXELS = 178_956_970  # Pillow's own limit: beyond it, Image.open raises DecompressionBombError
 MAX_ASPECT_RATIO = 200
@@ -117,7 +120,12 @@ def is_url(source: object) -> TypeGuard[str]:
 def is_array(source: Any) -> TypeGuard[Any]:
     """True of a numpy array, of an object with its interface, and of a tensor."""
     has_interface = hasattr(source, "__array_interface__") and not isinstance(source, Image.Image)
-    return isinstance(source, torch.Tensor) or has_interface
+    return is_tensor(source) or has_interface
+
+
+def is_tensor(source: Any) -> TypeGuard["torch.Tensor"]:
+    torch = sys.modules.get("torch")  # who finds files does not wait for its import
+    return torch is not None and isinstance(source, torch.Tensor)
 
 
 def from_array(array: Any) -> Image.Image:
@@ -125,11 +133,13 @@ def from_array(array: Any) -> Image.Image:
 
     Values are uint8, or floats in [0, 1]. Raises ImageError for others.
     """
+    import torch
+
     try:
-        values = array.detach().cpu() if isinstance(array, torch.Tensor) else torch.as_tensor(array.copy())
+        values = array.detach().cpu() if is_tensor(array) else torch.as_tensor(array.copy())
     except TypeError:  # of objects or strings. The copy is there as torch takes no negative strides
         raise ImageError(f"an array of {array.dtype}; pass uint8, or floats in [0, 1]") from None
-    if isinstance(array, torch.Tensor) and values.dim() == 3:
+    if is_tensor(array) and values.dim() == 3:
         values = values.permute(1, 2, 0)
     if values.dim() not in (2, 3) or (values.dim() == 3 and values.size(2) not in (1, 3, 4)):
         raise ImageError(
@@ -272,8 +282,10 @@ def grey_from_floats(image: Image.Image) -> Image.Image:
     return Image.frombytes("L", image.size, bytes((values * 255).round().int().flatten().tolist()))
 
 
-def as_tensor(image: Image.Image) -> torch.Tensor:
+def as_tensor(image: Image.Image) -> "torch.Tensor":
     """The values of an image, (channels, height, width): float32 of mode F, else uint8."""
+    import torch
+
     width, height = image.size
     dtype = torch.float32 if image.mode == "F" else torch.uint8
     return torch.frombuffer(bytearray(image.tobytes()), dtype=dtype).view(height, width, -1).permute(2, 0, 1)

@@ -213,7 +213,7 @@ class Chats:
 
     async def complete(self, http: Request) -> HTTPResponse:
         """The response to one request, which has its place once its body is there."""
-        body = await self._read_body(http)
+        body = await read_body(http, self.options.max_body, self._count_arriving)
         if len(self.active) >= self.options.places:
             raise full(f"all {self.options.places} places for running and waiting answers are taken")
         response = http.state.response = Response(self.name)
@@ -224,32 +224,10 @@ class Chats:
             del body
             return await unless_disconnected(http, self._answer(request, response, http.state))
 
-    async def _read_body(self, http: Request) -> bytes:
-        """The body of a request. APIError 413 if it is too large, 408 if it is late, 429 if too many arrive at once.
-
-        A client reads the response only after it has sent its request, so the rest of a large body is received and
-        dropped.
-        """
-        body = bytearray()
-        length = 0
-        limit = self.options.max_body
-        try:
-            async with asyncio.timeout(BODY_SECONDS):
-                async for chunk in http.stream():
-                    length += len(chunk)
-                    kept = chunk if length <= limit else b""
-                    body += kept
-                    self.arriving += len(kept)
-                    if self.arriving > self.options.places * limit:
-                        raise full(f"{self.options.places * limit:,} bytes of requests are arriving")
-        except TimeoutError:
-            message = f"the request's body did not arrive within {BODY_SECONDS:g} s; send it at once, or less"
-            raise APIError(408, message, "timeout", headers={"Connection": "close"}) from None
-        finally:
-            self.arriving -= len(body)
-        if length > limit:
-            raise APIError(413, f"the request has more than {limit:,} bytes; send smaller images")
-        return bytes(body)
+    def _count_arriving(self, n_bytes: int) -> None:
+        self.arriving += n_bytes
+        if self.arriving > self.options.places * self.options.max_body:
+            raise full(f"{self.options.places * self.options.max_body:,} bytes of requests are arriving")
 
     async def release(self, response: Response) -> None:
         """Give the place of a response back; an answer that is still generated is cancelled."""
@@ -338,6 +316,33 @@ class Chats:
         if request.stream_options.get("include_usage"):
             yield response.usage_chunk()
         yield "data: [DONE]\n\n"
+
+
+async def read_body(
+    http: Request, max_bytes: int, count_arriving: Callable[[int], None] = lambda n_bytes: None
+) -> bytes:
+    """The body of a request. APIError 413 if it is too large, 408 if it is late.
+
+    count_arriving is told the bytes that are kept of each piece, and at the end minus their sum. A client reads the
+    response only after it has sent its request, so the rest of a large body is received and dropped.
+    """
+    body = bytearray()
+    length = 0
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for chunk in http.stream():
+                length += len(chunk)
+                if length <= max_bytes:
+                    body += chunk
+                    count_arriving(len(chunk))
+    except TimeoutError:
+        message = f"the request's body did not arrive within {BODY_SECONDS:g} s; send it at once, or less"
+        raise APIError(408, message, "timeout", headers={"Connection": "close"}) from None
+    finally:
+        count_arriving(-len(body))
+    if length > max_bytes:
+        raise APIError(413, f"the request has more than {max_bytes:,} bytes; send smaller images")
+    return bytes(body)
 
 
 def send(file: Path) -> Callable[[], FileResponse]:
