@@ -4,8 +4,6 @@ import json
 import os
 from pathlib import Path
 
-from models import files
-
 EMBEDDED = Path(__file__).parent / "assets"  # a checkpoint folder like any other
 SAMPLE = EMBEDDED / "sample.png"
 PROMPT = "Describe this picture."
@@ -17,6 +15,8 @@ EMBEDDED_LIMITS = (
 
 def default_prompt(folder: str | os.PathLike[str]) -> str:
     """The prompt that the model in folder was trained to answer, if its nanovlm.json has one; else PROMPT."""
+    from models import files  # here: the package checks first that this is its own `models`
+
     try:
         prompt = json.loads(files.read_text(Path(folder, SETTINGS)))["prompt"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -26,4 +26,6 @@ def default_prompt(folder: str | os.PathLike[str]) -> str:
 
 def write_prompt(folder: str | os.PathLike[str], prompt: str) -> None:
     """Make the prompt the default of the model in folder."""
+    from models import files
+
     files.replace(Path(folder, SETTINGS), json.dumps({"prompt": prompt}, ensure_ascii=False) + "\n")

@@ -152,7 +152,7 @@ class Chat:
             text += "".join(f"\n> {question}\n{answer}\n" for question, answer in history)
             kind = "plain text"
         if not path.parent.is_dir():
-            raise UsageError(f"/save {name}: No such file or directory")
+            raise UsageError(f"/save {name}: No such file or directory; name a folder that is there")
         files.replace(path, text.encode("utf-8", "surrogateescape"))  # a path may hold bytes that are not UTF-8
         self.saved.add(os.path.abspath(path))
         print_error(f"{name}: {len(history)} questions and answers as {kind}")
