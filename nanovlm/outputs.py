@@ -170,8 +170,8 @@ class Table(Output):
             elif number == len(lines) and is_torn_row(line):
                 self.n_torn = len(line)
             elif line.strip():
-                problem = "is no row with a file_name; name another file, or move this one"
-                raise UsageError(f"{self.path}, line {number}, {problem}")
+                place = f"{self.path}, line {number}"
+                raise UsageError(f"{place}, is no row with a file_name; name another file, or move this one")
         return data
 
     def _add(self, number: int, line: bytes, row: Row) -> None:

@@ -49,7 +49,8 @@ def run(args: argparse.Namespace) -> int:
         return load_captioner(model)
 
     options = from_args(CaptionOptions, args, **({"prompts": (model.prompt,)} if has_model else {}))
+    listening = ServeOptions(port=args.port)
     review = Review(args.target, extension, load if has_model else None, options, model_label(model))
-    with listen(ServeOptions(port=args.port)) as listening_socket:
+    with listen(listening) as listening_socket:
         serve_review(review, listening_socket, (lambda address: None) if args.no_browser else webbrowser.open)
     return 0

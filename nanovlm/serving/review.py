@@ -278,6 +278,6 @@ def serve_review(review: Review, listening_socket: socket.socket, open_browser: 
     token = secrets.token_urlsafe(16)
     address = f"http://127.0.0.1:{listening_socket.getsockname()[1]}/{token}/"
     logger.info("%s shows %d captions; stop it with ctrl-c", address, len(review.images))
-    open_browser(address)
+    threading.Thread(target=open_browser, args=[address], daemon=True).start()  # the page waits for the server
     config = uvicorn.Config(make_review_app(review, token), http="h11", ws="none", log_level="critical")
     uvicorn.Server(config).run(sockets=[listening_socket])

@@ -10,8 +10,8 @@ let unsaved = 0; // requests on their way
 let inOrder = Promise.resolve();
 
 async function call(path, body) {
-  const options = body === undefined ? {} : { method: "POST", body: JSON.stringify(body),
-    headers: { "Content-Type": "application/json" } };
+  const options = body === undefined ? {} : { method: "POST", body: JSON.stringify(body), priority: "high",
+    headers: { "Content-Type": "application/json" } }; // before the thumbnails that wait
   const response = await fetch(path, options).catch(() => { throw new Error("the program has ended; start it again"); });
   const answer = await response.json().catch(() => ({}));
   if (!response.ok) throw new Error(answer.error?.message ?? `error ${response.status}`);
@@ -44,19 +44,19 @@ function note(card, text, ...buttons) {
   place.hidden = !text;
 }
 
-function clash(card, state) {
-  card.state.version = state.version;
+function clash(card, state) { // the version stays, so that nothing is saved before a person has decided
   note(card, `Changed outside of this page to: “${state.text}”`,
-    ["Keep mine", () => save(card, true)], ["Take theirs", () => take(card, state, true)]);
+    ["Keep mine", () => { card.state.version = state.version; save(card, true); }],
+    ["Take theirs", () => { card.box.value = card.state.text; take(card, state, true); }]);
 }
 
 function take(card, state, isOurs) { // the box follows unless a person has typed into it since
   const isTyped = card.box.value !== card.state.text && !(isOurs && card.box.value.trim() === state.text);
   if (isTyped && !isOurs && state.version !== card.state.version) return clash(card, state);
   const failed = card.state.failed;
-  card.state = { ...state, failed: failed ?? state.problem };
+  card.state = { ...state, failed: failed || state.problem };
   if (!isTyped || isOurs && card.box !== document.activeElement) card.box.value = state.text;
-  note(card, card.state.failed ?? "");
+  note(card, card.state.failed);
   paint(card);
 }
 
@@ -207,10 +207,11 @@ async function start() {
     if (event.key === "/") { event.preventDefault(); $("#words").focus(); }
     if (event.key === "z" && (event.ctrlKey || event.metaKey)) $("#undo").click();
   });
-  window.addEventListener("focus", async () => { // what others have changed meanwhile
-    const now = await call("captions").catch(() => ({ captions: [] }));
-    for (const state of now.captions) take(cards[state.id], state, false);
-    refresh();
+  window.addEventListener("focus", () => { // what others have changed meanwhile
+    inOrder = inOrder.then(() => call("captions")).then((now) => {
+      for (const state of now.captions) if (state.version !== cards[state.id].state.version) take(cards[state.id], state, false);
+      refresh();
+    }).catch((error) => say(error.message));
   });
   window.addEventListener("beforeunload", (event) => {
     const card = cards[document.activeElement.closest?.("article")?.dataset.id];

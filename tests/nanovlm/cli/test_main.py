@@ -54,7 +54,15 @@ def test_version_and_help(nanovlm_program):
         assert f"    {verb} " in out and f"  {cli.import_verb(verb).EXAMPLE.splitlines()[0]}\n" in out
 
 
-N_FLAGS = {"caption": 27, "chat": 13, "train": 31, "evaluate": 25, "export": 10, "serve": 23}  # at most, with -h
+N_FLAGS = {
+    "caption": 27,
+    "review": 14,
+    "chat": 13,
+    "train": 31,
+    "evaluate": 25,
+    "export": 10,
+    "serve": 23,
+}  # at most, with -h
 
 
 @pytest.mark.parametrize("verb", cli.VERBS)
