@@ -266,16 +266,17 @@ def remove_folder(path: PathLike) -> None:
 def remove_parts(folder: PathLike) -> None:
     """Remove what killed processes left half written in a folder; what a living one writes is locked, and stays."""
     for part in Path(folder).glob(f"{PART}*"):
-        with contextlib.suppress(OSError), locked(part):
-            remove_folder(part) if part.is_dir() else remove(part)
+        with contextlib.suppress(OSError), locked(part, is_optional=True) as is_held:
+            if is_held:  # on a drive without locks nobody knows whether its process lives
+                remove_folder(part) if part.is_dir() else remove(part)
 
 
 # ----------------------------------------------------------------------------------------------------------- locking
 
 
 @contextlib.contextmanager
-def locked(path: PathLike, *, is_optional: bool = False) -> Iterator[None]:
-    """Keep other processes out of a folder, or of a file, by a lock on itself: no lock file is made.
+def locked(path: PathLike, *, is_optional: bool = False) -> Iterator[bool]:
+    """Keep other processes out of a folder, or of a file, by a lock on itself: no file is made. True if it is held.
 
     The system frees the lock however a process ends; forked children do not hold it. BusyError if another process holds
     it, FileError if the path cannot be opened. A drive without locks is named in the log, unless is_optional.
@@ -287,22 +288,22 @@ def locked(path: PathLike, *, is_optional: bool = False) -> Iterator[None]:
             descriptor = _open(path, no_follow | (os.O_RDONLY if is_folder else os.O_RDWR))
         except FileError:
             if is_folder and (is_optional or fcntl is None):
-                yield
+                yield False
                 return
             raise
-        try:
-            with _flock(descriptor) as is_held:
-                if not is_held and not is_optional:
-                    logger.warning("%s: its drive has no locks; start no second run there", os.fspath(path))
-                if is_held and not _is_same(path, descriptor):  # the last holder replaced it
-                    continue
-                yield
-                return
-        except BlockingIOError:
-            message = f"{os.fspath(path)}: another run writes there; wait for its end, or name another"
-            raise BusyError(message, errno.EAGAIN) from None
-        finally:
-            os.close(descriptor)
+        with contextlib.ExitStack() as stack:
+            stack.callback(os.close, descriptor)
+            try:
+                is_held = stack.enter_context(_flock(descriptor))
+            except BlockingIOError:
+                message = f"{os.fspath(path)}: another run writes there; wait for its end, or name another"
+                raise BusyError(message, errno.EAGAIN) from None
+            if not is_held and not is_optional:
+                logger.warning("%s: its drive has no locks; start no second run there", os.fspath(path))
+            if is_held and not _is_same(path, descriptor):  # the last holder replaced it
+                continue
+            yield is_held
+            return
 
 
 @contextlib.contextmanager

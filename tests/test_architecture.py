@@ -14,6 +14,7 @@ from support.import_graph import PACKAGES, SCRIPTS, ImportGraph
 
 GRAPH = ImportGraph(ROOT)
 MAINTAINED = {".py", ".c", ".h", ".html", ".css", ".js"}  # endings of the files whose lines count
+ROOM = 1.05  # of a row of the table of budgets: a change may grow a package a little
 SUM, TESTS = "sum", "`tests/`"  # rows of the table of budgets
 
 FORBIDDEN = {  # packages that the modules of a package must not import
@@ -226,9 +227,10 @@ def count_lines(packages: list[str]) -> dict[str, int]:
 
 
 def test_no_package_has_more_lines_than_its_row_of_the_table_says():
-    limits = {package: int(now.replace(",", "")) for package, _, now, _ in budget_rows()}
+    limits = {package: int(ROOM * int(now.replace(",", ""))) for package, _, now, _ in budget_rows()}
     lines = count_lines([*limits])
-    assert not {name: f"{lines[name]:,} of {limit:,}" for name, limit in limits.items() if lines[name] > limit}
+    grown = {name: f"{lines[name]:,} of {limit:,}" for name, limit in limits.items() if lines[name] > limit}
+    assert not grown, "python tests/test_architecture.py prints new rows for docs/architecture.md, if they are worth it"
 
 
 if __name__ == "__main__":  # print the table's rows with the lines of now
