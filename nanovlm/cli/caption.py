@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from models import files
 from nanovlm.cli.options import add_flags as add_record_flags
-from nanovlm.cli.options import from_args, load_captioner, model_options, refuse_flags, report_missing
+from nanovlm.cli.options import are_own, from_args, load_captioner, model_options, refuse_flags, report_missing
 from nanovlm.console import TileProgress, count, is_terminal, print_error, print_remedy, print_text
 from nanovlm.embedded import EMBEDDED, EMBEDDED_LIMITS, PROMPT, SAMPLE
 from nanovlm.errors import FileError, ImageError, InputError, UsageError, is_out_of_memory
@@ -242,7 +242,7 @@ def some(names: Sequence[str]) -> str:
 
 def print_captions(args: argparse.Namespace, model: ModelOptions, options: CaptionOptions) -> int:
     """Print the captions of some images; 1 if one of them failed, after the others are done."""
-    captioner = load_captioner(model, own_images=bool(args.images))
+    captioner = load_captioner(model, own_images=are_own(args.images))
     captioner.inference.on_tile = TileProgress()
     ways = ["--max-tiles 4"] if model.max_tiles is None and captioner.processor.max_tiles_per_image > 5 else []
     ways += ["--quantize int8"] if model.quantize is None else []

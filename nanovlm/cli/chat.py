@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from models import files
 from nanovlm.cli.options import add_flags as add_record_flags
-from nanovlm.cli.options import from_args, load_captioner, model_options, report_missing
+from nanovlm.cli.options import are_own, from_args, load_captioner, model_options, report_missing
 from nanovlm.console import TileProgress, bold, is_terminal, print_error, print_text
 from nanovlm.errors import ImageError, NanoVLMError, UsageError, is_out_of_memory
 from nanovlm.options import CHAT_MAX_NEW_TOKENS, GenerationOptions, ModelOptions
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     if report_missing(args.images):
         return 1
     generation = from_args(GenerationOptions, args, max_new_tokens=CHAT_MAX_NEW_TOKENS)
-    captioner = load_captioner(model, own_images=bool(args.images))
+    captioner = load_captioner(model, own_images=are_own(args.images))
     # raises for a model that has no template for a chat of several turns
     captioner.tokenizer.encode_chat([{"role": role, "content": "?"} for role in ("user", "assistant", "user")])
     try:

@@ -57,8 +57,14 @@ def main(path: str, max_frames: int) -> None:
         if stream.width * stream.height > MAX_FRAME_PIXELS:
             sys.exit(f"ImageError: frames of {stream.width} x {stream.height}, more than {MAX_FRAME_PIXELS:,} pixels")
         fps = float(stream.average_rate or LISTED_FPS)
-        n_frames = stream.frames or sum(1 for _ in container.decode(stream))
-        seconds = float(stream.duration * stream.time_base) if stream.duration and stream.time_base else n_frames / fps
+        lengths = [float(stream.duration * stream.time_base)] if stream.duration and stream.time_base else []
+        lengths += [container.duration / av.time_base] if container.duration else []
+        times = [packet.pts * packet.time_base for packet in container.demux(stream) if packet.pts is not None]
+        n_frames = stream.frames or len(times)
+        lengths += [float(max(times) - min(times))] if times else []  # a screen recording's rate varies
+        seconds = max(lengths, default=n_frames / fps)
+        if seconds > 0:
+            fps = n_frames / seconds
     kept = set(sample_frames(n_frames, fps, max_frames))
     shown = []
     start = None
