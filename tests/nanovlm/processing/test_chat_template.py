@@ -77,7 +77,7 @@ ENDLESS = {  # loops without output, and texts that fill the memory
     "indentation of JSON": "{{ [1, 2, [3]] | tojson(indent=9999999999) }}",
     "a product": "{{ 'x' * 10**10 }}",
     "a product of a name": "{{ messages[0].role * 10**10 }}",
-    "a power": "{{ 9 ** (9 ** 9) is number }}",
+    "a power": "{{ (9 ** (9 ** 9)) is number }}",
     "center": "{{ 'x' | center(10**10) }}",
     "a method": "{{ 'x'.ljust(10**10) }}",
     "a format": "{{ '%9999999999d' % 1 }}",
