@@ -11,7 +11,9 @@ from nanovlm.cli.options import check_data_names, flag_of, from_args, given, set
 from nanovlm.embedded import default_prompt
 from nanovlm.errors import UsageError
 from nanovlm.options import ModelOptions, ReadOptions
-from nanovlm.training.config import ADAPTERS, AUTOMATIC, FINETUNING, SCENES, FinetuneOptions, TrainConfig
+from nanovlm.training.config import (
+    ADAPTERS, AUTOMATIC, FINETUNING, JOINED, JOINED_ADAPTERS, SCENES, FinetuneOptions, TrainConfig,
+)  # fmt: skip
 
 HELP = "Train a model. Rerun the same command to resume an interrupted run."
 EXAMPLE = "nanovlm train --data photos --out out/mine"
@@ -34,7 +36,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_record_flags(parser, ModelOptions, ["threads"])
     add_record_flags(parser, FinetuneOptions)
     add_record_flags(parser, ReadOptions)
-    add_record_flags(parser, TrainConfig, presets={"": FINETUNING, "LoRA": ADAPTERS, "scenes": SCENES})
+    add_record_flags(parser, TrainConfig, presets={"": FINETUNING, "LoRA": ADAPTERS, "backbones": JOINED, "scenes": SCENES})
 
 
 def run(args: argparse.Namespace) -> int:
@@ -79,7 +81,8 @@ def apply_run_file(args: argparse.Namespace) -> None:
 
 def config_from_args(args: argparse.Namespace) -> TrainConfig:
     """The settings of the run: the defaults of its kind, and those that were given."""
-    kind = SCENES if args.recipe else ADAPTERS if args.lora_rank else FINETUNING
+    whole, adapters = (JOINED, JOINED_ADAPTERS) if args.backbones else (FINETUNING, ADAPTERS)
+    kind = SCENES if args.recipe else adapters if args.lora_rank else whole
     return replace(kind, **given(TrainConfig, args))
 
 
