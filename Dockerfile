@@ -11,7 +11,7 @@ ENV PIP_NO_CACHE_DIR=1 \
 
 WORKDIR /app
 # A layer of its own: torch stays when the project's files change.
-RUN pip install --index-url "$TORCH_INDEX_URL" "torch>=2.6"
+RUN pip install --index-url "$TORCH_INDEX_URL" "torch>=2.6" torchvision
 COPY pyproject.toml README.md LICENSE ./
 COPY models ./models
 COPY nanovlm ./nanovlm

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from eval.lib import command
 from eval.lib.command import interleave, measure_seconds, positive, progress, table
-from models.checkpoint import atomic_write
+from models import files
 from models.mingpt import GPT, SIZES, GPT_kv, GPTConfig
 from nanovlm.cli.main import Parser
 from nanovlm.console import print_error
@@ -159,8 +159,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for line in benchmark(args.sizes, args.contexts, choose_device(args.device), args.rounds, args.vocabulary):
             print(line, flush=True)
             lines.append(f"{line}\n")
-        with atomic_write(args.out) as path:
-            path.write_text("".join(lines), encoding="utf-8")
+        files.replace(args.out, "".join(lines))
     except (NanoVLMError, OSError) as error:
         print_error(f"{parser.prog}: {error}")
         return error.exit_code if isinstance(error, NanoVLMError) else 1

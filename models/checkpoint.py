@@ -8,7 +8,6 @@ import errno
 import json
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import reduce
@@ -20,8 +19,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from models import files
 from models.config import VLMConfig
-from models.errors import CheckpointError
+from models.errors import CheckpointError, FileError
 from models.language_model import inverse_frequencies
 
 CONFIG = "config.json"
@@ -39,7 +39,6 @@ TIED = (EMBEDDING, HEAD)  # one tensor if lm_tie_weights
 INV_FREQ = "decoder.rotary_embd.inv_freq"
 BUFFERS = re.compile(r"decoder\.rotary_embd\.\w+")  # computed when needed; float32 in files of any dtype
 FLOATS = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
-UNSUPPORTED = {errno.EPERM, errno.EACCES, errno.EINVAL, errno.ENOSYS, errno.ENOTSUP}
 Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -250,29 +249,24 @@ def parse_object(text: str, name: object) -> dict:
 
 
 def read_model_text(path: Path) -> str:
-    """The text of a file in a model's folder; CheckpointError unless it is a regular file of UTF-8 text."""
-    check_regular_file(path)
+    """The text of a file in a model's folder; CheckpointError if it cannot be read."""
     try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise CheckpointError(f"{path.parent} has no {path.name}; a model has {CONFIG} and {WEIGHTS}") from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from None
-
-
-def check_regular_file(path: Path) -> None:
-    """Raise CheckpointError for a folder, a pipe or a device: opening a pipe may block forever."""
-    if path.exists() and not path.is_file():
-        kind = "a folder" if path.is_dir() else "a pipe or a device"
-        raise CheckpointError(f"{path} is {kind}, not a regular file; copy the model's files there")
+        return files.read_text(path)
+    except FileError as error:
+        if error.errno == errno.ENOENT:
+            raise CheckpointError(f"{path.parent} has no {path.name}; a model has {CONFIG} and {WEIGHTS}") from None
+        raise CheckpointError(error) from None
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[Any]:
+def open_tensors(path: Path) -> Iterator[Any]:
     """A safetensors file, memory-mapped; CheckpointError if it cannot be read."""
     try:
+        files.check_regular(path)
         with safe_open(path, framework="pt", device="cpu") as file:
             yield file
+    except FileError as error:
+        raise CheckpointError(error) from None
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read, it may be truncated: {error}; replace the file") from None
 
@@ -290,7 +284,6 @@ def weight_files(folder: Path) -> list[Path]:
             raise CheckpointError(f"{folder / INDEX} has no weight_map of tensors to files beside it")
         files = [folder / name for name in sorted(set(names.values()))]
     for file in files:
-        check_regular_file(file)
         if not file.exists():
             raise CheckpointError(f"{file} is missing, which {INDEX} names")
     return files
@@ -300,7 +293,7 @@ def tensor_names(folder: Path) -> list[str]:
     """The names of all tensors in a folder's files."""
     names: list[str] = []
     for path in weight_files(folder):
-        with opened(path) as file:
+        with open_tensors(path) as file:
             names += file.keys()
     return names
 
@@ -312,7 +305,7 @@ def checkpoint_dtype(folder: str | os.PathLike[str]) -> torch.dtype:
     """
     dtypes = set()
     for path in weight_files(Path(folder)):
-        with opened(path) as file:
+        with open_tensors(path) as file:
             dtypes |= {file.get_tensor(name).dtype for name in [*file.keys()] if not BUFFERS.fullmatch(name)}
     return reduce(torch.promote_types, dtypes & FLOATS) if dtypes & FLOATS else torch.float32
 
@@ -346,7 +339,7 @@ def read_state_dict(
     state = {}
     with ExitStack() as stack:
         found: dict[str, tuple[Path, str]] = {}
-        handles = {file: stack.enter_context(opened(file)) for file in files}
+        handles = {file: stack.enter_context(open_tensors(file)) for file in files}
         stats = {file: os.stat(file) for file in files}
         for file, handle in handles.items():
             stored = [*handle.keys()]
@@ -374,7 +367,7 @@ def _mapped(tensors: Mapping[str, tuple[Path, str]], stats: Mapping[Path, Any]) 
         handles: dict[Path, Any] = {}
         for name, (file, theirs) in tensors.items():
             if file not in handles:
-                handles[file] = stack.enter_context(opened(file))
+                handles[file] = stack.enter_context(open_tensors(file))
                 if not os.path.samestat(os.stat(file), stats[file]):
                     raise CheckpointError(f"{file} was replaced while it was read; try again")
             yield name, handles[file].get_tensor(theirs)
@@ -409,8 +402,8 @@ def why_unusable(tensor: Tensor, dtype: torch.dtype) -> str:
 def save_checkpoint(
     folder: str | os.PathLike[str], model: Any, tokenizer: str | None, dtype: torch.dtype | None = None
 ) -> None:
-    """Write a model's folder atomically; see `write_checkpoint_files` and `atomic_dir`."""
-    with atomic_dir(folder) as new:
+    """Write a model's folder atomically; see `write_checkpoint_files` and `files.filling`."""
+    with files.filling(folder) as new:
         write_checkpoint_files(new, model, tokenizer, dtype)
 
 
@@ -427,57 +420,6 @@ def write_checkpoint_files(
     state = {name: tensor.detach().to("cpu", dtype) for name, tensor in model.state_dict().items()}
     texts = format.texts(cfg, state[HEAD].dtype, tokenizer, home)
     for name, text in (texts | ({} if tokenizer is None else {TOKENIZER: tokenizer})).items():
-        (folder / name).write_text(text, encoding="utf-8")
+        files.replace(folder / name, text)
     tensors = {name: tensor.contiguous() for name, tensor in format.tensors(cfg, state).items()}
     save_file(tensors, folder / WEIGHTS, {"format": "pt"})
-
-
-@contextmanager
-def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """`with atomic_write(path) as new:` write the file `new`, which replaces `path` at the end; see `atomic_dir`."""
-    path = Path(path)
-    with atomic_dir(path.parent) as new:
-        yield new / path.name
-
-
-@contextmanager
-def atomic_dir(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """`with atomic_dir(path) as new:` fill the folder `new`, which becomes `path` at the end and vanishes on an error.
-
-    If `path` exists, its files of the same names are replaced, each atomically; others stay. OSError if that fails.
-    """
-    path = Path(path)
-    beside = path / "new" if path.exists() else path  # a folder may be another disk than its parent
-    beside.parent.mkdir(parents=True, exist_ok=True)
-    new = beside.with_name(f".{os.urandom(8).hex()}.tmp")  # tempfile's folders would not follow the umask
-    new.mkdir()
-    try:
-        yield new
-        files = [file for file in new.rglob("*") if file.is_file()]
-        for file in files:
-            _store(file, new.stat().st_mode & 0o666)
-        if not path.exists():
-            os.rename(new, path)
-            return
-        for file in files:
-            target = path / file.relative_to(new)
-            target.parent.mkdir(exist_ok=True)
-            os.replace(file, target)
-    except SafetensorError as error:  # of a full disk
-        raise OSError(f"{path} cannot be written: {error}") from error
-    finally:
-        shutil.rmtree(new, ignore_errors=True)
-
-
-def _store(file: Path, mode: int) -> None:
-    """Give file its mode, which safetensors makes private, and store it on the disk.
-
-    Drives of other systems (CIFS, NTFS, S3 mounts) refuse either, which is no failure.
-    """
-    with open(file, "r+b") as handle:
-        for action, *arguments in ((os.chmod, file, mode), (os.fsync, handle.fileno())):
-            try:
-                action(*arguments)
-            except OSError as error:
-                if error.errno not in UNSUPPORTED:
-                    raise

@@ -1,6 +1,5 @@
 """From a prompt to tokens: embeddings and prefill, sampling, and the one generation loop."""
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,12 +19,12 @@ RepetitionDetection = tuple[int, int, int]  # shortest and longest cycle in toke
 
 # Of each field of SamplingParams: the type, the values it may have, and how an error names them.
 SAMPLING_LIMITS: dict[str, tuple[type, Callable[[Any], bool], str]] = {
-    "repetition_penalty": (Real, lambda x: 0 < x < math.inf, "a finite number above 0"),
+    "repetition_penalty": (Real, lambda x: 1e-3 <= x <= 1e9, "a number from 0.001 to 1e9"),
     "frequency_penalty": (Real, lambda x: -2 <= x <= 2, "a number from -2 to 2"),
     "presence_penalty": (Real, lambda x: -2 <= x <= 2, "a number from -2 to 2"),
-    "temperature": (Real, lambda x: 0 <= x < math.inf, "a finite number of at least 0"),
+    "temperature": (Real, lambda x: 0 <= x <= 1e30, "a number from 0 to 1e30"),
     "top_k": (Integral, lambda x: x >= 0, "a whole number of at least 0"),
-    "top_p": (Real, lambda x: 0 < x <= 1, "a number above 0 and at most 1"),
+    "top_p": (Real, lambda x: 1e-30 <= x <= 1, "a number from 1e-30 to 1"),
     "min_p": (Real, lambda x: 0 <= x <= 1, "a number from 0 to 1"),
     "seed": (Integral, lambda x: 0 <= x < 2**63, "a whole number of at least 0 and below 2**63"),
     "repetition_detection": (

@@ -37,11 +37,21 @@ class CheckpointError(NanoVLMError, ValueError):
 
 
 class FileError(NanoVLMError, OSError):
-    """A file that cannot be read or written; errno as the system gave it, or None."""
+    """A file that cannot be read or written; errno as the system gave it, strerror without the name, or None."""
 
-    def __init__(self, message: object = "", errno: int | None = None):
+    def __init__(self, message: object = "", errno: int | None = None, strerror: str | None = None):
         super().__init__(message)
         self.errno = errno
+        self.strerror = strerror
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class BusyError(FileError):
+    """A file or folder that another run writes."""
+
+    exit_code = 2
 
 
 ALLOCATOR_ERRORS = ("can't allocate memory", "not enough memory", "out of memory")  # torch's on Linux, Windows, MPS

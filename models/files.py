@@ -13,15 +13,13 @@ import logging
 import os
 import shutil
 import stat
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import BinaryIO
 
-from safetensors import SafetensorError
-
-from models.errors import FileError
+from models.errors import BusyError, FileError
 
 fcntl: ModuleType | None
 try:
@@ -43,7 +41,7 @@ _locks: set[int] = set()  # descriptors that hold a lock
 
 
 @contextlib.contextmanager
-def opened(path: PathLike) -> Iterator[BinaryIO]:
+def opened(path: PathLike) -> Iterator[io.BufferedReader]:
     """Open a regular file to read. FileError for a folder, a pipe, a device, and where the system refuses."""
     descriptor = _open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     try:
@@ -66,8 +64,9 @@ def check_regular(path: PathLike) -> None:
 
 def check_kind(path: PathLike, mode: int) -> None:
     if not stat.S_ISREG(mode):
-        kind = "a folder" if stat.S_ISDIR(mode) else "a pipe or a device"
-        raise FileError(f"{os.fspath(path)} is {kind}, not a file", errno.EISDIR if stat.S_ISDIR(mode) else errno.ENXIO)
+        kind = f"{'a folder' if stat.S_ISDIR(mode) else 'a pipe or a device'}, not a file"
+        number = errno.EISDIR if stat.S_ISDIR(mode) else errno.ENXIO
+        raise FileError(f"{os.fspath(path)} is {kind}", number, kind)
 
 
 def read_bytes(path: PathLike, limit: int | None = None) -> bytes:
@@ -75,8 +74,18 @@ def read_bytes(path: PathLike, limit: int | None = None) -> bytes:
     with opened(path) as file:
         data = file.read(-1 if limit is None else limit + 1)
     if limit is not None and len(data) > limit:
-        raise FileError(f"{os.fspath(path)} has more than {limit:,} bytes")
+        reason = f"has more than {limit:,} bytes"
+        raise FileError(f"{os.fspath(path)} {reason}", errno.EFBIG, reason)
     return data
+
+
+def read_pipe(path: PathLike) -> bytes:
+    """Content of a file or a pipe, for a name that a person gives to be read to its end, as the shell's <(...)."""
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except (OSError, ValueError) as error:
+        raise file_error(path, error) from None
 
 
 def read_text(path: PathLike, limit: int | None = SETTINGS_BYTES, errors: str = "strict") -> str:
@@ -84,20 +93,23 @@ def read_text(path: PathLike, limit: int | None = SETTINGS_BYTES, errors: str = 
     try:
         text = read_bytes(path, limit).decode("utf-8-sig", errors)
     except UnicodeDecodeError as error:
-        raise FileError(f"{os.fspath(path)} is not UTF-8 ({error}); save it as UTF-8") from None
+        message = f"{os.fspath(path)} is not UTF-8 ({error}); save it as UTF-8"
+        raise FileError(message, errno.EILSEQ, f"not UTF-8 ({error})") from None
     return io.IncrementalNewlineDecoder(None, translate=True).decode(text, final=True)  # as open() reads text
 
 
 def file_error(path: PathLike, error: Exception) -> FileError:
     """A FileError of a system's error about path."""
     reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-    return FileError(f"{os.fspath(path)}: {reason}", getattr(error, "errno", None))
+    return FileError(f"{os.fspath(path)}: {reason}", getattr(error, "errno", None), reason)
 
 
 def _open(path: PathLike, flags: int, mode: int = 0o666) -> int:
     try:
         return os.open(path, flags | getattr(os, "O_CLOEXEC", 0), mode)
     except (OSError, ValueError) as error:  # ValueError: a name with a null character
+        if os.path.islink(path) and getattr(error, "errno", None) == errno.ELOOP:
+            raise FileError(f"{os.fspath(path)} is a link, which is not followed; remove it", errno.ELOOP) from None
         raise file_error(path, error) from None
 
 
@@ -105,11 +117,11 @@ def _open(path: PathLike, flags: int, mode: int = 0o666) -> int:
 
 
 @contextlib.contextmanager
-def replacing(path: PathLike) -> Iterator[Path]:
+def replacing(path: PathLike, mode: int | None = None) -> Iterator[Path]:
     """`with replacing(path) as new:` write the file `new`, which takes the place of path at the end.
 
-    On an error path stays as it was. Permissions are those of the file that is replaced. Folders on the way to path are
-    made. OSError if the file cannot be written.
+    On an error path stays as it was. Permissions are mode, or else those of the file that is replaced. Folders on the
+    way to path are made. OSError if the file cannot be written.
     """
     path = Path(path)
     if path.is_dir():  # os.replace would say so after the work
@@ -119,10 +131,11 @@ def replacing(path: PathLike) -> Iterator[Path]:
     descriptor = _open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL)
     try:
         with _flock(descriptor):
-            mode = stat.S_IMODE(os.fstat(descriptor).st_mode)
-            with contextlib.suppress(OSError):
-                old = path.lstat().st_mode
-                mode = stat.S_IMODE(old) if stat.S_ISREG(old) else mode
+            if mode is None:
+                mode = stat.S_IMODE(os.fstat(descriptor).st_mode)
+                with contextlib.suppress(OSError):
+                    old = path.lstat().st_mode
+                    mode = stat.S_IMODE(old) if stat.S_ISREG(old) else mode
             with _safetensors_errors(path):
                 yield new
             _store(new, mode)
@@ -229,8 +242,11 @@ def _safetensors_errors(path: Path) -> Iterator[None]:
     """safetensors raises an error of its own where the disk is full."""
     try:
         yield
-    except SafetensorError as error:
-        raise FileError(f"{path} cannot be written: {error}") from error
+    except Exception as error:
+        safetensors = sys.modules.get("safetensors")  # not imported here: the build of a wheel does without
+        if safetensors is not None and isinstance(error, safetensors.SafetensorError):
+            raise FileError(f"{path} cannot be written: {error}") from error
+        raise
 
 
 # ---------------------------------------------------------------------------------------------------------- removing
@@ -250,19 +266,20 @@ def remove_folder(path: PathLike) -> None:
 def remove_parts(folder: PathLike) -> None:
     """Remove what killed processes left half written in a folder; what a living one writes is locked, and stays."""
     for part in Path(folder).glob(f"{PART}*"):
-        with contextlib.suppress(OSError), locked(part):
-            remove_folder(part) if part.is_dir() else remove(part)
+        with contextlib.suppress(OSError), locked(part, is_optional=True) as is_held:
+            if is_held:  # on a drive without locks nobody knows whether its process lives
+                remove_folder(part) if part.is_dir() else remove(part)
 
 
 # ----------------------------------------------------------------------------------------------------------- locking
 
 
 @contextlib.contextmanager
-def locked(path: PathLike, *, is_optional: bool = False) -> Iterator[None]:
-    """Keep other processes out of a folder, or of a file, by a lock on itself: no lock file is made.
+def locked(path: PathLike, *, is_optional: bool = False) -> Iterator[bool]:
+    """Keep other processes out of a folder, or of a file, by a lock on itself: no file is made. True if it is held.
 
-    The system frees the lock however a process ends; forked children do not hold it. FileError if another process holds
-    it or the path cannot be opened. A drive without locks is named in the log, unless is_optional.
+    The system frees the lock however a process ends; forked children do not hold it. BusyError if another process holds
+    it, FileError if the path cannot be opened. A drive without locks is named in the log, unless is_optional.
     """
     is_folder = os.path.isdir(path)
     no_follow = 0 if is_folder else getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
@@ -271,22 +288,22 @@ def locked(path: PathLike, *, is_optional: bool = False) -> Iterator[None]:
             descriptor = _open(path, no_follow | (os.O_RDONLY if is_folder else os.O_RDWR))
         except FileError:
             if is_folder and (is_optional or fcntl is None):
-                yield
+                yield False
                 return
             raise
-        try:
-            with _flock(descriptor) as is_held:
-                if not is_held and not is_optional:
-                    logger.warning("%s: its drive has no locks; start no second run there", os.fspath(path))
-                if is_held and not _is_same(path, descriptor):  # the last holder replaced it
-                    continue
-                yield
-                return
-        except BlockingIOError:
-            message = f"{os.fspath(path)}: another run writes there; wait for its end, or name another"
-            raise FileError(message, errno.EAGAIN) from None
-        finally:
-            os.close(descriptor)
+        with contextlib.ExitStack() as stack:
+            stack.callback(os.close, descriptor)
+            try:
+                is_held = stack.enter_context(_flock(descriptor))
+            except BlockingIOError:
+                message = f"{os.fspath(path)}: another run writes there; wait for its end, or name another"
+                raise BusyError(message, errno.EAGAIN) from None
+            if not is_held and not is_optional:
+                logger.warning("%s: its drive has no locks; start no second run there", os.fspath(path))
+            if is_held and not _is_same(path, descriptor):  # the last holder replaced it
+                continue
+            yield is_held
+            return
 
 
 @contextlib.contextmanager

@@ -2,14 +2,13 @@
 
 from os import PathLike
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from models import checkpoint
+from models import checkpoint, files
 from models.cache import PrefillState
 from models.config import VLMConfig
 from models.decoding import GenerationMixin
@@ -89,8 +88,8 @@ class VisionLanguageModel(nn.Module, GenerationMixin):
         api.create_repo(repo_id, private=private, exist_ok=True)
         if revision is not None:
             api.create_branch(repo_id, branch=revision, exist_ok=True)
-        with TemporaryDirectory() as folder:
-            checkpoint.write_checkpoint_files(Path(folder), self, self.tokenizer_json, home=repo_id)
+        with files.scratch_folder() as folder:
+            checkpoint.write_checkpoint_files(folder, self, self.tokenizer_json, home=repo_id)
             return api.upload_folder(
                 repo_id=repo_id, folder_path=folder, commit_message="Upload model", revision=revision
             ).commit_url

@@ -37,11 +37,11 @@ _LAZY = {  # imported on first use: importing torch takes seconds, which `nanovl
 def _check_models_package() -> None:
     """Raise ImportError if Python would import another package named `models`, such as one in the working directory."""
     spec = importlib.util.find_spec("models")
-    expected = Path(__file__).resolve().parent.parent / "models" / "__init__.py"
+    expected = Path(__file__).resolve().parent.parent / "models"
     found = "no package" if spec is None else spec.origin or next(iter(spec.submodule_search_locations or ()))
-    if Path(found).resolve() != expected:
+    if Path(found).resolve().parent != expected:
         raise ImportError(
-            f"nanovlm needs its own package `models` in {expected.parent}, but `import models` finds {found}; "
+            f"nanovlm needs its own package `models` in {expected}, but `import models` finds {found}; "
             "run from another directory, or put nanovlm's folder first in PYTHONPATH"
         )
 

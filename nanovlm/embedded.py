@@ -15,8 +15,10 @@ EMBEDDED_LIMITS = (
 
 def default_prompt(folder: str | os.PathLike[str]) -> str:
     """The prompt that the model in folder was trained to answer, if its nanovlm.json has one; else PROMPT."""
+    from models import files  # here: the package checks first that this is its own `models`
+
     try:
-        prompt = json.loads(Path(folder, SETTINGS).read_text(encoding="utf-8"))["prompt"]
+        prompt = json.loads(files.read_text(Path(folder, SETTINGS)))["prompt"]
     except (OSError, ValueError, KeyError, TypeError):
         return PROMPT
     return prompt if isinstance(prompt, str) and prompt.strip() else PROMPT
@@ -24,5 +26,6 @@ def default_prompt(folder: str | os.PathLike[str]) -> str:
 
 def write_prompt(folder: str | os.PathLike[str], prompt: str) -> None:
     """Make the prompt the default of the model in folder."""
-    text = json.dumps({"prompt": prompt}, ensure_ascii=False) + "\n"
-    Path(folder, SETTINGS).write_text(text, encoding="utf-8")
+    from models import files
+
+    files.replace(Path(folder, SETTINGS), json.dumps({"prompt": prompt}, ensure_ascii=False) + "\n")

@@ -1,6 +1,8 @@
 """The errors of `models.errors`, and those of images, data and the command line."""
 
+from models.errors import BusyError as BusyError
 from models.errors import CheckpointError as CheckpointError
+from models.errors import FileError as FileError
 from models.errors import InputError as InputError
 from models.errors import NanoVLMError as NanoVLMError
 from models.errors import is_out_of_memory as is_out_of_memory
@@ -12,6 +14,10 @@ class UsageError(NanoVLMError):
     """Wrong use of the command line, or of files it was given: exit code 2, before any work."""
 
     exit_code = 2
+
+
+class PromptTooLongError(InputError):
+    """A prompt beyond the model's context."""
 
 
 class ImageError(NanoVLMError, ValueError):

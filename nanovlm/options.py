@@ -27,6 +27,7 @@ Record = TypeVar("Record")
 QUANTIZATIONS = ("int8", "int4")
 MAX_NEW_TOKENS = 128  # of a caption
 CHAT_MAX_NEW_TOKENS = 256
+RESERVED = {"file_name", "text", "finish_reason", "model", "prompt", "prefix", "choices"}  # columns of every caption
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 BOUNDS = {  # of a number, by their names in `setting`
@@ -200,11 +201,18 @@ class GenerationOptions:
 class CaptionOptions(GenerationOptions):
     """Questions about each image of many, and how they are answered."""
 
-    prompts: tuple[str, ...] = (PROMPT,)  # a table has a column for each of several
+    prompts: tuple[str, ...] = (PROMPT,)  # a table has a column for each of several; {folder} as in prefix
     choices: tuple[str, ...] = ()  # the answer is the most probable of these
     prefix: str = ""  # before each caption; {folder} is the name of the image's folder
     as_video: bool = False  # describe each video or animation as a whole
     max_frames: int = MAX_FRAMES  # of a video
+
+    def filled(self, text: str, image: str) -> str:
+        """A prompt or prefix with the name of an image's folder for {folder}; image is a path or a URI."""
+        if "{folder}" not in text:
+            return text
+        folder = Path(image if "://" in image else os.path.abspath(image)).parent.name
+        return text.replace("{folder}", folder)
 
 
 @dataclass(frozen=True)
@@ -217,7 +225,9 @@ class ReadOptions:
     )  # fmt: skip
     model_prompt: str = PROMPT  # the question without a prompt
     images: str | None = setting(
-        None, "folder of the images that a .json names (default: the folder of the .json)", metavar="FOLDER"
+        None,
+        "folder of the images that tables and .json files name (default: their own, or the one below it)",
+        metavar="FOLDER",
     )
     text_column: str | None = setting(
         None, "column with the answers (default: text, caption or answer)", metavar="NAME"
@@ -228,6 +238,7 @@ class ReadOptions:
     )
     stream: bool = setting(False, "read .tar, .parquet or .arrow files or a Hub data set in sequence, without a copy")
     on_error: str = setting("stop", "what to do with an unusable example", choices=("stop", "skip"))
+    is_shared: bool = False  # by several sources, some of which may lack the columns that are named
 
     def __post_init__(self) -> None:
         check_settings(self)

@@ -11,9 +11,9 @@ from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from models import files
 from nanovlm.bulk import NO_IMAGE_FOLDERS, Report, caption_rows, extensions
 from nanovlm.console import has_terminal
-from nanovlm.data.file_lock import file_lock
 from nanovlm.errors import MissingExtraError, NanoVLMError, UsageError, first_line
 from nanovlm.options import CaptionOptions, ModelOptions
 
@@ -68,7 +68,7 @@ def caption_on_ray(
     report.skipped = [image for image in report.images if image in before]
     if todo := [image for image in report.images if image not in before]:
         Path(out).mkdir(parents=True, exist_ok=True) if "://" not in out else None
-        with nullcontext() if "://" in out else file_lock(Path(out, ".captions.lock"), out):
+        with nullcontext() if "://" in out else files.locked(out):
             _run(connect(address), todo, out, model, options, workers)
     after = captioned(out)
     errors = captioned(out, "error")
@@ -141,10 +141,10 @@ def captioned(out: str, column: str = "text") -> dict[str, str]:
 
     system, path = _file_system(out)
     found = system.get_file_info(fs.FileSelector(path, allow_not_found=True))
-    files = [info.path for info in found if info.extension == "parquet"]
+    paths = [info.path for info in found if info.extension == "parquet"]
     schema = pyarrow.schema([("file_name", pyarrow.string()), (column, pyarrow.string())])
     try:
-        rows = dataset.dataset(files, filesystem=system, format="parquet", schema=schema).to_table().to_pylist()
+        rows = dataset.dataset(paths, filesystem=system, format="parquet", schema=schema).to_table().to_pylist()
     except (pyarrow.ArrowException, OSError) as error:
         raise UsageError(f"{out} has parquet files that hold no captions: {first_line(error)}; name another") from None
     return {row["file_name"]: row[column] for row in rows if row[column]}

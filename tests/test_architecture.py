@@ -14,6 +14,7 @@ from support.import_graph import PACKAGES, SCRIPTS, ImportGraph
 
 GRAPH = ImportGraph(ROOT)
 MAINTAINED = {".py", ".c", ".h", ".html", ".css", ".js"}  # endings of the files whose lines count
+ROOM = 1.05  # of a row of the table of budgets: a change may grow a package a little
 SUM, TESTS = "sum", "`tests/`"  # rows of the table of budgets
 
 FORBIDDEN = {  # packages that the modules of a package must not import
@@ -21,7 +22,6 @@ FORBIDDEN = {  # packages that the modules of a package must not import
     "nanovlm": {"eval", "tests", "torchvision", "transformers", "numpy"},
     "eval": {"tests", *(script.removesuffix(".py") for script in SCRIPTS)},
 }
-AUGMENTATION = ("nanovlm.processing", "nanovlm.training")  # may use torchvision, inside functions
 CORE = {
     "models.config", "models.errors", "models.cache", "models.attention", "models.language_model",
     "models.vision_transformer", "models.modality_projector", "models.vision_language_model", "models.decoding",
@@ -61,17 +61,102 @@ def test_packages_import_only_those_below_them(package):
         if within(module, package)
         for item in imports
         if item.module.partition(".")[0] in FORBIDDEN[package]
-        and not (item.module.startswith("torchvision") and within(module, *AUGMENTATION))
     }
 
 
-def test_torchvision_is_imported_where_it_is_used_and_not_with_a_module():
-    """Its import takes two seconds, which `--help` and captions do not wait for."""
+# --------------------------------------------------------------------------------------------------- one gate
+
+# What `models.files` does for everyone: names of functions of these modules, and of methods whatever the object is.
+FILE_MODULES = {"builtins", "io", "os", "shutil", "tempfile", "fcntl", "posix", "codecs", "gzip", "PIL.Image"}
+FUNCTIONS = {
+    "open", "fdopen", "replace", "rename", "renames", "unlink", "remove", "removedirs", "rmdir", "truncate", "link",
+    "symlink", "rmtree", "move", "copy", "copy2", "copyfile", "copytree", "copymode", "mkstemp", "mkdtemp", "mktemp",
+    "TemporaryDirectory", "TemporaryFile", "NamedTemporaryFile", "SpooledTemporaryFile", "FileIO", "flock", "lockf",
+}  # fmt: skip
+METHODS = {
+    "open", "rename", "unlink", "rmdir", "rmtree", "write_text", "write_bytes", "read_text", "read_bytes", "touch",
+    "symlink_to", "hardlink_to",
+}  # fmt: skip
+EXCEPTIONS: dict[str, set[str] | None] = {  # of a module: what it may use, as it stands there, or everything
+    "models.files": None,
+    "models.inference.kernels.build_backend": {"old.unlink"},  # runs before the package is installed
+    "models.inference.kernels.load": {"path.read_text"},  # /proc/cpuinfo
+    "nanovlm.device": {"status.read_text"},  # /proc/self/status
+    "nanovlm.cli.main": {"os.open"},  # /dev/null
+    "nanovlm.cli.chat": {"self.open"},  # a command of the chat
+    "nanovlm.processing.image_loading": {"Image.open"},  # the only one
+    "nanovlm.processing.video_decoder": {"av.open"},  # of an open file
+    "nanovlm.data.rows": {"tarfile.open"},  # of an open file
+    "nanovlm.data.values": {"fsspec.open"},  # of an address on the Hub
+    "nanovlm.cli.review": {"webbrowser.open"},  # of an address
+}
+
+
+def file_calls(source: str) -> set[str]:
+    """What a source file mentions that opens, replaces or removes files, by whatever alias; `models.files` may."""
+    tree = ast.parse(source)
+    modules: set[str] = set()  # names in this file of FILE_MODULES
+    functions = {"open"}  # names in this file of their functions
+    gates: set[str] = set()  # names in this file of models.files
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Import | ast.ImportFrom):
+            continue
+        prefix = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+        for item in node.names:
+            whole, name = f"{prefix}{item.name}", item.asname or item.name
+            modules |= {name} if whole in FILE_MODULES else set()
+            gates |= {name} if whole == "models.files" else set()
+            functions |= {name} if prefix[:-1] in FILE_MODULES and item.name in FUNCTIONS else set()
+    found = set()
+    for node in ast.walk(tree):  # a mention is enough, as of f = os.replace
+        text = ast.unparse(node) if isinstance(node, ast.Name | ast.Attribute | ast.Call) else ""
+        match node:
+            case ast.Name(id=name, ctx=ast.Load()) if name in functions:
+                found.add(text)
+            case ast.Attribute(value=owner, attr=name) if ast.unparse(owner) not in gates:
+                if name in METHODS or (name in FUNCTIONS and ast.unparse(owner) in modules):
+                    found.add(text)
+            case ast.Call(func=ast.Name(id="getattr"), args=[_, ast.Constant(value=name), *_]):
+                if name in FUNCTIONS | METHODS:
+                    found.add(text)
+    return found
+
+
+def test_files_and_images_are_opened_in_one_place():
+    elsewhere = {}
     for module, path in GRAPH.files.items():
-        if within(module, *AUGMENTATION):
-            body = ast.parse(path.read_text(encoding="utf-8")).body
-            top = [node for node in body if not isinstance(node, ast.FunctionDef)]
-            assert "torchvision" not in {name for node in top for name in identifiers(node)}, module
+        allowed = EXCEPTIONS.get(module, set())
+        if within(module, "models", "nanovlm") and allowed is not None:
+            elsewhere[module] = file_calls(path.read_text(encoding="utf-8")) - allowed
+    assert not {module: calls for module, calls in elsewhere.items() if calls}, "call models.files, or load_image"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "open('a')", "open('a', 'w')", "f = open", "Path(a).open()", "Path(a).unlink()",
+        "path.rename(b)", "a.read_text()", "a.write_text(b)", "a.write_bytes(b)",
+        "Path(a).read_bytes()", "a.symlink_to(b)", "a.touch()", "from os import replace; replace(a, b)",
+        "from os import replace as r; r(a, b)", "import os as o; o.replace(a, b)",
+        "import os; os.rename(a, b)", "import os; os.open(a, 0)", "import os; os.remove(a)",
+        "import os; f = os.replace", "import os; getattr(os, 'replace')",
+        "def f():\n  import os\n  os.unlink(a)", "import io; io.open(a)",
+        "import builtins; builtins.open(a)", "from shutil import rmtree; rmtree(a)",
+        "import shutil as s; s.rmtree(a)", "import tempfile; tempfile.mkstemp()",
+        "from tempfile import TemporaryDirectory as T; T()", "from PIL import Image; Image.open(a)",
+        "from PIL import Image as I; I.open(a)", "import PIL.Image; PIL.Image.open(a)",
+        "from PIL.Image import open as o; o(a)",
+    ],
+)  # fmt: skip
+def test_a_second_way_to_a_file_is_found(source):
+    assert file_calls(source)
+
+
+@pytest.mark.parametrize(
+    "source", ["'a'.replace('b', 'c')", "from models import files; files.read_text(a)", "x.copy()", "[].remove(1)"]
+)
+def test_what_is_no_way_to_a_file_is_not(source):
+    assert not file_calls(source)
 
 
 def test_only_entry_points_and_eval_import_the_command_line():
@@ -142,9 +227,10 @@ def count_lines(packages: list[str]) -> dict[str, int]:
 
 
 def test_no_package_has_more_lines_than_its_row_of_the_table_says():
-    limits = {package: int(now.replace(",", "")) for package, _, now, _ in budget_rows()}
+    limits = {package: int(ROOM * int(now.replace(",", ""))) for package, _, now, _ in budget_rows()}
     lines = count_lines([*limits])
-    assert not {name: f"{lines[name]:,} of {limit:,}" for name, limit in limits.items() if lines[name] > limit}
+    grown = {name: f"{lines[name]:,} of {limit:,}" for name, limit in limits.items() if lines[name] > limit}
+    assert not grown, "python tests/test_architecture.py prints new rows for docs/architecture.md, if they are worth it"
 
 
 if __name__ == "__main__":  # print the table's rows with the lines of now

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from eval.peers import Engine, import_peer
-from models.checkpoint import atomic_dir
+from models import files
 from models.config import VLMConfig
 from models.formats.base import format_of
 from models.vision_language_model import VisionLanguageModel
@@ -108,7 +108,7 @@ def export_graphs(model: VisionLanguageModel, folder: Path) -> Path:
     graphs = folder / f"onnx-{digest.hexdigest()[:12]}"
     if not graphs.exists():
         hook = model.decoder.norm.register_forward_pre_hook(lambda norm, inputs: (inputs[0][:, -1:],))
-        with hook, atomic_dir(graphs) as new:
+        with hook, files.filling(graphs) as new:
             write_onnx(model, new, ("float32",))
     return graphs
 
@@ -133,7 +133,7 @@ def quantize_graphs(captioner: Captioner, graphs: Path) -> Path:
         feeds[VISION_ENCODER].append(image_feeds(cfg, captioner.processor.preprocess(drawn)[0][:1]))
         ids = torch.randint(min(1000, cfg.lm_vocab_size), (1, CALIBRATION_TOKENS), generator=generator)
         feeds[DECODER].append(text_feeds(embedding(ids).numpy(), 0) | empty_past(cfg, 1))
-    with atomic_dir(folder) as new:
+    with files.filling(folder) as new:
         for name, inputs in feeds.items():
             model = openvino.Core().read_model(graphs / f"{name}.onnx")
             settings = {"model_type": nncf.ModelType.TRANSFORMER, "subset_size": len(inputs)}

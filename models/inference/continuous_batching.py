@@ -22,6 +22,7 @@ from models.inference.caches import (
 )
 from models.inference.inference_model import InferenceModel
 from models.inference.kernel_network import empty_cache
+from models.inference.proof import CORE
 from models.inference.request import Request, TokenOutput
 from models.vision_language_model import VisionLanguageModel
 
@@ -189,8 +190,7 @@ class ContinuousBatch:
         ids = torch.tensor([request.unread for request in requests], device=self.model.device)
         self._reserve(len(self._slots), max(lengths) + n_new)
         slots = [self._slots.index(request) for request in requests]
-        x = self._network.embed_tokens(ids)
-        return self._network.run(x, self._cache, lengths, [n_new - 1] * len(requests), slots)
+        return self._network.decode_tokens(ids, self._cache, lengths, slots)
 
     def _next_group(self, budget: int) -> dict[Request, Tensor | None]:
         """Prompts to prefill together, with the keys and values that are known of their beginnings, all as long.
@@ -221,6 +221,8 @@ class ContinuousBatch:
     def _find_prefix(self, request: Request) -> tuple[int, Tensor | None]:
         """How many leading tokens of a prompt are known, at most all but the last, and their keys and values."""
         tokens = request.tokens
+        if CORE.difference():  # keys and values may depend on what follows or stands beside them
+            return 0, None
         length, kv = (0, None) if self.prefix_cache is None else self.prefix_cache.find(tokens, request.starts)
         for slot, other in enumerate(self._slots):
             if (n := common_prefix(tokens, request.starts, other.ids, other.starts)) > length:
@@ -229,39 +231,32 @@ class ContinuousBatch:
         return max(0, min(length, len(tokens) - 1)), kv
 
     def _prefill(self, known: Mapping[Request, Tensor | None], requests: Sequence[Request]) -> Tensor:
-        """Logits (B, vocabulary) after prompts, with what is known of them.
-
-        Padding is on the right, where causal attention ignores it.
-        """
-        self._network = self.model.network
+        """Logits (B, vocabulary) after prompts, with what is known of them."""
+        network = self._network = self.model.network
         start = requests[0].n_cached
-        rows = [torch.tensor(request.tokens[start:]) for request in requests]
-        lengths = [len(row) for row in rows]
-        slots = range(len(self._slots), len(self._slots) + len(rows))
-        self._reserve(slots.stop, start + max(lengths))
+        slots = range(len(self._slots), len(self._slots) + len(requests))
+        self._reserve(slots.stop, max(len(request.tokens) for request in requests))
         for slot, request in zip(slots, requests):
             if (kv := known[request]) is not None:
                 self._cache[:, :, slot, :, :start] = kv[:, :, :, :start]
-        ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-        is_image = ids == self.model.image_token_id
-        for row, request in zip(is_image, requests):
-            row[len(request.ids) - start :] = False  # padding, or in the output of a request that starts again
-        device = self.model.device
-        x = self._network.embed_tokens(ids.masked_fill(is_image, 0).to(device))
-        if (embeds := self._image_embeds(requests, start)) is not None:
-            x = x.masked_scatter(is_image[..., None].to(device), embeds.to(x.dtype))
-        return self._network.run(x, self._cache, [start] * len(rows), [n - 1 for n in lengths], slots)
-
-    def _image_embeds(self, requests: Sequence[Request], start: int) -> Tensor | None:
-        """Embeddings (n, C) of the image tokens from position start on; None if there are none."""
         image_token = self.model.image_token_id
-        parts = []
-        requests = [request for request in requests if image_token in request.ids[start:]]
-        encode_images(self.model, [image for request in requests for image in request.images], self.image_cache)
+        shown = [request for request in requests if image_token in request.ids[start:]]
+        for group in [[one] for one in shown] if network.is_edited else [shown]:
+            encode_images(self.model, [image for request in group for image in request.images], self.image_cache)
+        rows = []
         for request in requests:
-            embeds = torch.cat([image.embeds for image in request.images if image.embeds is not None])
-            parts.append(embeds.flatten(0, 1)[request.ids[:start].count(image_token) :])
-        return torch.cat(parts) if parts else None
+            embeds = None
+            if request in shown:
+                parts = torch.cat([image.embeds for image in request.images if image.embeds is not None])
+                embeds = parts.flatten(0, 1)[request.ids[:start].count(image_token) :]
+            ids, output = (torch.tensor([x], dtype=torch.long, device=self.model.device) for x in (
+                request.ids[start:], request.tokens[max(start, len(request.ids)) :],
+            ))  # fmt: skip
+            x = network.embed_encoded(ids, embeds)
+            if output.numel():  # of a request that starts again; an image token in it is an ordinary one
+                x = torch.cat([x, network.embed_tokens(output)], dim=1)
+            rows.append(x[0])
+        return network.prefill(rows, self._cache, start, slots)
 
     def _reserve(self, n_slots: int, n_tokens: int) -> None:
         """Make room for n_slots of n_tokens, and to grow; those of the running requests keep their contents."""

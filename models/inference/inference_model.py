@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.cache import KVCache, PrefillState
 from models.decoding import GenerationMixin
 from models.errors import InputError
-from models.inference.kernel_network import KernelNetwork
-from models.inference.proof import proven_network
+from models.inference.kernel_network import KernelNetwork, find_library
+from models.inference.proof import STANDARD, Proof
 from models.inference.quantization import FORMATS, QuantizedLinear, move_to_huge_pages, quantize_linears
 from models.vision_language_model import VisionLanguageModel
 
@@ -25,11 +26,13 @@ logger = logging.getLogger(__name__)
 class PlainNetwork:
     """The plain modules behind the interface of KernelNetwork: on GPUs, without a C compiler, and as the reference."""
 
-    def __init__(self, model: VisionLanguageModel):
+    def __init__(self, model: VisionLanguageModel, is_edited: bool = False):
         self.model = model
+        self.is_edited = is_edited  # then sequences are computed as if alone: an edit may count padding
         self.cache_dtype = model.dtype
         self.encode_images = model.encode_images
         self.embed_tokens = model.embed_tokens
+        self.embed_encoded = model.embed_encoded
 
     def prefill_embeds(
         self, embeds: Tensor, attention_mask: Tensor | None, prefix: PrefillState | None
@@ -42,24 +45,58 @@ class PlainNetwork:
                 prefix = PrefillState(kv_cache, prefix.attention_mask)
         return self.model.prefill_embeds(embeds, attention_mask, prefix)
 
-    def run(self, x: Tensor, cache: Tensor, past: Sequence[int], last: Sequence[int], slots: Sequence[int]) -> Tensor:
-        """See `KernelNetwork.run`; of sequences with different `past`, one new token each."""
-        B, T, _ = x.shape
-        span = max(past)
-        rows, lengths, indices = (torch.tensor(n, device=x.device) for n in (range(B), past, slots))
-        attention_mask = None
-        blocks = cache[:, :, indices, :, :span]
-        if min(past) < span:  # what lies behind a sequence's tokens is padding, and may be anything
-            used = torch.arange(span, device=x.device) < lengths[:, None]
-            attention_mask = torch.cat([used, used.new_ones(B, T)], dim=1).long()
+    def prefill(self, rows: Sequence[Tensor], cache: Tensor, start: int, slots: Sequence[int]) -> Tensor:
+        """See `KernelNetwork.prefill`. Padding is on the left, where the core's last step expects it."""
+        lengths = [len(row) for row in rows]
+        if self.is_edited and len(set(lengths)) > 1:
+            return torch.cat([self.prefill([row], cache, start, [slot]) for row, slot in zip(rows, slots)])
+        T = max(lengths)
+        x = torch.stack([F.pad(row, (0, 0, T - len(row), 0)) for row in rows])
+        used = torch.arange(T, device=x.device) >= T - torch.tensor(lengths, device=x.device)[:, None]
+        mask = None if min(lengths) == T else used.long()
+        starts = [start] * len(rows)
+        logits, state = self.model.prefill_embeds(x, mask, self._prefix(cache, starts, slots))
+        self._write(cache, state, used, starts, slots)
+        return logits
+
+    def decode_tokens(self, ids: Tensor, cache: Tensor, past: Sequence[int], slots: Sequence[int]) -> Tensor:
+        """See `KernelNetwork.decode_tokens`."""
+        if self.is_edited and len(set(past)) > 1:
+            each = zip(ids.split(1), past, slots)
+            return torch.cat([self.decode_tokens(row, cache, [n], [slot]) for row, n, slot in each])
+        if ids.size(1) > 1 and not self.is_edited:
+            return self.prefill([*self.model.embed_tokens(ids)], cache, past[0], slots)
+        for i, column in enumerate(ids.unbind(1)):
+            lengths = [n + i for n in past]
+            prefix = self._prefix(cache, lengths, slots)
+            assert prefix is not None  # a prompt has tokens
+            logits, state = self.model.decode(column, prefix)
+            self._write(cache, state, torch.ones_like(column[:, None], dtype=torch.bool), lengths, slots)
+        return logits
+
+    def _prefix(self, cache: Tensor, past: Sequence[int], slots: Sequence[int]) -> PrefillState | None:
+        """What the slots hold; what lies behind a sequence's tokens is padding, and may be anything."""
+        if not (span := max(past)):
+            return None
+        blocks = cache[:, :, torch.tensor(slots, device=cache.device), :, :span]
+        mask = None
+        if min(past) < span:
+            used = torch.arange(span, device=cache.device) < torch.tensor(past, device=cache.device)[:, None]
             blocks = blocks.masked_fill(~used[:, None, :, None], 0)
-        kv_cache = [KVCache(key, value) for key, value in blocks] if span else None
-        hidden, longer = self.model.decoder(x, attention_mask, kv_cache, span)
-        places = lengths[:, None] + torch.arange(T, device=x.device)
-        for (key, value), kv in zip(cache, longer):
-            key[indices[:, None], :, places] = kv.key[:, :, span:].transpose(1, 2)
-            value[indices[:, None], :, places] = kv.value[:, :, span:].transpose(1, 2)
-        return self.model.decoder.head(hidden[rows, torch.tensor(last, device=x.device)])
+            mask = used.long()
+        return PrefillState([KVCache(key, value) for key, value in blocks], mask)
+
+    def _write(
+        self, cache: Tensor, state: PrefillState, used: Tensor, past: Sequence[int], slots: Sequence[int]
+    ) -> None:
+        """Put the keys and values of new tokens, those of used (B, T), behind the `past` ones of each slot."""
+        rows, columns = used.nonzero(as_tuple=True)
+        at = torch.tensor(slots, device=rows.device)[rows]
+        places = torch.tensor(past, device=rows.device)[rows] + used.cumsum(1)[rows, columns] - 1
+        columns = columns + max(past)
+        for (key, value), kv in zip(cache, state.kv_cache):
+            key[at, :, places] = kv.key[rows, :, columns]
+            value[at, :, places] = kv.value[rows, :, columns]
 
 
 Network = KernelNetwork | PlainNetwork
@@ -68,11 +105,11 @@ Network = KernelNetwork | PlainNetwork
 class InferenceModel(GenerationMixin):
     """Generates what a VisionLanguageModel generates, up to rounding, as fast as possible; for inference only.
 
-    On CPUs with kernels (`models.inference.kernels`), a model in float32 or bfloat16 is computed by these if they agree
-    with its modules, which `models.inference.proof` tries; else by the modules. It never changes the model and, unless
-    quantized, reads the model's own weights. The next prefill or image notices weights that were loaded, trained or
-    edited in place. Call `refresh` after an edit through `tensor.data` or under inference mode, and after changing
-    modules or hooks. With kernels, embeddings and logits are float32.
+    On CPUs with kernels (`models.inference.kernels`), a model in float32 or bfloat16 is computed by these if they were
+    written for its modules (`models.inference.proof`); else by the modules, and a line says why. It never changes the
+    model and, unless quantized, reads the model's own weights. The next prefill or image notices weights that were
+    loaded, trained or edited in place, and changed modules, hooks and functions. Call `refresh` after an edit through
+    `tensor.data` or under inference mode. With kernels, embeddings and logits are float32.
 
     quantize="int8" stores the language model's linear layers in 8 bits and, with kernels, the vision encoder's and the
     projector's, too; activations are then rounded to 8 bits for every matmul (dynamic quantization). "int4" stores
@@ -87,6 +124,8 @@ class InferenceModel(GenerationMixin):
         self.image_token_id = model.image_token_id
         self._source: VisionLanguageModel | None = model
         self._quantize = quantize
+        self._used = model  # the one whose modules compute: the source, or its quantized copy
+        self._difference = ""
         self._lock = threading.RLock()
         self.on_tile: Callable[[int, int], None] | None = None  # told how many of how many tiles are encoded, from 0 on
         self.refresh()
@@ -107,37 +146,63 @@ class InferenceModel(GenerationMixin):
     def network(self) -> Network:
         """Network of the current weights; see `KernelNetwork` for its methods."""
         with self._lock:
-            if self._source is not None and self._versions != _versions(self._source):
+            versions = self._find_versions(self._source or self._used)
+            if versions != self._versions:
                 logger.info("the model's weights have changed; rebuilding the inference model")
+            if versions != self._versions or self._find_difference() != self._difference:
                 self.refresh()
             return self._network
 
     @property
     def device(self) -> torch.device:
-        return (self._source or self._network.model).device
+        return self._used.device
 
     @property
     def dtype(self) -> torch.dtype:
-        return (self._source or self._network.model).dtype
+        return self._used.dtype
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters that inference reads."""
-        return self._network.model.parameters()
+        return self._used.parameters()
 
     def refresh(self) -> None:
         """Rebuild everything that is derived from the model's weights, without looking for a change."""
         with self._lock:
-            if self._source is not None:
-                self._versions = _versions(self._source)
-                self._parameters = [*self._source.parameters()]  # alive, so that no address is reused
-                self._network: Network = _build(self._source, self._quantize)
+            used = self._source or self._used
+            self._versions = self._find_versions(used)
+            self._kept = [*used.parameters()]  # alive, so that no address is reused
+            self._proof = Proof(used.cfg)
+            has_kernels = find_library(used) is not None
+            difference = self._proof.difference(used)
+            if self._source is not None and self._quantize:
+                used = _quantized_copy(self._source, self._quantize, has_kernels and not difference)
+            self._used = used
+            said, self._difference = self._difference, self._find_difference()
+            is_in_training = any(hasattr(module, "lora_A") for module in used.modules())
+            if has_kernels and self._difference not in ("", said) and not is_in_training:
+                logger.warning("the model's modules are used instead of the faster kernels: %s", self._difference)
+            has_kernels = has_kernels and not self._difference
+            self._network: Network = KernelNetwork(used) if has_kernels else PlainNetwork(used, bool(self._difference))
+
+    def _find_difference(self) -> str:
+        """What of the model, or of its quantized copy, the kernels were not written for."""
+        models = {id(model): model for model in (self._source, self._used) if model is not None}
+        return next((reason for model in models.values() if (reason := self._proof.difference(model))), "")
+
+    def _find_versions(self, model: VisionLanguageModel) -> list[Any]:
+        """What changes with the weights of a model, and if it is copied to be quantized, with its modules."""
+        versions: list[Any] = _versions(model)
+        if self._quantize and self._source is not None:
+            versions += map(_attributes, model.modules())
+        return versions
 
     def release_source(self) -> None:
         """Forget the floating-point model, which is free once nobody else holds it. InputError if not quantized."""
         if self._quantize is None:
             raise InputError("release_source needs quantize=; without it, inference uses the model's own weights")
         self._source = None
-        self._parameters = []
+        self._kept = []
+        self._versions = self._find_versions(self._used)
         if sys.platform == "linux":  # glibc keeps freed memory: here more than the quantized model takes
             trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
             if trim is not None:
@@ -177,27 +242,37 @@ class InferenceModel(GenerationMixin):
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def _build(model: VisionLanguageModel, quantize: str | None) -> Network:
-    """The network for a model: its own modules, or a tree of new ones that share its parameters, quantized."""
+def _quantized_copy(model: VisionLanguageModel, quantize: str, with_images: bool) -> VisionLanguageModel:
+    """A tree of new modules that share a model's parameters, but for those of quantized layers."""
     for module in model.modules():
         if isinstance(module, QuantizedLinear):
             module.check()
-    kernels = proven_network(model, model)
-    if not quantize:
-        return kernels or PlainNetwork(model)
-    used = _share_modules(model).eval()
-    quantize_linears(used.decoder, quantize)
-    if quantize == "int8" and kernels is not None:  # elsewhere int8 saves memory, and costs time
-        quantize_linears(used.vision_encoder, quantize)
-        quantize_linears(used.MP, quantize)
-    move_to_huge_pages([p for m in used.modules() if isinstance(m, QuantizedLinear) for p in m.parameters()])
-    quantized = None if kernels is None else proven_network(used, model)
-    return quantized or PlainNetwork(used)
+    copied = _share_modules(model)
+    quantize_linears(copied.decoder, quantize)
+    if quantize == "int8" and with_images:  # elsewhere int8 saves memory, and costs time
+        quantize_linears(copied.vision_encoder, quantize)
+        quantize_linears(copied.MP, quantize)
+    move_to_huge_pages([p for m in copied.modules() if isinstance(m, QuantizedLinear) for p in m.parameters()])
+    return copied
 
 
 def _versions(model: VisionLanguageModel) -> list[tuple]:
-    """Addresses, dtypes and edit counts of the parameters, which every change counts up."""
-    return [(p.data_ptr(), p.dtype, -1 if p.is_inference() else p._version) for p in model.parameters()]
+    """Addresses, dtypes and edit counts of the parameters, which every change counts up. InputError if one is freed."""
+    versions = []
+    for p in model.parameters():
+        last = p.storage_offset() + sum((n - 1) * stride for n, stride in zip(p.shape, p.stride()))
+        if p.numel() and (last + 1) * p.itemsize > p.untyped_storage().nbytes():
+            name = next(name for name, other in model.named_parameters() if other is p)
+            raise InputError(f"the memory of {name} was freed by resizing its storage; load the model again")
+        versions.append((p.data_ptr(), p.dtype, -1 if p.is_inference() else p._version))
+    return versions
+
+
+def _attributes(module: nn.Module) -> tuple:
+    """A module's type and hooks, and its own attributes, by value where it is plain."""
+    own = [(name, value) for name, value in vars(module).items() if name not in STANDARD]
+    values = {name: value if isinstance(value, (bool, int, float, str)) else id(value) for name, value in own}
+    return id(module), type(module), module.training, *module._forward_hooks, *module._forward_pre_hooks, values
 
 
 def _share_modules(model: VisionLanguageModel) -> VisionLanguageModel:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from models.cache import KVCache, PrefillState, capacity_for
 from models.config import VLMConfig
+from models.decoding import GenerationMixin
 from models.errors import InputError
 from models.inference.kernels.load import WITHOUT_BF16_DOT, chosen_level, load_library, read_structs
 from models.inference.quantization import QuantizedLinear
@@ -23,10 +24,6 @@ MAX_PATCHES = 1024  # of images that are encoded together; activations of more l
 STRUCTS = read_structs()
 POINTER: Any = ctypes.c_void_p
 LONG: Any = ctypes.c_long
-
-
-class NoKernels(Exception):
-    """A device, CPU, dtype or kind of layer that is known to have no kernels."""
 
 
 class Packer:
@@ -56,8 +53,6 @@ class Packer:
 
     def matrix(self, layer: Any, n_rows: int, depth: int) -> Any:
         """The struct of an nn.Linear, a QuantizedLinear, or an nn.Conv2d of patches."""
-        if hasattr(layer, "lora_A"):  # in training, where modules are expected
-            raise NoKernels
         bias = None if layer.bias is None else self.vector(layer.bias, n_rows)
         if type(layer) is QuantizedLinear:
             layer.check()
@@ -190,29 +185,32 @@ class StackedCache(Sequence[KVCache]):
         return KVCache(key, value)
 
 
+def find_library(model: VisionLanguageModel) -> tuple[str, ctypes.CDLL] | None:
+    """The CPU's level and the kernels of it; None where a model's device or dtype, or this CPU, has none."""
+    level = chosen_level() if model.device.type == "cpu" and model.dtype in DTYPES else None
+    library = None if level is None else load_library(level)
+    return None if level is None or library is None else (level, library)
+
+
 class KernelNetwork:
     """Calls the kernels with a model's weights, which it reads where they are; norms and biases are copied to float32.
 
     Activations are float32. Keys and values are stored in bfloat16 where the weights are and the CPU multiplies in it,
-    else in float32: bfloat16 weights are then multiplied exactly. Raises NoKernels on a CPU without, and other errors
-    for a model that the kernels cannot read; `proven_network` also tries whether they compute what the model does.
+    else in float32: bfloat16 weights are then multiplied exactly. The model is one that `find_library` has kernels for
+    and in which `models.inference.proof` finds no difference.
     """
 
     def __init__(self, model: VisionLanguageModel):
         self.model = model
         self.cfg = model.cfg
-        level = chosen_level() if model.device.type == "cpu" else None
-        library = None if level is None else load_library(level)
-        if level is None or library is None or model.dtype not in DTYPES:
-            raise NoKernels
-        self.level = level
-        self._library = library
+        self.image_token_id = model.image_token_id
+        self.is_edited = False
+        found = find_library(model)
+        if found is None:
+            raise InputError(f"there are no kernels for {model.dtype} on this {model.device.type}")
+        self.level, self._library = found
         cfg = model.cfg
-        self.cache_dtype = torch.float32 if level in WITHOUT_BF16_DOT else model.dtype
-        if (len(model.vision_encoder.blocks), len(model.decoder.blocks)) != (cfg.vit_n_blocks, cfg.lm_n_blocks):
-            raise ValueError("another number of blocks than the config's")
-        if cfg.vit_grid == 1:
-            raise ValueError("a tile of one patch")
+        self.cache_dtype = torch.float32 if self.level in WITHOUT_BF16_DOT else model.dtype
         self._packer = packer = Packer()
         self._decoder = packer.decoder(model.decoder, cfg)
         depth = cfg.vit_hidden_dim * cfg.mp_pixel_shuffle_factor**2
@@ -248,6 +246,20 @@ class KernelNetwork:
     def embed_tokens(self, ids: Tensor) -> Tensor:
         """Embeddings (..., C) float32 of ids (...)."""
         return self.model.decoder.token_embedding(ids).float()
+
+    embed_encoded: Any = GenerationMixin.embed_encoded  # with this class's embed_tokens
+
+    def prefill(self, rows: Sequence[Tensor], cache: Tensor, start: int, slots: Sequence[int]) -> Tensor:
+        """Logits (B, vocabulary) after embeddings (T, C) of each sequence, behind `start` tokens of its slot in cache.
+
+        Padding is on the right, where causal attention ignores it.
+        """
+        x = torch.nn.utils.rnn.pad_sequence([*rows], batch_first=True)
+        return self.run(x, cache, [start] * len(rows), [len(row) - 1 for row in rows], slots)
+
+    def decode_tokens(self, ids: Tensor, cache: Tensor, past: Sequence[int], slots: Sequence[int]) -> Tensor:
+        """Logits (B, vocabulary) after ids (B, T), behind `past` tokens of each slot."""
+        return self.run(self.embed_tokens(ids), cache, past, [ids.size(1) - 1] * len(ids), slots)
 
     def prefill_embeds(
         self, embeds: Tensor, attention_mask: Tensor | None, prefix: PrefillState | None

@@ -1,157 +1,286 @@
-"""Prove, whenever a model is loaded, that the kernels compute what its modules do, and use the modules where not.
+"""Prove that the kernels compute what a model's modules do: both are the lines that they were tested against.
 
-An edit of the core's files, a replaced module, a hook or an overridden method then counts in every answer.
+Kernels stand for certain functions and classes of the core. Their source is compared, as syntax trees without comments
+and docstrings, with WRITTEN_FOR; what they read from their files by name counts, too. A model's modules must be these
+classes, made as the config says. So an edit of the core's files, a patch, a hook, a replaced module or a class of one's
+own counts in every answer, at any length and in any block.
+
+`python -m models.inference.proof` prints WRITTEN_FOR for the source as it is.
 """
 
-import copy
-import logging
+import ast
+import hashlib
+import linecache
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import cache
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.nn.modules import module as torch_module
 
-from models.errors import NanoVLMError
-from models.inference.kernel_network import KernelNetwork, NoKernels
-from models.vision_language_model import VisionLanguageModel
+from models import attention, language_model, modality_projector, vision_transformer
+from models.cache import KVCache, PrefillState
+from models.config import VLMConfig
+from models.inference.quantization import QuantizedLinear
+from models.vision_language_model import VisionLanguageModel, empty_model
 
-logger = logging.getLogger(__name__)
+# Digests by file. A test fails if they are not those of the source, and says how to renew them.
+WRITTEN_FOR = {
+    "models/attention.py": "9d028824ae82276b",
+    "models/cache.py": "dc486872539fd013",
+    "models/decoding.py": "af12f48f3f83a5f5",
+    "models/language_model.py": "8f1a9c8b8d9f83d2",
+    "models/modality_projector.py": "bef14cc52d1d750f",
+    "models/vision_language_model.py": "7f5f18a563e65a08",
+    "models/vision_transformer.py": "11df4d95e5ebd3af",
+}
+# Of these classes the named methods count, of all others that are reached from here, every method.
+METHODS: dict[type, tuple[str, ...]] = {
+    VisionLanguageModel: (
+        "encode_images", "embed_tokens", "embed_encoded", "prefill_embeds", "join_masks", "decode", "dtype", "device",
+    ),
+    KVCache: ("__init__", "length", "append"),
+    PrefillState: ("length",),
+}  # fmt: skip
+FILES = (attention, language_model, modality_projector, vision_transformer)
+LIBRARY = (nn.Linear, nn.Conv2d, nn.Embedding, nn.LayerNorm, nn.Dropout)
+STANDARD = frozenset(vars(nn.Module()))  # what every module has
+CONSTANTS = (bool, int, float, str, tuple, type(None))
+NOT_COMPUTED = ("annotation", "returns", "type_comment", "type_params", "kind")  # fields of trees that change nothing
 
-# The largest root mean square difference, over the standard deviation: float32 rounds; bfloat16 modules round every
-# activation to 8 bits. The kernels round those of int8 and int4 weights to 8 bits, by the largest of a token: random
-# tokens in the first and last block of SmolLM2-135M then differ by 0.16, and wrong weights by 1 or more.
-FLOAT_TOLERANCE = 1e-4
-BFLOAT_TOLERANCE = 0.1
-QUANTIZED_TOLERANCE = 0.5
-N_TOKENS = 5  # of the tried prompt; of the vocabulary
-MAX_ROWS = 256
+
+class Source:
+    """Functions and classes of the core, with all of the core that they reach by name: digests by file."""
+
+    def __init__(self, *roots: Any):
+        self._roots = roots
+        self._read()
+
+    def difference(self) -> str:
+        """The first file that is not what the kernels were written for; "" if there is none."""
+        is_bound = all(_get(holder, name) is value for holder, name, value in self._places)
+        if not is_bound or any(vars(kind).keys() != names for kind, names in self._names.items()):
+            self._read()
+        for file, digest in self.digests.items():
+            if WRITTEN_FOR.get(file) != digest:
+                return f"{file} is without its source" if file in self._unreadable else f"{file} is edited or patched"
+        return ""
+
+    def _read(self) -> None:
+        self._places: list[tuple[Any, str, Any]] = []  # (class, function or globals, name, value) that were read
+        self._names: dict[type, set[str]] = {}  # of all that a class defines
+        self._trees: dict[str, set[str]] = defaultdict(set)
+        self._unreadable: set[str] = set()
+        self._seen: set[int] = set()
+        for root in self._roots:
+            self._add(root)
+        self.digests = {
+            file: hashlib.sha256("\n".join(sorted(trees)).encode()).hexdigest()[:16]
+            for file, trees in sorted(self._trees.items())
+        }
+
+    def _look(self, holder: Any, name: str) -> Any:
+        """An attribute or a global, remembered to notice when it is bound to something else."""
+        value = _get(holder, name)
+        self._places.append((holder, name, value))
+        return value
+
+    def _add(self, value: Any) -> None:
+        """Add the trees of a function or class of the core, once."""
+        if id(value) in self._seen:
+            return
+        self._seen.add(id(value))
+        if isinstance(value, FunctionType):
+            self._add_function(value)
+            return
+        if value not in METHODS:
+            self._names[value] = set(vars(value))
+        names = METHODS.get(value) or [name for name, one in vars(value).items() if _function(one) is not None]
+        for name in names:
+            function = _function(self._look(value, name))
+            self._trees[_file(value)].add(f"{value.__qualname__}.{name} = {_describe(function)}")
+            if function is not None:
+                self._add(function)
+
+    def _add_function(self, function: FunctionType) -> None:
+        file = _file(function)
+        node = _node(self._look(function, "__code__"), function.__globals__)
+        if node is None:
+            self._unreadable.add(file)
+        tree = "?" if node is None else _dump(node)
+        lines = [function.__qualname__, tree, *map(_describe, self._look(function, "__defaults__") or ())]
+        for part in () if node is None else ast.walk(node):
+            if isinstance(part, ast.Name) and part.id in function.__globals__:
+                value = self._look(function.__globals__, part.id)
+                lines.append(f"{part.id} = {_describe(value)}")
+                if _is_core(value):
+                    self._add(value)
+            elif isinstance(part, ast.Attribute) and isinstance(part.value, ast.Name):
+                holder = function.__globals__.get(part.value.id)
+                if isinstance(holder, ModuleType):
+                    value = self._look(holder, part.attr)
+                    lines.append(f"{part.value.id}.{part.attr} = {_describe(value)}")
+        self._trees[file].add(" ".join(lines))
 
 
-def proven_network(model: VisionLanguageModel, source: VisionLanguageModel) -> KernelNetwork | None:
-    """The kernels for a model, or None where they are not available or do not compute what its modules do.
+def _get(holder: Any, name: str) -> Any:
+    """A global of that name, or an attribute as it is in its class."""
+    if isinstance(holder, dict):
+        return holder.get(name)
+    if isinstance(holder, type):
+        return next((vars(kind)[name] for kind in holder.__mro__ if name in vars(kind)), None)
+    return getattr(holder, name, None)
 
-    source is the model before quantization: its modules in float32 show the formulas without rounding.
-    """
+
+def _function(value: Any) -> FunctionType | None:
+    """The function behind a method or property that a file defines; None of what a decorator generates."""
+    value = getattr(value, "fget", None) or getattr(value, "__func__", value)
+    return value if isinstance(value, FunctionType) and value.__code__.co_filename != "<string>" else None
+
+
+def _is_core(value: Any) -> bool:
+    """True of a function or class of this package that is no error."""
+    is_code = isinstance(value, (FunctionType, type)) and value.__module__.startswith("models.")
+    return is_code and not (isinstance(value, type) and issubclass(value, Exception))
+
+
+def _file(value: Any) -> str:
+    return f"{value.__module__.replace('.', '/')}.py"
+
+
+def _describe(value: Any) -> str:
+    """A value as a digest has it: the name of code, within the package that it is of, or the value of a constant."""
+    if isinstance(value, CONSTANTS):
+        return repr(value)
+    if isinstance(value, ModuleType):
+        return value.__name__
+    module = getattr(value, "__module__", None) or "torch"  # builtin functions of torch have none
+    name = getattr(value, "__qualname__", type(value).__name__)
+    return f"{module if module.startswith('models.') else module.partition('.')[0]} {name}"
+
+
+def _node(code: Any, namespace: dict[str, Any]) -> ast.AST | None:
+    """The syntax tree of a function's code; None without source."""
+    return _nodes("".join(linecache.getlines(code.co_filename, namespace))).get((code.co_firstlineno, code.co_name))
+
+
+@cache
+def _nodes(source: str) -> Mapping[tuple[int, str], ast.AST]:
+    """The functions in a file's text, without types, by their first line and name."""
     try:
-        network = KernelNetwork(model)
-        reason = _why_not(model, source)
-    except NoKernels:
-        return None
-    except NanoVLMError:
-        raise
-    except Exception as error:  # of a module of another kind: whatever it is, it is no kernel
-        reason = f"they cannot be compared ({type(error).__name__}: {error})"
-    if not reason:
-        return network
-    logger.warning("the model's modules are used instead of the faster kernels: %s", reason)
-    return None
+        parts = [*ast.walk(ast.parse(source))]
+    except SyntaxError:
+        return {}
+    for part in parts:
+        for name in NOT_COMPUTED:
+            if hasattr(part, name):
+                setattr(part, name, None)
+    nodes = [part for part in parts if isinstance(part, ast.FunctionDef)]
+    return {(min([node.lineno, *(x.lineno for x in node.decorator_list)]), node.name): node for node in nodes}
 
 
-def _why_not(model: VisionLanguageModel, source: VisionLanguageModel) -> str:
-    """Why the kernels do not compute what the model's modules do; "" if they do."""
-    if any(module._forward_hooks or module._forward_pre_hooks for module in source.modules()):
-        return "a module has hooks, which the kernels do not call"
-    for part in ("vision_encoder", "decoder"):
-        first, *others = (_make(block) for block in getattr(model, part).blocks)
-        for i, other in enumerate(others, 1):
-            if other != first:
-                return f"{part}.blocks.{i} is not made as the first block"
-    trials = [(copy.deepcopy(_excerpt(source)).float(), FLOAT_TOLERANCE)]
-    if model is not source or model.dtype != torch.float32:
-        trials.append((_excerpt(model), BFLOAT_TOLERANCE if model is source else QUANTIZED_TOLERANCE))
-    for tried, tolerance in trials:
-        if (error := _largest_difference(tried)) > tolerance:
-            return f"they differ by {error:.2g} of the outputs' standard deviation, more than {tolerance:g}"
-    return ""
+def _dump(node: Any) -> str:
+    """A syntax tree as a text that is equal in all versions of Python: without docstrings and empty fields."""
+    if isinstance(node, list):
+        return f"[{', '.join(map(_dump, node))}]"
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    fields = dict(ast.iter_fields(node))
+    if isinstance(node, ast.FunctionDef) and ast.get_docstring(node) is not None:
+        fields["body"] = node.body[1:]
+    kept = [f"{name}={_dump(x)}" for name, x in fields.items() if x not in (None, [])]
+    return f"{type(node).__name__}({', '.join(kept)})"
 
 
-def _make(block: nn.Module) -> list[tuple]:
-    """Types, numbers, own functions and shapes of the modules in a block."""
-    return [
-        (
-            name,
-            type(module),
-            sorted((key, value) for key, value in vars(module).items() if type(value) in (int, float, str)),
-            [value for value in vars(module).values() if callable(value) and not isinstance(value, nn.Module)],
-            {key: None if p is None else p.shape for key, p in module._parameters.items()},
-        )
-        for name, module in block.named_modules()
-    ]
+CORE = Source(
+    *METHODS,
+    *(x for file in FILES for x in vars(file).values() if _is_core(x) and x.__module__ == file.__name__),
+)
 
 
-def _excerpt(model: VisionLanguageModel) -> VisionLanguageModel:
-    """The model's first and last blocks, few words and small images, with its own modules and weights."""
-    cfg = model.cfg
-    encoder = model.vision_encoder
-    decoder = model.decoder
-    side = min(2 * cfg.mp_pixel_shuffle_factor, cfg.vit_grid)
-    n_rows = min(MAX_ROWS, cfg.lm_vocab_size) if type(decoder.head) is nn.Linear else cfg.lm_vocab_size
-    small = replace(
-        cfg, max_img_size=None, vit_img_size=side * cfg.vit_patch_size, vit_n_blocks=min(2, cfg.vit_n_blocks),
-        mp_image_token_length=(side // cfg.mp_pixel_shuffle_factor) ** 2, lm_n_blocks=min(2, cfg.lm_n_blocks),
-        lm_vocab_size=n_rows, lm_max_position_embeddings=4 * N_TOKENS,
-    )  # fmt: skip
-    embedding = decoder.token_embedding
-    head = decoder.head
-    if n_rows < cfg.lm_vocab_size:
-        embedding, head = (_copy(x, weight=_part(x.weight[:n_rows])) for x in (embedding, head))
-    patches = _copy(encoder.patch_embedding)
-    if patches.position_ids is None:
-        patches.position_embedding = _part(patches.position_embedding[:, : side**2])
-    else:
-        patches.position_ids = patches.position_ids[: side**2]
-    encoder = _copy(encoder, patch_embedding=patches, blocks=_first_and_last(encoder.blocks))
-    blocks = _first_and_last(decoder.blocks)
-    decoder = _copy(decoder, cfg=small, token_embedding=embedding, head=head, blocks=blocks)
-    return _copy(model, cfg=small, image_token_id=-1, vision_encoder=encoder, decoder=decoder)
+class Proof:
+    """What the modules of models with one config must be, for the kernels to compute the same."""
+
+    def __init__(self, cfg: VLMConfig):
+        self._cfg = cfg
+        self._plan = empty_model(replace(cfg, lm_n_blocks=1, vit_n_blocks=1), -1)  # its blocks stand for all
+
+    def difference(self, model: VisionLanguageModel) -> str:
+        """What of a model the kernels were not written for; "" if nothing."""
+        if reason := CORE.difference():
+            return reason
+        if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
+            return "torch.nn.modules.module has hooks for all modules, which the kernels do not call"
+        for kind in (nn.Module, *LIBRARY):
+            for name in ("forward", "__call__", "_call_impl"):
+                if not getattr(kind, name).__module__.startswith("torch."):
+                    return f"{kind.__name__}.{name} of torch is patched"
+        if self._cfg.vit_grid == 1:
+            return "an image is one patch"
+        return next((reason for part in self._parts(model) if (reason := self._compare(model, *part))), "")
+
+    def _parts(self, model: VisionLanguageModel) -> Iterable[tuple[str, Any, Any]]:
+        """Name, module and plan of all modules, parents first."""
+        waiting: list[tuple[str, Any, Any]] = [("", model, self._plan)]
+        while waiting:
+            name, module, plan = waiting.pop()
+            yield name, module, plan
+            for key, child_plan in plan._modules.items() if type(module) is type(plan) else ():
+                children = [(key, module._modules.get(key))]
+                if isinstance(plan, nn.ModuleList):
+                    children = [*module._modules.items()]
+                waiting += [(f"{name}.{key}".lstrip("."), child, child_plan) for key, child in children]
+
+    def _compare(self, model: VisionLanguageModel, name: str, module: Any, plan: nn.Module) -> str:
+        """How a module differs from its plan; "" if it does not."""
+        name = name or "the model"
+        kind = type(module)
+        is_quantized = kind is QuantizedLinear and type(plan) is nn.Linear
+        if kind is not type(plan) and not is_quantized:
+            return f"{name} is a {kind.__name__}, not a {type(plan).__name__}"
+        if module._forward_hooks or module._forward_pre_hooks:
+            return f"{name} has a hook, which the kernels do not call"
+        own = vars(module)
+        planned = {key: value for key, value in vars(plan).items() if key not in STANDARD}
+        shadowing = plan._modules.keys() | plan._parameters.keys()
+        for key in own.keys() - STANDARD - planned.keys():
+            if key == "forward" or (not is_quantized and (key in shadowing or hasattr(kind, key))):
+                return f"{name} has {key} of its own"
+        if is_quantized:
+            module.check()
+            if (module.out_features, module.in_features) != tuple(plan.weight.shape):  # type: ignore[arg-type]
+                return f"{name} is of another size than the config's"
+            return "" if (module.bias is None) == (plan.bias is None) else f"{name} has another bias than the config's"
+        if isinstance(plan, nn.ModuleList):
+            cfg = self._cfg
+            n_blocks = cfg.vit_n_blocks if name.startswith("vision") else cfg.lm_n_blocks
+            return "" if len(module) == n_blocks else f"{name} are {len(module)}, not the config's {n_blocks}"
+        if "cfg" in planned:  # of the whole model and the decoder
+            planned = {} if own["cfg"] == self._cfg else {"cfg": None}
+        for key, value in planned.items():
+            if type(own.get(key)) is not type(value) or own[key] != value:
+                return f"{name}.{key} is not the config's"
+        if module.training and (getattr(module, "p", 0) or getattr(getattr(module, "dropout", None), "p", 0)):
+            return f"{name} is in training mode, with dropout"
+        for key, wanted in plan._parameters.items():
+            parameter = module._parameters.get(key)
+            if (parameter is None) != (wanted is None) or (wanted is not None and parameter.shape != wanted.shape):
+                return f"{name}.{key} is of another size than the config's"
+            if parameter is not None and not (
+                type(parameter) is nn.Parameter
+                and parameter.layout is torch.strided
+                and (parameter.dtype, parameter.device) == (model.dtype, model.device)
+            ):
+                return f"{name}.{key} is of {parameter.dtype} on {parameter.device}, unlike the embeddings"
+        return ""
 
 
-def _part(parameter: Tensor) -> nn.Parameter:
-    return nn.Parameter(parameter, requires_grad=False)
-
-
-def _first_and_last(blocks: Any) -> nn.ModuleList:
-    return nn.ModuleList([blocks[i] for i in sorted({0, len(blocks) - 1})])
-
-
-def _copy(module: Any, **changes: Any) -> Any:
-    """A module of the same class, parameters and children, but for some attributes."""
-    new = copy.copy(module)
-    new._parameters = dict(module._parameters)
-    new._modules = dict(module._modules)
-    for name, value in changes.items():
-        setattr(new, name, value)
-    return new
-
-
-@torch.no_grad()
-def _largest_difference(model: VisionLanguageModel) -> float:
-    """The largest difference between modules and kernels: of an image, a prompt, a padded one, and one more token."""
-    kernels = KernelNetwork(model)
-    cfg = model.cfg
-    on_cpu: Any = {"generator": torch.Generator("cpu").manual_seed(0), "device": "cpu"}
-    image = torch.rand(1, 3, cfg.vit_img_size, cfg.vit_img_size, dtype=torch.float32, **on_cpu)
-    ids = torch.randint(cfg.lm_vocab_size, (2, N_TOKENS), **on_cpu)
-    mask = torch.ones_like(ids)
-    mask[1, 0] = 0
-    pairs = [(model.encode_images(image), kernels.encode_images(image))]
-    for rows, attention_mask in ((ids[:1], None), (ids, mask)):
-        pairs += zip(*(_two_steps(network, rows, attention_mask) for network in (model, kernels)))
-    return max(_difference(ours, theirs) for ours, theirs in pairs)
-
-
-def _two_steps(network: Any, ids: Tensor, mask: Tensor | None) -> list[Tensor]:
-    """Logits after ids but for the last, and after the last, with the keys and values of the first ones."""
-    start = None if mask is None else mask[:, :-1]
-    logits, prefix = network.prefill_embeds(network.embed_tokens(ids[:, :-1]), start, None)
-    return [logits, network.prefill_embeds(network.embed_tokens(ids[:, -1:]), None, prefix)[0]]
-
-
-def _difference(expected: Tensor, actual: Tensor) -> float:
-    """The root mean square difference over the standard deviation of what is expected; infinite for other shapes."""
-    if expected.shape != actual.shape:
-        return float("inf")
-    expected = expected.float()
-    actual = actual.float()
-    error = (expected - actual).square().mean().sqrt() / expected.std().clamp_min(1e-12)
-    return float("inf") if error.isnan() else error.item()
+if __name__ == "__main__":
+    print("WRITTEN_FOR = {")
+    for file, digest in CORE.digests.items():
+        print(f'    "{file}": "{digest}",')
+    print("}")

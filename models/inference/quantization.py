@@ -16,6 +16,10 @@ ROW_MULTIPLE = 64  # stored rows are padded to it
 FIT_STEPS = 3  # reduce the squared error by 7%; more steps add less than 1%
 FIT_ROWS = 256  # of a weight at a time, which fit the cache
 DTYPES = {"data": torch.uint8, "scale": torch.float32, "groups": torch.int32}
+FORWARD_HOOKS = (
+    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)  # fmt: skip
 HUGE_PAGE = 2 * 2**20  # bytes
 CACHE_LINE = 64
 
@@ -123,8 +127,15 @@ def quantize_linears(module: nn.Module, format: str) -> None:
             continue
         if type(child) not in (nn.Linear, LoRALinear):
             raise InputError(f"{name} is a {type(child).__name__}, which quantization does not know; merge it first")
+        if "forward" in vars(child):
+            raise InputError(
+                f"{name} has a forward of its own, which quantization would drop; use the unquantized model"
+            )
         weight = child.merged() if isinstance(child, LoRALinear) else child.weight
-        setattr(module, name, QuantizedLinear(weight, child.bias, "int8" if name == "head" else format))
+        quantized = QuantizedLinear(weight, child.bias, "int8" if name == "head" else format)
+        for hooks in FORWARD_HOOKS:
+            getattr(quantized, hooks).update(getattr(child, hooks))
+        setattr(module, name, quantized)
 
 
 def move_to_huge_pages(tensors: Sequence[Tensor]) -> None:

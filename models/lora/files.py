@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from models.checkpoint import TIED, opened, read_object, why_unusable
+from models import files
+from models.checkpoint import TIED, open_tensors, read_object, why_unusable
 from models.errors import CheckpointError
 from models.formats.base import format_of
 from models.lora import LoRALinear, adapters, add_adapter, fully_trained
@@ -24,6 +25,7 @@ Pair = tuple[Tensor, Tensor]  # lora_A (rank, in) and lora_B (out, rank)
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER = "adapter"  # subfolder of a folder that transformers reads
+MAX_ALPHA = torch.finfo(torch.float32).max
 PREFIX = "base_model.model."  # of every tensor name
 
 # Keys of adapter_config.json that do not change what an adapter computes, or are read below. Of others, only the values
@@ -52,7 +54,11 @@ def adapter_folder(folder: Path) -> Path:
 def recorded_base(folder: Path) -> tuple[str | None, str | None]:
     """The name and the revision of the model that the adapters in folder were trained on, None if they do not say."""
     config = read_object(adapter_folder(folder) / ADAPTER_CONFIG)
-    return config.get("base_model_name_or_path"), config.get("revision")
+    base = config.get("base_model_name_or_path"), config.get("revision")
+    for name in base:
+        if not isinstance(name, str | None):
+            raise CheckpointError(f"{folder}: {ADAPTER_CONFIG} names the base model {name!r}, which is no text")
+    return base
 
 
 def write_adapters(folder: Path, model: VisionLanguageModel, base: str | None = None) -> None:
@@ -91,7 +97,7 @@ def write_adapter_files(
         "fan_in_fan_out": False, "inference_mode": True, "target_modules": sorted(targets), "task_type": None,
         "modules_to_save": sorted(name.rpartition(".")[0] for name in in_full) or None, **settings,
     }  # fmt: skip
-    (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    files.replace(folder / ADAPTER_CONFIG, json.dumps(config, indent=2) + "\n")
     state = {f"{PREFIX}{name}": tensor.detach().cpu().clone() for name, tensor in tensors.items()}
     save_file(state, folder / ADAPTER_WEIGHTS, {"format": "pt"})  # which refuses shared memory
 
@@ -144,17 +150,30 @@ def _read_config(path: Path) -> dict:
         values = KNOWN.get(key, OFF)
         if key not in FREE and value not in values:
             raise CheckpointError(f"{path}: {key}={value!r} is not supported, only {values[0]!r}")
-    rank = config.get("r")
-    alpha = config.get("lora_alpha")
-    if type(rank) is not int or rank < 1 or type(alpha) not in (int, float):
+    rank: Any = config.get("r")
+    alpha: Any = config.get("lora_alpha")
+    if type(rank) is not int or rank < 1 or type(alpha) not in (int, float) or not abs(alpha) <= MAX_ALPHA:
         raise CheckpointError(f"{path}: r={rank} and lora_alpha={alpha} are not a rank and a factor")
+    for key in ("target_modules", "exclude_modules"):
+        _check_targets(config.get(key), f"{path}: {key}")
     return config
+
+
+def _check_targets(targets: Any, name: str) -> None:
+    """CheckpointError unless targets are None, a regular expression, or a list of modules' names."""
+    if isinstance(targets, str):
+        try:
+            re.compile(targets)
+        except (re.error, OverflowError, RecursionError) as error:
+            raise CheckpointError(f"{name}={targets!r} is no regular expression: {error}") from None
+    elif targets is not None and not (isinstance(targets, list) and all(isinstance(t, str) for t in targets)):
+        raise CheckpointError(f"{name}={targets!r} is neither a text nor a list of texts")
 
 
 def _read_tensors(path: Path, dtype: torch.dtype) -> dict[str, Tensor]:
     """The tensors of an adapter_model.safetensors without PEFT's prefix; CheckpointError unless they can be weights."""
     state: dict[str, Tensor] = {}
-    with opened(path) as file:
+    with open_tensors(path) as file:
         for name in file.keys():  # noqa: SIM118 (no mapping)
             tensor = file.get_tensor(name)
             state[name.removeprefix(PREFIX).replace(".base_layer.", ".")] = tensor  # PEFT adds it for an adapted head

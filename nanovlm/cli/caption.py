@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from models import files
 from nanovlm.cli.options import add_flags as add_record_flags
-from nanovlm.cli.options import from_args, load_captioner, model_options, refuse_flags, report_missing
+from nanovlm.cli.options import are_own, from_args, load_captioner, model_options, refuse_flags, report_missing
 from nanovlm.console import TileProgress, count, is_terminal, print_error, print_remedy, print_text
 from nanovlm.embedded import EMBEDDED, EMBEDDED_LIMITS, PROMPT, SAMPLE
-from nanovlm.errors import ImageError, InputError, UsageError, is_out_of_memory
-from nanovlm.options import CaptionOptions, GenerationOptions, ModelOptions, check_positive
+from nanovlm.errors import FileError, ImageError, InputError, UsageError, is_out_of_memory
+from nanovlm.options import RESERVED, CaptionOptions, GenerationOptions, ModelOptions, check_positive
 from nanovlm.processing import MAX_FRAMES, VIDEO_EXTENSIONS
 
 if TYPE_CHECKING:
@@ -28,22 +29,21 @@ HELP = "Caption images, or answer a prompt about each; without arguments, the sa
 EXAMPLE = f"""\
 nanovlm caption photo.jpg --prompt "What is on the table?"
 nanovlm caption photos --out photos/metadata.jsonl --model {CHECKPOINT}
-nanovlm caption photos --choices cat,dog,neither --html review.html --model {CHECKPOINT}"""
+nanovlm caption photos --choices cat,dog,neither --out labels.jsonl --model {CHECKPOINT}"""
 
 FILES = {  # flag: placeholder, help
     "--from-file": ("FILE", "more names, one a line or separated by zero bytes; - is standard input"),
     "--out": ("FILE", "a .jsonl table; txt: a .txt beside each image (default for folders)"),
     "--extension": ("EXT", "of the files beside images, such as .caption (default: .txt)"),
     "--prefix": ("TEXT", "text before each caption; {folder} is the name of the image's folder"),
-    "--html": ("FILE", "a page to review the captions of a folder: thumbnails, texts, a filter"),
 }
-FILE_FLAGS = ("overwrite", "prefix", "extension", "html", "workers")
+FILE_FLAGS = ("overwrite", "prefix", "extension", "workers")
 GENERATION_FLAGS = ("temperature", "top_p", "seed", "max_new_tokens", "repetition_penalty", "start_with")
 MODEL_FLAGS = ("model", "adapter", "device", "dtype", "quantize", "max_tiles")
 ADDRESS = re.compile(r"|auto|local|ray://.+|[^/\s]+:\d+")  # of a Ray cluster
 REASONS = {
-    "length": "were cut at --max-new-tokens; raise it",
-    "repetition": "were ended as they repeated themselves; try --repetition-penalty 1.2",
+    "length": "cut at --max-new-tokens; raise it",
+    "repetition": "ended at a repetition; try --repetition-penalty 1.2",
 }
 N_NAMES = 5  # of images that a summary names
 STATS_DIGITS = {"prompt_tokens": None, "new_tokens": None, "first_token_s": 4, "total_s": 4, "tokens_per_s": 1}
@@ -57,14 +57,16 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     for flag, (metavar, text) in FILES.items():
         files.add_argument(flag, metavar=metavar, help=text)
     add = files.add_argument
-    add("--overwrite", action="store_const", const=True, help="caption images that have captions, too")
+    text = "caption images that have captions, too; all: also those that a person wrote or edited"
+    add("--overwrite", nargs="?", const=True, metavar="all", help=text)
     add("--json", action="store_true", help="print one JSON object per image and prompt")
     text = "caption on this Ray cluster (default: one that runs, else this machine) into parquet files in the folder "
     add("--ray", nargs="?", const="", metavar="ADDRESS", help=text + "or URI --out")
     add("--workers", type=int, metavar="N", help="with --ray: at most N models at once (default: by GPUs, or cores)")
     answers = parser.add_argument_group("how answers are made")
     add = answers.add_argument
-    text = f"repeat it for several (default: that of the model's training, else {PROMPT!r})"
+    text = "repeat it for several, which a table has columns for; {folder} is the name of the image's folder "
+    text += f"(default: that of the model's training, else {PROMPT!r})"
     add("--prompt", dest="prompts", action="append", metavar="TEXT", help=text)
     add("--choices", metavar="A,B,...", help="answer with the most probable of these, and say how probable it is")
     add("--json-schema", metavar="FILE", help="JSON schema that each answer follows (extra structured)")
@@ -75,6 +77,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print captions, or write them to files if args name several images at once or an output file."""
+    if args.overwrite not in (None, True, "all"):  # --overwrite photos
+        args.images.insert(0, args.overwrite)
+        args.overwrite = True
     model = model_options(args)
     options = caption_options(args, model)
     several = not options.as_video and any(map(names_several, args.images))
@@ -102,8 +107,9 @@ def caption_options(args: argparse.Namespace, model: ModelOptions) -> CaptionOpt
     choices: tuple[str, ...] = ()
     if not all(map(str.strip, prompts)):
         raise UsageError("--prompt is empty; omit it to have the image described")
-    if len(prompts) != len(set(prompts)) or {"file_name", "text"} & set(prompts):
-        raise UsageError("--prompt is given twice, or is file_name or text; each names a column of its own")
+    if len(prompts) != len(set(prompts)) or RESERVED & set(prompts):
+        names = ", ".join(sorted(RESERVED))
+        raise UsageError(f"--prompt is given twice, or is one of {names}; each names a column of its own")
     if args.choices is not None:
         choices = tuple(map(str.strip, args.choices.split(",")))
         if len(set(choices)) < max(2, len(choices)) or not all(choices):
@@ -129,7 +135,8 @@ def caption_options(args: argparse.Namespace, model: ModelOptions) -> CaptionOpt
 
 def caption_names(args: argparse.Namespace, names: list[str], model: ModelOptions, options: CaptionOptions) -> "Report":
     """Caption what is named into files, or on a Ray cluster into parquet files."""
-    from nanovlm.bulk import Sidecars, Stream, Table, caption_files
+    from nanovlm.bulk import caption_files
+    from nanovlm.outputs import Output, Sidecars, Table
 
     def check_model_named() -> None:
         if args.model is None and args.adapter is None:
@@ -144,7 +151,7 @@ def caption_names(args: argparse.Namespace, names: list[str], model: ModelOption
     if "-" in names or not names:
         raise UsageError("captions in files need names of images; name files or folders, or list them by --from-file")
     if args.ray is not None:
-        refuse_flags(args, ("extension", "overwrite", "html"), "one machine: omit it, or --ray")
+        refuse_flags(args, ("extension", "overwrite"), "one machine: omit it, or --ray")
         check_positive({"--workers": args.workers})
         if args.out is None or re.search(r"\.(jsonl|parquet)$|^txt$", args.out):
             out = args.out or "is missing: it"
@@ -156,26 +163,24 @@ def caption_names(args: argparse.Namespace, names: list[str], model: ModelOption
 
         return caption_on_ray(names, args.out, model, options, address=args.ray or None, workers=args.workers)
     refuse_flags(args, ["workers"], "captions on a cluster: add --ray")
-    output: Stream
+    output: Output
     if args.json:
-        refuse_flags(args, ("out", "extension", "overwrite", "html"), "captions in files: omit it, or --json")
-        output = Stream()
+        refuse_flags(args, ("out", "extension", "overwrite"), "captions in files: omit it, or --json")
+        output = Output()
     elif args.out in (None, "txt"):
-        output = Sidecars(checked_extension(args.extension or ".txt"), bool(args.overwrite))
+        output = Sidecars(checked_extension(args.extension or ".txt"), args.overwrite or False)
     else:
         refuse_flags(args, ["extension"], f"files beside images, not for {args.out}: omit it, or --out")
         if not args.out.endswith(".jsonl"):
             raise UsageError(f"--out {args.out} must be a .jsonl file, or txt")
-        output = Table(args.out, bool(args.overwrite))
-    label = "embedded" if model.model == EMBEDDED else str(model.model)
-    label += f" + {model.adapter}" if model.adapter else ""
-    report = caption_files(load, names, output, options, model=label)
-    if args.html:
-        from nanovlm.review_page import write_page
+        output = Table(args.out, args.overwrite or False)
+    return caption_files(load, names, output, options, model=model_label(model))
 
-        write_page(args.html, report.images, [output.row(image) for image in report.images], report.failed)
-        print_error(f"{args.html}: a page of {count(len(report.images), 'image')}; open it in a browser")
-    return report
+
+def model_label(model: ModelOptions) -> str:
+    """The name that is kept with each caption."""
+    label = "embedded" if model.model == EMBEDDED else str(model.model)
+    return label + (f" + {model.adapter}" if model.adapter else "")
 
 
 def checked_extension(extension: str) -> str:
@@ -192,9 +197,9 @@ def read_names(file: str | None) -> list[str]:
     if file is None:
         return []
     try:
-        data = standard_input().read() if file == "-" else Path(file).read_bytes()
-    except OSError as error:
-        raise UsageError(f"--from-file {file}: {error.strerror}") from None
+        data = standard_input().read() if file == "-" else files.read_pipe(file)
+    except FileError as error:
+        raise UsageError(f"--from-file {error}") from None
     if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):  # as PowerShell writes
         data = data.decode("utf-16", "replace").encode()
     data = data.removeprefix(codecs.BOM_UTF8)
@@ -207,7 +212,7 @@ def print_summary(report: "Report") -> None:
     from nanovlm.processing.image_loading import HEIF_EXTENSIONS, INSTALL_HEIC
 
     parts = []
-    if report.captioned or not report.skipped:
+    if report.captioned or not (report.skipped or report.kept):
         rate = f" ({60 * report.captioned / report.seconds:,.0f} a minute)" if report.seconds > 1 else ""
         parts.append(f"{report.captioned:,} captioned in {report.seconds:.0f} s{rate}")
     if report.skipped:
@@ -216,11 +221,17 @@ def print_summary(report: "Report") -> None:
     for extension, n in report.left_out.items():
         hint = f" (to read them: {INSTALL_HEIC})" if extension in HEIF_EXTENSIONS else ""
         parts.append(f"{n:,} {extension} left out{hint}")
-    print_error("; ".join(parts))
+    if parts:
+        print_error("; ".join(parts))
+    if report.kept:
+        verb = "is" if len(report.kept) == 1 else "are"
+        texts = f"{count(len(report.kept), 'text')} that a person wrote or edited {verb} kept"
+        print_error(f"{texts} ({some(report.kept)}); --overwrite all replaces what a person wrote, too")
     for origin, n in report.others.items():
-        print_error(f"{count(n, 'existing caption')} of another run, with {origin}; --overwrite captions them again")
+        print_error(f"{count(n, 'existing caption')} of another run, with {origin}; --overwrite replaces what is old")
     for reason, images in report.cut.items():
-        print_error(f"{count(len(images), 'caption')} {REASONS.get(reason, reason)}: {some(images)}")
+        verb = "was" if len(images) == 1 else "were"
+        print_error(f"{count(len(images), 'caption')} {verb} {REASONS.get(reason, reason)}: {some(images)}")
 
 
 def some(names: Sequence[str]) -> str:
@@ -231,7 +242,7 @@ def some(names: Sequence[str]) -> str:
 
 def print_captions(args: argparse.Namespace, model: ModelOptions, options: CaptionOptions) -> int:
     """Print the captions of some images; 1 if one of them failed, after the others are done."""
-    captioner = load_captioner(model, own_images=bool(args.images))
+    captioner = load_captioner(model, own_images=are_own(args.images))
     captioner.inference.on_tile = TileProgress()
     ways = ["--max-tiles 4"] if model.max_tiles is None and captioner.processor.max_tiles_per_image > 5 else []
     ways += ["--quantize int8"] if model.quantize is None else []
@@ -270,7 +281,7 @@ def print_caption(
 
         image = Video.read(source, options.max_frames)
     stats = Stats()
-    prompts = options.prompts
+    prompts = [options.filled(prompt, name) for prompt in options.prompts]
     columns: dict[str, Any] = {}
     lines: list[str] = []
     label = f"{printable(name)}: " if len(args.images) > 1 and isinstance(source, str) else ""

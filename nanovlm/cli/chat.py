@@ -11,8 +11,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from models import files
 from nanovlm.cli.options import add_flags as add_record_flags
-from nanovlm.cli.options import from_args, load_captioner, model_options, report_missing
+from nanovlm.cli.options import are_own, from_args, load_captioner, model_options, report_missing
 from nanovlm.console import TileProgress, bold, is_terminal, print_error, print_text
 from nanovlm.errors import ImageError, NanoVLMError, UsageError, is_out_of_memory
 from nanovlm.options import CHAT_MAX_NEW_TOKENS, GenerationOptions, ModelOptions
@@ -40,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     if report_missing(args.images):
         return 1
     generation = from_args(GenerationOptions, args, max_new_tokens=CHAT_MAX_NEW_TOKENS)
-    captioner = load_captioner(model, own_images=bool(args.images))
+    captioner = load_captioner(model, own_images=are_own(args.images))
     # raises for a model that has no template for a chat of several turns
     captioner.tokenizer.encode_chat([{"role": role, "content": "?"} for role in ("user", "assistant", "user")])
     try:
@@ -150,7 +151,9 @@ class Chat:
             text = "".join(f"{image}\n" for image in self.paths)
             text += "".join(f"\n> {question}\n{answer}\n" for question, answer in history)
             kind = "plain text"
-        path.write_bytes(text.encode("utf-8", "surrogateescape"))  # a path may hold bytes that are not UTF-8
+        if not path.parent.is_dir():
+            raise UsageError(f"/save {name}: No such file or directory; name a folder that is there")
+        files.replace(path, text.encode("utf-8", "surrogateescape"))  # a path may hold bytes that are not UTF-8
         self.saved.add(os.path.abspath(path))
         print_error(f"{name}: {len(history)} questions and answers as {kind}")
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
+from models import files
 from nanovlm.cli.options import add_flags as add_record_flags
 from nanovlm.cli.options import check_data_names, flag_of, from_args, load_captioner, model_options
 from nanovlm.console import count, print_error
@@ -88,7 +89,7 @@ def trained_on(folder: Path, data: Sequence[str]) -> list[str]:
         return os.path.realpath(path) if os.path.exists(path) else path
 
     try:
-        trained = set(map(source, json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))["data"]))
+        trained = set(map(source, json.loads(files.read_text(folder / RUN_FILE))["data"]))
     except (OSError, ValueError, KeyError, TypeError):
         return []
     return [text for text in data if source(text) in trained]

@@ -5,6 +5,7 @@ import json
 import logging
 from pathlib import Path
 
+from models import files
 from nanovlm.cli.options import flag_of
 from nanovlm.errors import UsageError
 from nanovlm.options import check_output_folder, is_model_name
@@ -58,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
         export(args)
     finally:
         if files_of_a_model(out):  # even if a later part has failed
-            (out / MARKER).write_text(json.dumps({"model": str(args.model)}) + "\n", encoding="utf-8")
+            files.replace(out / MARKER, json.dumps({"model": str(args.model)}) + "\n")
     return 0
 
 

@@ -12,6 +12,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
+from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
@@ -20,7 +21,7 @@ from nanovlm import __version__
 from nanovlm.console import configure_logging, print_error, warnings_as_notes
 from nanovlm.errors import InputError, NanoVLMError, UsageError, is_out_of_memory
 
-VERBS = ("caption", "chat", "serve", "train", "evaluate", "export")  # modules of this package
+VERBS = ("caption", "review", "chat", "serve", "train", "evaluate", "export")  # modules of this package
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
 EXIT_BUG = 70
@@ -30,7 +31,21 @@ IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".ti
 
 
 class Parser(argparse.ArgumentParser):
-    """An argparse parser that reports errors in one line."""
+    """An argparse parser that reports errors in one line, and takes images before and after flags."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        parsed, rest = super().parse_known_args(args, namespace)
+        names, ended, more = rest, [], []
+        if "--" in rest:
+            names, ended, more = rest[: rest.index("--")], ["--"], rest[rest.index("--") + 1 :]
+        for flag in (name for name in names if name[:1] == "-" and len(name) > 1):
+            similar = get_close_matches(flag.partition("=")[0], self._option_string_actions, 1)
+            hint = f"; did you mean {similar[0]}?" if similar else ""
+            self.error(f"unrecognized arguments: {flag}{hint}")
+        if isinstance(getattr(parsed, "images", None), list):
+            parsed.images += names + more
+            return parsed, []
+        return parsed, names + ended + more
 
     def error(self, message: str) -> NoReturn:
         print_error(f"{self.prog}: {message} (see {self.prog} --help)")

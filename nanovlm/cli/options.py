@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from nanovlm.console import print_error
-from nanovlm.embedded import EMBEDDED, EMBEDDED_LIMITS
+from nanovlm.embedded import EMBEDDED, EMBEDDED_LIMITS, SAMPLE
 from nanovlm.errors import UsageError
 from nanovlm.options import ModelOptions
 
@@ -102,6 +102,11 @@ def load_captioner(
     if options.model == EMBEDDED and options.adapter is None and own_images:
         print_error(EMBEDDED_NOTE)
     return captioner
+
+
+def are_own(images: Sequence[str]) -> bool:
+    """Check whether a person named images other than the package's own sample."""
+    return any(not (os.path.exists(name) and os.path.samefile(name, SAMPLE)) for name in images)
 
 
 def report_missing(names: Sequence[str]) -> bool:

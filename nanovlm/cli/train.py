@@ -6,10 +6,11 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+from models import files
 from nanovlm.cli.options import add_flags as add_record_flags
 from nanovlm.cli.options import check_data_names, flag_of, from_args, given, settings_of
 from nanovlm.embedded import default_prompt
-from nanovlm.errors import UsageError
+from nanovlm.errors import FileError, UsageError
 from nanovlm.options import ModelOptions, ReadOptions
 from nanovlm.training.config import (
     ADAPTERS, AUTOMATIC, FINETUNING, JOINED, JOINED_ADAPTERS, SCENES, FinetuneOptions, TrainConfig,
@@ -67,8 +68,10 @@ def run(args: argparse.Namespace) -> int:
 def apply_run_file(args: argparse.Namespace) -> None:
     """Set what the file args.config says and the command line does not."""
     try:
-        content = json.loads(Path(args.config).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        content = json.loads(files.read_text(args.config))
+    except FileError as error:
+        raise UsageError(f"--config {error}") from None
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"--config {args.config} cannot be read: {error}") from None
     if not isinstance(content, dict):
         raise UsageError(f'--config {args.config} must hold an object as {{"max_steps": 500}}')

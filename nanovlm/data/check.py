@@ -6,11 +6,11 @@ from itertools import islice
 
 from nanovlm.console import count, print_text, progress_bar
 from nanovlm.data.examples import IGNORE_INDEX, ExampleError, encode
-from nanovlm.data.mixture import Subset, source_lines
+from nanovlm.data.mixture import MAX_LABELS, Subset, source_lines
+from nanovlm.data.source import learned_answers
 from nanovlm.processing.processor import Processor
 
 MAX_FROM_ENDLESS = 1000  # examples to read of a source that has no end
-MAX_LABELS = 40  # different answers that are counted each
 N_SHOWN = 3
 
 
@@ -38,7 +38,7 @@ def check_data(train: Sequence[Subset], held_out: Sequence[Subset], processor: P
                     continue
                 lengths.append(len(row.ids))
                 n_tokens += sum(target != IGNORE_INDEX for target in row.targets)
-                labels.update(answer for k, (_, answer) in enumerate(example.qa_pairs) if example.is_learned(k))
+                labels.update(learned_answers(example))
                 if len(shown) < N_SHOWN and subset in train:
                     shown.append(f"\n--- {example.name}: {count(len(row.images), 'image')}, {len(row.ids)} tokens")
                     for k, (question, answer) in enumerate(example.qa_pairs):

@@ -11,12 +11,11 @@ from torch import Tensor
 
 from models.language_model import PACK_STRIDE
 from models.vision_language_model import IGNORE_INDEX
-from nanovlm.errors import DataError, ImageError
+from nanovlm.errors import DataError, ImageError, PromptTooLongError
 from nanovlm.processing.image_loading import load_image
 from nanovlm.processing.processor import Processor
 
 PAD_MULTIPLE = 8  # batch lengths are multiples of this, so that a compiled step meets few different shapes
-MISSING = ("nan", "<na>")  # as pandas writes a missing value into text
 
 ImageSource = Image.Image | str | os.PathLike[str] | bytes
 Augment = Callable[[Image.Image], Image.Image]
@@ -51,9 +50,8 @@ def check_answers(example: Example) -> None:
     if not any(map(example.is_learned, range(len(example.qa_pairs)))):
         raise ExampleError(f"{example.name} has no answer to learn; write one, or remove it")
     for k, (prompt, answer) in enumerate(example.qa_pairs):
-        if example.is_learned(k) and (not answer.strip() or answer.lower() in MISSING):
-            problem = f"the answer {answer!r}" if answer.strip() else "an empty answer"
-            raise ExampleError(f"{example.name} has {problem} to {prompt!r}; write it, or remove the example")
+        if example.is_learned(k) and not answer.strip():
+            raise ExampleError(f"{example.name} has an empty answer to {prompt!r}; write it, or remove the example")
 
 
 @dataclass
@@ -92,7 +90,10 @@ def encode(example: Example, processor: Processor, augment: Augment | None = Non
     for k, (prompt, answer) in enumerate(example.qa_pairs):
         if not (example.multi_turn or example.is_learned(k)):
             continue
-        ids = processor.encode_prompt(grids, prompt, list(example.qa_pairs[:k]) if example.multi_turn else [])
+        try:
+            ids = processor.encode_prompt(grids, prompt, list(example.qa_pairs[:k]) if example.multi_turn else [])
+        except PromptTooLongError as error:
+            raise ExampleError(f"{example.name}: {error}") from None
         start = len(ids) - ids[::-1].index(image_token) if image_token in ids else 0  # behind the shared prefix
         if not row.ids:
             row.add(ids[:start], [IGNORE_INDEX] * start, [1] * start)

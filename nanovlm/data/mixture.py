@@ -4,19 +4,22 @@ import logging
 import math
 import os
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
+from itertools import islice
 from random import Random
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from nanovlm.console import count
 from nanovlm.data.examples import EncodedExample, Example, ExampleError, collate, encode, pack
+from nanovlm.data.records import ASKED_PROMPT, OPTIONS
 from nanovlm.data.rows import open_source
-from nanovlm.data.source import Keys, Source, Stream
+from nanovlm.data.source import COMPARED, Keys, Source, StreamedSource, limit_of, rank_of
 from nanovlm.errors import DataError, UsageError
 from nanovlm.options import ReadOptions
 from nanovlm.processing.image_loading import augment
@@ -24,6 +27,7 @@ from nanovlm.processing.processor import Processor
 
 MIN_TO_HOLD_OUT = 100  # of fewer examples none are held out by default
 MAX_HELD_OUT = 200  # by default, of a tenth of all examples, and of a stream
+MAX_LABELS = 40  # different answers that count as classes
 MAX_CONSECUTIVE_ERRORS = 100  # more bad examples in a row than this are not skipped but raise
 
 logger = logging.getLogger(__name__)
@@ -31,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Subset:
-    """Some examples of a source by index, or all of a stream; weight is the share that the user gave the source."""
+    """Some examples of a source by index, or all that a stream does not hold out; weight is its share, if given."""
 
     source: Source
     indices: Sequence[int] = ()
@@ -42,12 +46,12 @@ class Subset:
 
     def usable(self, errors: list[str] | None = None) -> Iterator[Example]:
         """Yield the examples; a row of a stream that is none is an ExampleError, or adds its message to errors."""
-        if not isinstance(self.source, Stream):
+        if not isinstance(self.source, StreamedSource):
             yield from map(self.source.__getitem__, self.indices)
             return
-        for found in self.source.examples_of(self.source.all_rows(), {}):
+        for found in self.source.one_side(held_out=False):
             if not isinstance(found, ExampleError):
-                yield found[0]
+                yield found
             elif errors is None:
                 raise found
             else:
@@ -68,17 +72,31 @@ def open_data(
     source's errors and do not raise.
     """
     read = replace(read, on_error="skip") if check else read
-    sources = [(open_source(path, read), weight) for path, weight in map(parse_data, data)]
-    _check_options(read, [source for source, _ in sources])
     own_path, number = parse_validation(validation)
-    train, held_out = split(sources, 0 if own_path else number)
-    if own_path:
-        own = open_source(own_path, replace(read, stream=False))
-        held_out = [Subset(own, range(len(own)))]
-        trained = {key for source, _ in sources for keys in source.keys for key in keys}
-        if both := trained & {key for keys in own.keys for key in keys}:
-            own.lines.append(f"{len(both)} of its images are also trained on")
+    shared = replace(read, is_shared=len(data) + bool(own_path) > 1)
+    sources = [(open_source(path, shared), weight) for path, weight in map(parse_data, data)]
+    own = [open_source(own_path, replace(shared, stream=False))] if own_path else []
+    _check_options(read, [*(source for source, _ in sources), *own])
+    train, held_out = split(sources, 0 if own_path else number, read.skip_errors)
+    for source in own:
+        held_out = [Subset(source, range(len(source)))]
+        compare(source, [source for source, _ in sources])
     return train, held_out
+
+
+def compare(own: Source, sources: Sequence[Source]) -> None:
+    """Say in own's lines how many of its images are also in the sources, of a stream in its first COMPARED rows."""
+    trained = set()
+    streams = [source for source in sources if isinstance(source, StreamedSource)]
+    for source in sources:
+        trained |= {key for keys in source.keys for key in keys}
+    for stream in streams:
+        found = list(islice(stream.examples_of(stream.all_rows(), {}), COMPARED))
+        trained |= {key for one in found if not isinstance(one, ExampleError) for key in one[1]}
+        if len(found) == COMPARED:
+            own.lines.append(f"compared with the first {COMPARED:,} rows of {stream.path}, not with later ones")
+    if both := trained & {key for keys in own.keys for key in keys}:
+        own.lines.append(f"{len(both)} of its images are also trained on")
 
 
 def source_lines(train: Sequence[Subset], held_out: Sequence[Subset]) -> list[str]:
@@ -115,18 +133,25 @@ def _check_options(read: ReadOptions, sources: Sequence[Source]) -> None:
     """UsageError for an option that has no effect on any of the sources."""
     unused = {
         "--images": read.images and all(source.folder != read.images for source in sources),
-        "--stream": read.stream and not any(isinstance(source, Stream) for source in sources),
-        "--prompt": read.prompt is not None and "question --prompt" not in str([source.lines for source in sources]),
+        "--stream": read.stream and not any(isinstance(source, StreamedSource) for source in sources),
+        "--prompt": read.prompt is not None and ASKED_PROMPT not in str([source.lines for source in sources]),
     }
+    paths = ", ".join(source.path for source in sources)
     if flags := [flag for flag, is_unused in unused.items() if is_unused]:
-        raise UsageError(f"{flags[0]} has no effect on {', '.join(source.path for source in sources)}; omit it")
+        raise UsageError(f"{flags[0]} has no effect on {paths}; omit it")
+    columns = sorted({column for source in sources for column in source.columns})
+    for name in OPTIONS.values():
+        if getattr(read, name) not in (None, *columns):
+            flag = f"--{name.replace('_', '-')}"
+            listed = ", ".join(columns) or "none"
+            raise UsageError(f"{flag}: {paths}: no column {getattr(read, name)!r}, only {listed}; name one of these")
 
 
 # -------------------------------------------------------------------------------------------------- holding out
 
 
 def split(
-    sources: Sequence[tuple[Source, float | None]], validation: float | None
+    sources: Sequence[tuple[Source, float | None]], validation: float | None, skip_errors: bool = False
 ) -> tuple[list[Subset], list[Subset]]:
     """Split (source, weight) pairs into training and held-out subsets; validation is a number, or below 1 a share.
 
@@ -135,25 +160,25 @@ def split(
     The hashes of the images' bytes decide, so that an image is on one side, and stays there when others come or go.
     Endless sources are not held out, and of a stream the first examples only are asked.
     """
-    examples = [keys for source, _ in sources if not source.endless for keys in source.keys]
-    is_streamed = any(isinstance(source, Stream) for source, _ in sources)
-    n = len(examples)
+    finite = [source for source, _ in sources if not source.endless]
+    is_streamed = any(isinstance(source, StreamedSource) for source, _ in sources)
+    n = sum(len(source.keys) for source in finite)
+    is_default = validation is None
     if validation is None:
-        wanted = 0 if n < MIN_TO_HOLD_OUT or is_streamed else min(n // 10, MAX_HELD_OUT)
+        validation = 0 if n < MIN_TO_HOLD_OUT or is_streamed else min(n // 10, MAX_HELD_OUT)
     elif validation >= 1 and is_streamed:
         raise DataError(f"--validation {validation:g} counts examples, but a stream has no size; name a fraction")
     elif validation >= max(n, 1):
         raise DataError(f"--validation {validation:g} of {n} examples leaves none to learn from; lower it")
-    else:
-        wanted = int(validation) if validation >= 1 else math.ceil(validation * n)
-    chosen = _choose(examples, wanted)
+    chosen = _choose(finite, validation, is_default)
     train: list[Subset] = []
     held_out: list[Subset] = []
     for source, weight in sources:
-        if isinstance(source, Stream):
-            asked = Source(source.path, source.hold_out(validation, MAX_HELD_OUT) if validation else [], replace)
+        if isinstance(source, StreamedSource):
             train.append(Subset(source, (), weight))
-            held_out.append(Subset(asked, range(len(asked))))
+            if validation:
+                asked = _asked(source, validation, skip_errors)
+                held_out.append(Subset(asked, range(len(asked))))
             continue
         held = [i for i, keys in enumerate(source.keys) if keys[0] in chosen]
         kept = sorted(set(range(len(source))).difference(held)) if held else range(len(source))
@@ -162,13 +187,70 @@ def split(
         train.append(Subset(source, kept, weight))
         held_out.append(Subset(source, held))
     held_out = [subset for subset in held_out if len(subset)]
-    if validation and not held_out:
+    if validation and not is_default and not held_out:
         raise DataError(f"--validation {validation:g} holds nothing out of so few examples or images; raise it")
     return train, held_out
 
 
-def _choose(examples: Sequence[Keys], wanted: int) -> set[str]:
-    """Keys to hold out: groups of examples that share images, by the lowest hashes, until enough are held."""
+def _asked(stream: StreamedSource, share: float, skip_errors: bool) -> Source:
+    """Hold a share of a stream out; returns the first examples that are. ExampleError for an unusable row before."""
+    stream.limit = limit_of(share)
+    stream.lines.append(
+        f"{share:.3g} of its rows are held out; rows that share only some of their images may be on both sides"
+    )
+    asked = Source(stream.path, [], replace)
+    for found in stream.one_side(held_out=True):
+        if not isinstance(found, ExampleError):
+            asked.rows.append(found)
+        elif skip_errors:
+            asked.errors.append(str(found))
+        else:
+            raise found
+        if len(asked) == MAX_HELD_OUT:
+            break
+    return asked
+
+
+def _choose(sources: Sequence[Source], validation: float, is_default: bool) -> set[str]:
+    """Keys of the images to hold out: a share of all, or the number of examples with the lowest ranks.
+
+    Examples that share images form a group. Where answers are few labels, each has a group on either side, if it has
+    two; a number below that of the labels does without.
+    """
+    examples = [keys for source in sources for keys in source.keys]
+    group_of = _groups(examples)
+    members: dict[str, list[str]] = defaultdict(list)
+    for key, group in group_of.items():
+        members[group].append(key)
+    sizes = Counter(group_of[keys[0]] for keys in examples)
+    ranks = {group: rank_of(keys) for group, keys in members.items() if 2 * sizes[group] <= len(examples)}
+    order = sorted(ranks, key=ranks.__getitem__)
+    labels: dict[str, set[str]] = defaultdict(set)
+    for source in sources:
+        for keys, answers in zip(source.keys, source.answers):
+            for answer in answers:
+                labels[answer].add(group_of[keys[0]])
+    if len(labels) > MAX_LABELS or 2 * len(labels) > len(examples):
+        labels.clear()
+    learned = {max(groups, key=lambda group: ranks.get(group, "")) for groups in labels.values()}
+    order = [group for group in order if group not in learned]
+    asked = {min(found, key=ranks.__getitem__) for groups in labels.values() if (found := groups.intersection(order))}
+    if not validation or (1 <= validation < len(asked) and not is_default):
+        asked.clear()
+    chosen = asked.copy()
+    n_chosen = sum(sizes[group] for group in asked)
+    for group in order:
+        is_below = ranks[group] < limit_of(validation) if validation < 1 else n_chosen < validation
+        if group not in chosen and (is_below or (validation and not chosen)):
+            chosen.add(group)
+            n_chosen += sizes[group]
+    if validation and (left := [label for label, groups in labels.items() if not groups & chosen]):
+        sources[0].lines.append(f"nothing is held out of {count(len(left), 'answer')}, the first {left[0]!r}")
+    return {key for group in chosen for key in members[group]}
+
+
+def _groups(examples: Sequence[Keys]) -> dict[str, str]:
+    """The group of each key, named by one of them: keys of one example are in one group."""
     parent: dict[str, str] = {}
 
     def find(key: str) -> str:
@@ -177,17 +259,10 @@ def _choose(examples: Sequence[Keys], wanted: int) -> set[str]:
         return key
 
     for keys in examples:
-        for key in keys[1:]:
+        for key in keys:
             low, high = sorted((find(keys[0]), find(key)))
             parent[high] = low
-    sizes = Counter(find(keys[0]) for keys in examples)
-    chosen = set()
-    total = 0
-    for group in sorted(sizes):
-        if total < wanted and 2 * sizes[group] <= len(examples):
-            chosen.add(group)
-            total += sizes[group]
-    return {key for key in parent if find(key) in chosen}
+    return {key: find(key) for key in parent}
 
 
 # ------------------------------------------------------------------------------------------- order and batches
@@ -196,8 +271,8 @@ def _choose(examples: Sequence[Keys], wanted: int) -> set[str]:
 class Mixture:
     """An endless sequence of examples in which each subset has its share.
 
-    Subsets without a weight form one group, shuffled together, which gets what the weights leave of 1; if all have a
-    weight, only the proportions count. Every group shows all its examples before it repeats one.
+    Subsets without a weight are shuffled together as one group, whose share is 1 minus the sum of the weights. If all
+    have a weight, only the proportions count. Every group shows all its examples before it repeats one.
     """
 
     def __init__(self, subsets: Sequence[Subset], seed: int):
@@ -253,12 +328,12 @@ def _permutation(n: int, seed: str) -> Tensor:
 
 
 @dataclass
-class Batches:
+class ExampleBatches:
     """A function step -> batch, see `collate`, which can be pickled.
 
-    It is pure, except for streams, which are read on: batch n is of part n % n_parts, so a process that makes every
-    n_parts-th batch reads one part. Such a batch has its stream's states under "streams"; `states` holds those to go
-    on from.
+    The function is pure, unless a source is a stream. A stream is read on, in n_parts parts: batch n shows examples of
+    part n % n_parts, so a process that makes every n_parts-th batch reads one part. The batch then holds the states of
+    the streams under "streams", and `states` is where reading starts.
     """
 
     mixture: Mixture
@@ -309,7 +384,7 @@ class Batches:
     def _example(self, group: int, turn: int, part: int) -> tuple[Example, bool]:
         """A part's turn-th example of a group, and whether the group has shown it before."""
         stream = self.mixture.groups[group][0].source
-        if isinstance(stream, Stream):
+        if isinstance(stream, StreamedSource):
             key = f"{group}:{part}"
             if key not in self._readers:
                 seed = f"{self.mixture.seed} {group}"

@@ -3,17 +3,24 @@
 import base64
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from nanovlm.data.examples import Example, ExampleError, check_answers
+from nanovlm.data.values import MISSING, MISSING_IN_CSV, clean_text, has_names, is_empty, plain_value
+from nanovlm.errors import first_line
 from nanovlm.options import ReadOptions
 from nanovlm.processing.image_loading import readable_extensions
 
-Row = Mapping[str, Any]  # by column, with the reader's own "__folder__", where image paths start, and "__name__"
+# By column, with the reader's own: "__folder__", where image paths start, "__name__", "__classes__", columns of names
+# that are never missing, and for a .csv "__csv__"
+Row = Mapping[str, Any]
+TableRow = tuple[Any, str]  # an Arrow table of one row, and the row's name
 
-FOLDER_NAME = "name of the folder"  # column of images in one folder per label
+FOLDER_NAME = "name of the folder"  # columns of images in folders
+IMAGE_FILE = "image file"
 # Usual names of columns, in lower case and with _ for spaces
 IMAGE = r"(image|img|picture|photo)s?(_(path|file|name|url|bytes)s?)?"
 FILE = r"file(_?name|_?path)?|path"  # of the image, unless another column has it
@@ -39,6 +46,7 @@ OTHER_MARKS = re.compile(
 )
 MOVED = "not read: position of an image within the text or in a later turn: all images come first"
 NO_IMAGE = "without an image"  # notes of examples
+ASKED_PROMPT = "question from --prompt"  # part of one
 
 
 def to_example(row: Row, options: ReadOptions) -> Example:
@@ -53,11 +61,22 @@ def to_example(row: Row, options: ReadOptions) -> Example:
     return example
 
 
-def plain_row(row: dict[str, Any], features: Any, folder: str, name: str) -> Row:
-    """A row of `datasets` with the names of its classes; of a tar's sample, its .txt and the record in its .json."""
-    for column, feature in (features or {}).items():
-        if hasattr(feature, "int2str") and row.get(column) is not None and row[column] >= 0:
-            row[column] = feature.int2str(row[column])
+def example_of_table(row: TableRow, folder: str, features: Any, options: ReadOptions) -> Example:
+    """The example that a row of `datasets` holds, streamed or not; see `row_of_table` and `to_example`."""
+    return to_example(row_of_table(row, folder, features), options)
+
+
+def row_of_table(row_of: TableRow, folder: str, features: Any) -> Row:
+    """The row of an Arrow table; of a tar's sample, its .txt and the record in its .json.
+
+    features are those of `datasets`, or None. ExampleError for a value that Python cannot hold.
+    """
+    table, name = row_of
+    try:
+        (values,) = table.to_pylist()
+        row = {at.name: plain_value(values[at.name], at.type, (features or {}).get(at.name)) for at in table.schema}
+    except (ArithmeticError, ImportError, LookupError, NotImplementedError, OSError, ValueError) as error:
+        raise ExampleError(f"{name} cannot be read: {first_line(error)}") from None
     if "__key__" in row:
         name = f"{name} {row['__key__']}"
         record = row.pop("json", None)
@@ -68,22 +87,34 @@ def plain_row(row: dict[str, Any], features: Any, folder: str, name: str) -> Row
         pages.sort(key=lambda kind: [int(number) for number in re.findall(r"\d+", kind)])
         if images := [image for kind in pages if (image := row.pop(kind)) is not None]:
             row["images"] = images
-    return row | {"__folder__": folder, "__name__": name}
+    classes = [column for column, feature in (features or {}).items() if has_names(feature)]
+    return row | {"__folder__": folder, "__name__": name, "__classes__": classes}
 
 
-def is_empty(value: Any) -> bool:
-    """True for no value: None, NaN, an empty text or list."""
-    return value is None or value != value or (isinstance(value, (str, bytes, list, tuple, dict)) and not value)
+def options_for(columns: Iterable[str], options: ReadOptions) -> ReadOptions:
+    """The options for a source with these columns: beside other sources, without flags that name none of them."""
+    if not options.is_shared:
+        return options
+    absent: dict[str, Any] = {name: None for name in OPTIONS.values() if getattr(options, name) not in columns}
+    return replace(options, **absent)
 
 
 class _Columns:
     """The columns of a row; `read` has those that were read, by role."""
 
     def __init__(self, row: Row, options: ReadOptions):
-        self.row = {column: value for column, value in row.items() if not str(column).startswith("__")}
+        self.written = {column: value for column, value in row.items() if not str(column).startswith("__")}
+        self.classes = row.get("__classes__", ())
+        self.missing = MISSING | MISSING_IN_CSV if row.get("__csv__") else MISSING
+        self.row = {column: None if self.is_missing(column) else value for column, value in self.written.items()}
         self.usual = {column: re.sub(r"[\s-]+", "_", str(column).strip().lower()) for column in self.row}
         self.options = options
         self.read: dict[str, str] = {}
+
+    def is_missing(self, column: str) -> bool:
+        """True for a text that tools write for a missing value; a class of that name is no such text."""
+        value = self.written[column]
+        return column not in self.classes and isinstance(value, str) and value.strip() in self.missing
 
     def find(self, names: str, filled: bool = True) -> list[str]:
         """The columns of usual names, if filled only those that have a value."""
@@ -118,9 +149,10 @@ def _read(row: Row, columns: _Columns, options: ReadOptions) -> Example:
         tiers = [columns.find(f"{CHAT}|{ANSWER}|{CAPTION}|{QUESTION}")]  # one beside a chat can be read in two ways
     elif asked or options.prompt_column:
         tiers = [columns.find(ANSWER), columns.find(CAPTION)]
-    answer = columns.choose("answer", *tiers, columns.find(f"{ANSWER}|{CAPTION}", filled=False)[:1])
+    columns.choose("answer", *tiers, columns.find(f"{ANSWER}|{CAPTION}", filled=False)[:1])
+    answer = columns.written[columns.read["answer"]]
     is_chat = columns.read["answer"] in chats
-    if is_chat and options.prompt_column:
+    if is_chat and not is_empty(columns.row.get(str(options.prompt_column))):
         raise ExampleError("is a chat, on which --prompt-column has no effect; omit it")
     answers = answer if isinstance(answer, (list, tuple)) and not is_chat else [answer]
     if not is_chat:
@@ -129,23 +161,50 @@ def _read(row: Row, columns: _Columns, options: ReadOptions) -> Example:
         if "question" in columns.read and is_empty(question):
             raise ExampleError(f"has no question in {columns.read['question']}; write one, or remove it")
         question = question if "question" in columns.read else options.question
-        answer = [{"role": "user", "content": question}, {"role": "assistant", "content": (*answers, None)[0]}]
+        answer = [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": clean_text((*answers, "")[0])},
+        ]
     system = columns.find("system")
     pairs, learned, marked, is_moved = _read_chat(answer, [clean_text(columns.row[column]) for column in system])
     pairs += [(pairs[0][0], clean_text(text)) for text in answers[1:]]
-    named = [_locate(image, row["__folder__"]) for image in marked if image is not None]
+    named = [_locate(image, row["__folder__"]) for image in marked if not isinstance(image, int | None)]
     if named and images and named != images:
         raise ExampleError(f"names images in its messages and in {columns.read['image']}; remove either")
     images = named or images
     if marked and len(marked) != len(images):
         raise ExampleError(f"marks the positions of {len(marked)} images, but has {len(images)}; correct either")
-    by_role = {"image": "in the chat" if named else "none", "question": "in the chat" if is_chat else "--prompt"}
-    by_role |= columns.read
-    notes = ["reading " + ", ".join(f"{role} {by_role[role]}" for role in OPTIONS)]
+    if numbers := [mark for mark in marked if isinstance(mark, int)]:
+        if sorted(numbers) != list(range(len(images))):
+            raise ExampleError(f"numbers its images {numbers}, which must name each of {len(images)} once, from 0")
+        images = [images[number] for number in numbers]
+    notes = _notes_on_answers(pairs, learned, columns)
+    places = {"image": "the chat" if named else "nowhere", "question": "the chat" if is_chat else "--prompt"}
+    for role, column in columns.read.items():
+        is_file = column in (FOLDER_NAME, IMAGE_FILE)
+        places[role] = f"the {column}" if is_file else f"column {column}"
+    if isinstance(columns.written[columns.read["answer"]], Path):
+        places["answer"] = "the text file"
+    notes.append("reading " + ", ".join(f"{role} from {places[role]}" for role in OPTIONS))
     left = [column for column in columns.row if column not in (*columns.read.values(), *system)]
     notes += [f"not read: column {column}" for column in left if not is_empty(columns.row[column])]
     notes += [MOVED] * is_moved + [NO_IMAGE] * (not images)
     return Example(images, pairs, row["__name__"], is_chat and len(pairs) > 1, learned, tuple(notes))
+
+
+def _notes_on_answers(pairs: list[tuple[str, str]], learned: tuple[bool, ...], columns: _Columns) -> list[str]:
+    """Notes on answers that may stand for a missing value; ExampleError for one that can mean nothing else."""
+    notes = []
+    is_class = columns.read["answer"] in columns.classes
+    for k, (prompt, answer) in enumerate(pairs):
+        if is_class or not (all(learned) or learned[k]):
+            continue
+        if answer in columns.missing:
+            problem = f"has the answer {answer!r} to {prompt!r}, which stands for a missing value"
+            raise ExampleError(f"{problem}; write it, or remove the example")
+        if answer in MISSING_IN_CSV:
+            notes.append(f"learned as a text: the answer {answer!r}")
+    return list(dict.fromkeys(notes))
 
 
 def is_image(name: str) -> bool:
@@ -192,25 +251,10 @@ def _locate(image: Any, folder: str) -> Any:
     return os.path.normpath(os.path.join(folder, image.removeprefix("file://")))
 
 
-def clean_text(value: Any) -> str:
-    """Text without the white space around it, with \\n as its only line end; "" for a missing value."""
-    if isinstance(value, Path):
-        if value.exists() and not value.is_file():  # a pipe would block
-            raise ExampleError(f"has a text, {value}, that is not a file")
-        try:
-            value = value.read_text(encoding="utf-8-sig")  # Windows' editors write a byte order mark
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise ExampleError(f"has no text in {value}: {reason}; write it in UTF-8, or remove the image") from None
-    if isinstance(value, (Mapping, list, tuple, bool, bytes)):
-        raise ExampleError(f"has {str(value)[:40]}, of type {type(value).__name__}, which must be text")
-    if is_empty(value) or value in (float("inf"), -float("inf")):
-        return ""
-    return str(value).replace("\r\n", "\n").replace("\r", "\n").removeprefix("\ufeff").strip()
-
-
 def _read_chat(chat: Any, system: list[str]) -> tuple[list[tuple[str, str]], tuple[bool, ...], list[Any], bool]:
-    """Pairs of a chat, which of them are learned (() for all), its images (None for a mark), and if one was moved.
+    """Pairs of a chat, which of them are learned (() for all), its images, and if one was moved.
+
+    An image is None where the chat has only a mark, and a number where it has the position in the row's images.
 
     The chat is the_cauldron's, LLaVA's and ShareGPT's, or OpenAI's. What a system says comes before the first question,
     as in the chat templates of vision-language models.
@@ -260,7 +304,7 @@ def _read_chat(chat: Any, system: list[str]) -> tuple[list[tuple[str, str]], tup
 
 
 def _read_parts(content: Any) -> tuple[str, list[Any]]:
-    """The text of a message, with <image> for each of its images, and these, None for one that is only a mark."""
+    """The text of a message, with <image> for each of its images, and these, see `_read_chat`."""
     texts: list[str] = []
     images: list[Any] = []
     for part in content if isinstance(content, list) else [content]:
@@ -278,7 +322,7 @@ def _read_parts(content: Any) -> tuple[str, list[Any]]:
                 "url",
                 "path",
             )  # `datasets` fills every key of each part
-            images.append(next((part[name] for name in names if not is_empty(part.get(name))), None))
+            images.append(next((part[name] for name in names if not is_empty(part.get(name))), part.get("index")))
             texts.append("<image>")
         else:
             raise ExampleError(f"has a part of type {kind!r}; only text and images can be read")

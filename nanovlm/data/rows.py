@@ -1,22 +1,34 @@
 """`open_source`: what a folder, a file or a Hub data set holds, as examples."""
 
 import csv
+import io
 import json
 import os
 import re
 import tarfile
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from models import files as file_gate
 from models.checkpoint import CONFIG, INDEX, WEIGHTS
+from models.errors import FileError
 from nanovlm.data.examples import Example, ExampleError
-from nanovlm.data.records import FOLDER_NAME, Row, is_image, plain_row, to_example
-from nanovlm.data.source import DESCRIBED, Source, Stream
+from nanovlm.data.records import (
+    FOLDER_NAME,
+    IMAGE_FILE,
+    Row,
+    example_of_table,
+    is_image,
+    options_for,
+    row_of_table,
+    to_example,
+)
+from nanovlm.data.source import DESCRIBED, Source, StreamedSource
 from nanovlm.errors import INSTALL_DATA, DataError, MissingExtraError, first_line
 from nanovlm.options import ReadOptions
 
@@ -27,9 +39,13 @@ KINDS = (
     "images with a .txt beside each, one folder of images per label, metadata.jsonl, .csv or .parquet, a .csv, a .json "
     "or .jsonl of records, chats or COCO's captions, .tar, .parquet or .arrow files, or a Hub data set owner/name"
 )
-# As the datasets library finds splits in the names of files and folders
-SPLITS = re.compile(r"(?<![a-z])(train|training|test|testing|eval|evaluation|val|valid|validation|dev)(?![a-z])")
+# As the datasets library finds splits in the names of files and folders; VOC has trainval
+SPLITS = re.compile(r"(?<![a-z])(train(?:ing|val)?|test(?:ing)?|eval|evaluation|val|valid|validation|dev)(?![a-z])")
 HUB_DATASET = re.compile(r"[\w-][\w.-]*/[\w.-]+(:[\w.,() -]+)?")  # owner/name or owner/name:subset
+JOIN_VQA = (  # VQA v1 and v2 keep them in two files
+    "join the files of questions and annotations by question_id, and write a list of records with image "
+    "(such as COCO_train2014_000000000009.jpg), question and answers"
+)
 Reader = Callable[[str, list[str], ReadOptions], Source]  # of the files at a path
 
 
@@ -43,7 +59,7 @@ def open_source(path: str, options: ReadOptions) -> Source:
     if source.folder and not source.listed:
         names, _ = _training_split(walk(source.folder))
         source.listed = [os.path.join(source.folder, name) for name in names if is_image(name)]
-    if isinstance(source, Stream):
+    if isinstance(source, StreamedSource):
         source.scan(list(islice(source.all_rows(), DESCRIBED)), options.skip_errors)
     else:
         source.rows = source.scan(source.rows, options.skip_errors)
@@ -103,7 +119,7 @@ def _open_folder(path: str, options: ReadOptions) -> Source:
         raise DataError(f"{path} holds a model, not data; pass it as --model {path}, and name the data")
     if here & {"dataset_dict.json", "state.json"}:  # of save_to_disk
         return _read_dataset(path, [], options)
-    names, others = _training_split(walk(path))
+    names, split_lines = _training_split(walk(path))
     images = list(filter(is_image, names))
     stems = {os.path.splitext(name)[0] for name in images}
     texts = [name for name in names if suffix(name) == ".txt" and os.path.splitext(name)[0] in stems]
@@ -117,24 +133,38 @@ def _open_folder(path: str, options: ReadOptions) -> Source:
     source = reader(path, [os.path.join(path, name) for name in files], options)
     read = set(files).difference(images)
     source.listed = [os.path.join(path, name) for name in names if name not in read]
-    if others:
-        source.lines.append(f"reading the training split; not read: {len(others)} files, {others[0]} ...")
+    source.lines += split_lines
     return source
 
 
 def _training_split(names: list[str]) -> tuple[list[str], list[str]]:
-    """Names of files that belong to the training split or to none, if it is there, and of those of other splits.
+    """Names of files that belong to the training split or to none, if it is there, and lines about the others."""
+    level = _split_level(names)
+    splits = {name: _split_of(name, level) for name in names}
+    if "train" not in splits.values():
+        found = sorted(set(splits.values()).difference([""]))
+        return names, [f"there is no training split: reading {' and '.join(found)}"] if len(found) > 1 else []
+    others = [name for name in names if splits[name] not in ("", "train")]
+    lines = [f"reading the training split; not read: {len(others)} files, {others[0]} ..."] if others else []
+    return [name for name in names if splits[name] in ("", "train")], lines
 
-    Folders name splits, and of tables and shards their own names, too; images may be called anything.
-    """
-    splits = {}
-    for name in names:
-        words = os.path.dirname(name) if is_image(name) or suffix(name) == ".txt" else name
-        splits[name] = {word.removesuffix("ing") for word in SPLITS.findall(words.lower())}
-    others = {name for name in names if splits[name] and "train" not in splits[name]}
-    if not any("train" in found for found in splits.values()):
-        others.clear()
-    return [name for name in names if name not in others], sorted(others)
+
+def _split_level(names: list[str]) -> int | None:
+    """The first level of folders at which the folder of every image names a split, as no class does for all."""
+    folders = [os.path.dirname(name).split(os.sep) for name in names if is_image(name)]
+    return next((level for level, here in enumerate(zip(*folders)) if all(map(_split_named, here))), None)
+
+
+def _split_of(name: str, level: int | None) -> str:
+    """The split of a file, or "": the outermost folder that names one decides, else the name of a table or shard."""
+    *folders, file = name.split(os.sep)
+    stem = [os.path.splitext(file)[0]] if suffix(file) in (*PARSERS, *BUILDERS) else []
+    return next(filter(None, map(_split_named, [*folders[level or 0 :], *stem])), "")
+
+
+def _split_named(name: str) -> str:
+    found = SPLITS.search(name.lower())
+    return ("train" if found[1].startswith("train") else found[1]) if found else ""
 
 
 def _read_captions(path: str, files: list[str], options: ReadOptions) -> Source:
@@ -151,30 +181,37 @@ def _read_captions(path: str, files: list[str], options: ReadOptions) -> Source:
 
 def _read_labels(path: str, images: list[str], options: ReadOptions) -> Source:
     """Images in one folder per label, whose name is the answer."""
+    names = {image: os.path.relpath(image, path) for image in images}
+    level = _split_level(list(names.values()))
     labels = {}
-    for image in images:
-        folders = os.path.relpath(image, path).split(os.sep)[:-1]
-        labels[image] = [name for name in folders if not SPLITS.fullmatch(name.lower())] or folders
+    for image, name in names.items():
+        folders = name.split(os.sep)[:-1]
+        named = [k for k, folder in enumerate(folders) if SPLITS.fullmatch(folder.lower())]
+        place = level if level is not None else next(iter(named), None)
+        labels[image] = [folder for k, folder in enumerate(folders) if k != place] or folders
     unlabeled = [image for image, folders in labels.items() if len(folders) != 1]
-    names = sorted({folders[0] for folders in labels.values() if folders})
-    if unlabeled or len(names) < 2:
+    classes = sorted({folders[0] for folders in labels.values() if folders})
+    if unlabeled or len(classes) < 2:
         unlabeled = unlabeled or images
         raise DataError(
             f"captions missing: {len(unlabeled)} images in {path} have no text, the first {unlabeled[0]}; write a "
             ".txt beside each, a metadata.csv, or put them into one folder per label"
         )
-    rows = [_image_row(image, **{FOLDER_NAME: folders[0]}) for image, folders in labels.items()]
+    own = {"__classes__": [FOLDER_NAME]}
+    rows = [_image_row(image, **{FOLDER_NAME: folders[0]}, **own) for image, folders in labels.items()]
     source = _source(path, rows, options, path)
-    source.lines.append(f"the name of its folder is each image's answer: {', '.join(names)}")
+    source.lines.append(f"the name of its folder is each image's answer: {', '.join(classes)}")
     return source
 
 
 def _image_row(image: str, **columns: Any) -> Row:
-    return {"image": image, **columns, "__folder__": "", "__name__": image}
+    return {IMAGE_FILE: image, **columns, "__folder__": "", "__name__": image}
 
 
 def _source(path: str, rows: list[Row], options: ReadOptions, folder: str) -> Source:
-    return Source(path, rows, partial(to_example, options=options), folder=folder)
+    columns = dict.fromkeys(column for row in rows for column in row if not column.startswith("__"))
+    make_example = partial(to_example, options=options_for(columns, options))
+    return Source(path, rows, make_example, folder=folder, columns=columns)
 
 
 # ------------------------------------------------------------------------------------------- tables and JSON
@@ -187,16 +224,29 @@ def _read_records(path: str, files: list[str], options: ReadOptions) -> Source:
     if files[0].endswith(".parquet"):
         return _read_dataset(path, files, options)
     rows: list[Row] = []
+    lines: list[str] = []
     for file in files:
         with reading_errors(file):
             content = PARSERS[suffix(file)](file)
-            if isinstance(content, dict) and {"images", "annotations"} <= content.keys():
-                content = _coco(file, content)
+            if isinstance(content, dict):
+                content = _records_of(file, content, lines)
         if not (isinstance(content, list) and all(isinstance(record, dict) for record in content)):
-            raise DataError(f"{file} holds {type(content).__name__}, not a list of objects; write [{{...}}, ...]")
-        folder = options.images or _image_folder(file, content, options)
-        rows += [record | {"__folder__": folder, "__name__": f"{file}[{i}]"} for i, record in enumerate(content)]
-    return _source(path, rows, options, folder or "." if len(files) == 1 else path)
+            raise DataError(f"{file} holds {_kind(content)}, not a list of objects; write [{{...}}, ...]")
+        own = {"__csv__": True} if PARSERS[suffix(file)] is read_csv else {}
+        records = [record | own | {"__folder__": "", "__name__": f"{file}[{i}]"} for i, record in enumerate(content)]
+        fitting = options_for({column for record in records for column in record}, options)
+        folder = _image_folder([os.path.dirname(file)], records, fitting)
+        rows += [record | {"__folder__": folder} for record in records]
+    source = _source(path, rows, options, folder or "." if len(files) == 1 else path)
+    source.lines += lines
+    return source
+
+
+def _kind(content: Any) -> str:
+    """The kind of a JSON value, and some keys of an object."""
+    if not isinstance(content, dict):
+        return type(content).__name__
+    return f"an object with {', '.join(map(repr, islice(content, 3)))}{', ...' if len(content) > 3 else ''}"
 
 
 @contextmanager
@@ -206,6 +256,8 @@ def reading_errors(where: object) -> Iterator[None]:
         yield
     except (MemoryError, DataError):
         raise
+    except FileError as error:
+        raise DataError(str(error)) from None
     except Exception as error:  # the parsers' errors have no common base: json's, csv's, tarfile's, RecursionError
         reason = " ".join(str(error).split()).rstrip(".")
         is_text = not isinstance(error, UnicodeDecodeError)  # and not a table that Excel wrote as UTF-16, for example
@@ -216,7 +268,7 @@ def reading_errors(where: object) -> Iterator[None]:
 def read_jsonl(path: str) -> list[Any]:
     """The values of a .jsonl file; blank lines are skipped. DataError names the line at fault."""
     values = []
-    for number, line in enumerate(Path(path).read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
+    for number, line in enumerate(file_gate.read_bytes(path).removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
         with reading_errors(f"{path}, line {number},"):
             values += [json.loads(line.decode())] if line.strip() else []
     return values
@@ -224,10 +276,13 @@ def read_jsonl(path: str) -> list[Any]:
 
 def read_csv(path: str) -> list[dict[str, str]]:
     """Rows of a .csv or .tsv; DataError for one that can be read in two ways."""
-    with open(path, encoding="utf-8-sig", newline="") as file:
-        delimiter = max(",;\t", key=file.readline().count)  # Excel writes semicolons in half of Europe
-        file.seek(0)
-        columns, *rows = [row for row in csv.reader(file, delimiter=delimiter, strict=True) if row] or [[]]
+    text = file_gate.read_bytes(path).decode("utf-8-sig")
+    first, *rest = re.split(r"\r?\n|\r", text, maxsplit=1)
+    delimiter = max(",;\t", key=first.count)  # Excel writes semicolons in half of Europe
+    if named := re.fullmatch(r"sep=(.)", first):  # and a line of its own
+        delimiter, text = named[1], "".join(rest)
+    lines = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    columns, *rows = [row for row in lines if row] or [[]]
     if twice := [column for column in columns if column and columns.count(column) > 1]:  # Excel leaves some unnamed
         raise DataError(f"{path} has several columns named {twice[0]!r}; rename or remove all but one")
     for number, row in enumerate(rows, start=1):
@@ -238,11 +293,37 @@ def read_csv(path: str) -> list[dict[str, str]]:
 
 
 PARSERS: dict[str, Callable[[str], Any]] = {
-    ".json": lambda path: json.loads(Path(path).read_text(encoding="utf-8-sig")),  # Windows writes a byte order mark
+    ".json": lambda path: json.loads(file_gate.read_bytes(path).decode("utf-8-sig")),  # Windows writes a mark
     ".jsonl": read_jsonl,
     ".csv": read_csv,
     ".tsv": read_csv,
 }
+
+
+def _records_of(path: str, content: dict[str, Any], lines: list[str]) -> Any:
+    """The records of an object: COCO's captions, or its only list of objects, of which a line is added to lines.
+
+    DataError for files of known data sets that hold no answers, or no questions.
+    """
+    lists = {key: value for key, value in content.items() if isinstance(value, list) and value}
+    lists = {key: value for key, value in lists.items() if isinstance(value[0], dict)}
+    annotation = lists.get("annotations", [{}])[0]
+    question = lists.get("questions", [{}])[0]
+    if "multiple_choice_answer" in annotation:
+        raise DataError(f"{path} holds VQA's answers without their questions; {JOIN_VQA}")
+    if "question_id" in question and not question.keys() & {"answer", "answers"}:
+        raise DataError(f"{path} holds VQA's questions without their answers; {JOIN_VQA}")
+    if {"images", "annotations"} <= content.keys():
+        if annotation and "caption" not in annotation:
+            remedy = "take captions_*.json, or put images into one folder per label"
+            raise DataError(f"{path} holds COCO's objects in images, without captions; {remedy}")
+        return _coco(path, content)
+    if len(lists) != 1:
+        return content
+    (name,) = lists
+    others = ", ".join(key for key in content if key != name)
+    lines.append(f"reading the list {name!r}" + (f"; not read: {others}" if others else ""))
+    return lists[name]
 
 
 def _coco(path: str, content: dict[str, Any]) -> list[dict[str, Any]]:
@@ -257,25 +338,33 @@ def _coco(path: str, content: dict[str, Any]) -> list[dict[str, Any]]:
     return [{"file_name": image["file_name"], "captions": captions[image["id"]]} for image in content["images"]]
 
 
-def _image_folder(path: str, records: Sequence[Row], options: ReadOptions) -> str:
-    """The folder that image paths start from: the file's own, or the one folder below it that has all."""
-    folder = Path(path).parent
+def _image_folder(folders: list[str], rows: Iterable[Row], options: ReadOptions) -> str:
+    """The folder that image paths of rows start from.
+
+    --images if it has one of them, else the first of folders that has one, else the one folder below the last that has
+    all.
+    """
     names = []
-    for record in records:
+    for row in rows:
         with suppress(ExampleError):  # which the scan reports
-            images = to_example({**record, "__folder__": "", "__name__": ""}, options).images
+            images = to_example(row, options).images
             found = [image for image in images if isinstance(image, str) and not os.path.isabs(image)]
-            if any(os.path.isfile(folder / name) for name in found):
-                return str(folder)
+            for start in [options.images, *folders]:
+                if start is not None and any(os.path.isfile(os.path.join(start, name)) for name in found):
+                    return start
             names += found
-    if not names:
-        return str(folder)
+    folder = Path(folders[-1])
+    if options.images or not names:
+        return options.images if options.images and names else folders[-1]
     below = {parent for file in walk(folder) for parent in (folder / file).parents if folder in parent.parents}
     complete = sorted(str(sub) for sub in below if all(os.path.isfile(sub / name) for name in names))
     if len(complete) == 1:
         return complete[0]
     problem = f"which {' and '.join(complete)} have" if complete else f"which is not in {folder} or one folder below it"
-    raise DataError(f"{path} names the image {names[0]}, {problem}; name the folder of the images with --images FOLDER")
+    where = next(iter(rows))["__name__"].rpartition("[")[0]
+    raise DataError(
+        f"{where} names the image {names[0]}, {problem}; name the folder of the images with --images FOLDER"
+    )
 
 
 # -------------------------------------------------------------------------------------- the datasets library
@@ -299,24 +388,36 @@ def _read_dataset(path: str, files: list[str], options: ReadOptions) -> Source:
     for file in files:
         if file.endswith(".tar") and os.path.exists(file):
             notes += _tar_notes(file, data.features)
+    sample = []
+    with reading_errors(path):
+        for table in islice(data.iter(batch_size=1), DESCRIBED):
+            with suppress(ExampleError):  # which the scan reports
+                sample.append(row_of_table((table, f"{path}["), "", data.features))
+    columns = dict.fromkeys(column for row in sample for column in row if not column.startswith("__"))
+    options = options_for(columns, options)
+    folder = ""
+    if os.path.exists(path):
+        folders = [os.path.dirname(files[0])] if files else []
+        folder = _image_folder([*folders, path] if os.path.isdir(path) else folders, sample, options)
+    make_example = partial(example_of_table, folder=folder, features=data.features, options=options)
+    known: dict[str, Any] = {"lines": notes, "columns": columns, "folder": folder if folder == options.images else ""}
     if not hasattr(data, "data"):
-        return Stream(path, data, partial(to_example, options=options), lines=notes)
-    folder = path if os.path.isdir(path) else os.path.dirname(path) if os.path.exists(path) else ""
-    make_example = partial(_row_of_dataset, data=data, path=path, folder=folder, options=options)
-    return Source(path, range(len(data)), make_example, lines=notes)
+        return StreamedSource(path, data, make_example, **known)
+    make_example = partial(_example_at, data=data, path=path, make_example=make_example)
+    return Source(path, range(len(data)), make_example, **known)
 
 
-def _row_of_dataset(i: int, data: Any, path: str, folder: str, options: ReadOptions) -> Example:
-    return to_example(plain_row(data[i].to_pylist()[0], data.features, folder, f"{path}[{i}]"), options)
+def _example_at(i: int, data: Any, path: str, make_example: Callable[[tuple[Any, str]], Example]) -> Example:
+    return make_example((data[i], f"{path}[{i}]"))
 
 
 def _tar_notes(file: str, features: Any) -> list[str]:
     """Notes on what `datasets` passes over in a tar: files of types that the first samples lack, and a missing end."""
-    with reading_errors(file), tarfile.open(file) as tar:
+    with reading_errors(file), file_gate.opened(file) as raw, tarfile.open(fileobj=raw) as tar:
         names = [member.name for member in tar if member.isfile()]
     if twice := [name for name, n in Counter(names).items() if n > 1]:  # which older versions of `datasets` merge
         raise DataError(f"{file} has two files {twice[0]}; name one otherwise")
-    with open(file, "rb") as raw:
+    with file_gate.opened(file) as raw:
         raw.seek(-1024, os.SEEK_END)
         notes = [f"{file} has no end mark: it may have been cut"] if any(raw.read()) else []
     known = {kind.lower() for kind in features or ()}
@@ -333,6 +434,10 @@ def _load(path: str, files: list[str], options: ReadOptions) -> Any:
         raise MissingExtraError(f"{path} is read with the datasets library: {INSTALL_DATA}") from None
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are reported below, once
+    for file in files:
+        if os.path.exists(file):
+            with reading_errors(file):
+                file_gate.check_regular(file)
     try:
         if not files and os.path.isdir(path):
             return datasets.load_from_disk(path)
@@ -344,4 +449,6 @@ def _load(path: str, files: list[str], options: ReadOptions) -> Any:
     except Exception as error:  # the library raises errors of many kinds, from DNS to disk
         reason = first_line(error.__cause__ or error)
         hint = "write or download it again" if os.path.exists(path) else "if you are offline, name a local folder"
+        if "dtype equivalent" in reason:
+            hint = "write that column as a text, or leave it out"
         raise DataError(f"{path}: the datasets library cannot read it: {reason}; {hint}") from None

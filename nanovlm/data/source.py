@@ -1,4 +1,4 @@
-"""Source: examples by index, all read once at opening. Stream: examples in sequence, with a state to resume from."""
+"""Source: examples by index, all read once at opening. StreamedSource: examples in sequence, resumed from a state."""
 
 import os
 from collections import defaultdict
@@ -11,13 +11,19 @@ from itertools import islice
 from random import Random
 from typing import Any
 
+from models import files
+from models.errors import FileError
 from nanovlm.console import count, progress_bar
 from nanovlm.data.examples import Example, ExampleError
-from nanovlm.data.records import NO_IMAGE, plain_row
+from nanovlm.data.records import NO_IMAGE
 from nanovlm.errors import DataError, NanoVLMError, TrainingError, first_line
 
 SHUFFLE_WINDOW = 256  # rows of a stream held in memory to be shuffled
 DESCRIBED = 100  # rows of a stream that its lines are about
+COMPARED = 1000  # rows of a stream that are compared with a validation set
+MAX_LABEL = 100  # characters of an answer that are compared to tell classes
+
+STREAMED = "streamed, so its size and what is wrong in later rows are not known"
 
 Keys = tuple[str, ...]  # hashes that an example shares with those on its side of the split
 Found = tuple[Example, Keys] | ExampleError
@@ -34,6 +40,11 @@ def text_digest(example: Example, *keys: str) -> str:
     return digest_of(texts.encode("utf-8", "surrogatepass"), *map(str.encode, keys))
 
 
+def learned_answers(example: Example) -> list[str]:
+    """The answers of an example that are trained on."""
+    return [answer for k, (_, answer) in enumerate(example.qa_pairs) if example.is_learned(k)]
+
+
 def keys_of(example: Example, known: dict[str, str]) -> Keys:
     """Hashes of the bytes of an example's images, or of its texts if it has none; known has those of paths.
 
@@ -46,15 +57,27 @@ def keys_of(example: Example, known: dict[str, str]) -> Keys:
             continue
         path = os.fspath(image)
         if path not in known:
-            if os.path.exists(path) and not os.path.isfile(path):  # a pipe would block
-                raise ExampleError(f"{path} is not a file")
             try:
-                with open(path, "rb") as file:
+                with files.opened(path) as file:
                     known[path] = file_digest(file, partial(blake2b, digest_size=12)).hexdigest()
-            except OSError as error:
-                raise ExampleError(f"{path}: {error.strerror}") from None
+            except FileError as error:
+                raise ExampleError(str(error)) from None
         keys.append(known[path])
     return tuple(keys) or (text_digest(example),)
+
+
+def rank_of(keys: Iterable[str]) -> str:
+    """Where images that are kept together come in the order in which images are held out, as 24 hexadecimal digits.
+
+    It is the hash of one image, and the hash of the lowest of several, which by itself would tend to be low.
+    """
+    lowest, *others = sorted(set(keys))
+    return digest_of(lowest.encode()) if others else lowest
+
+
+def limit_of(share: float) -> str:
+    """The rank below which a share of all images is."""
+    return f"{int(share * 16**24):024x}"
 
 
 @dataclass(eq=False)
@@ -62,15 +85,17 @@ class Source:
     """Examples by index: source[i] makes one from its row; its images are opened only when it is encoded."""
 
     path: str
-    rows: Any  # a Sequence; of a Stream, an IterableDataset of `datasets` in Arrow's format
+    rows: Any  # a Sequence; of a StreamedSource, an IterableDataset of `datasets` in Arrow's format
     make_example: Callable[[Any], Example]
     endless: bool = False  # too many examples to count
     keys: list[Keys] = field(default_factory=list)
     digests: list[str] = field(default_factory=list)  # of each example's texts and images
+    answers: list[list[str]] = field(default_factory=list)  # of each example, cut to MAX_LABEL
     errors: list[str] = field(default_factory=list)  # why rows were left out
     lines: list[str] = field(default_factory=list)  # what was read, and what was left out
     folder: str = ""  # of the images, if the rows name files
-    listed: Sequence[str] = ()  # files that a line names if they are not images of examples
+    columns: Iterable[str] = ()
+    listed: Sequence[str] = ()  # files of the folder; a line names each that is no image of an example
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -105,6 +130,7 @@ class Source:
                 usable.append(row)
                 self.keys.append(keys)
                 self.digests.append(text_digest(example, *keys))
+                self.answers.append([answer[:MAX_LABEL] for answer in learned_answers(example)])
                 for note in example.notes:
                     notes[note].append(example.name)
         n = len(usable)
@@ -122,7 +148,7 @@ class Source:
             )
         n_images = len({key for keys in self.keys for key in keys})
         where = f" in {self.folder}" if self.folder not in ("", self.path) else ""
-        first = "streamed; the first " if isinstance(self, Stream) else ""
+        first = f"{STREAMED}; its first rows: " if isinstance(self, StreamedSource) else ""
         self.lines.insert(0, f"{first}{count(n, 'example')}, {count(n_images, 'different image')}{where}")
         read = set(map(os.path.realpath, known))
         for file in self.listed:
@@ -136,7 +162,7 @@ class Source:
 
 
 @dataclass(eq=False)
-class Stream(Source):
+class StreamedSource(Source):
     """Examples in sequence, for data that are too large or too remote for random access.
 
     Each of n_parts readers reads whole shards where their number allows it, else every n_parts-th row. An epoch has its
@@ -166,21 +192,26 @@ class Stream(Source):
                     here = {"epoch": epoch, "shard": turn, "window": window, "rows": start}
                     mine = [i for i in range(at["taken"], len(rows)) if by_shard or i % n_parts == part]
                     for i, found in zip(mine, self.examples_of((rows[i] for i in mine), {})):
-                        example = found if isinstance(found, ExampleError) else found[0]
-                        if isinstance(found, ExampleError) or min(found[1]) >= self.limit:
+                        if not self.is_held_out(found):
                             is_empty = False
-                            yield example, here | {"taken": i + 1}
+                            yield found if isinstance(found, ExampleError) else found[0], here | {"taken": i + 1}
                     at["taken"] = 0
                 at |= {"window": 0, "rows": None}
             at["shard"] = 0
             if is_empty:
                 raise DataError(f"{self.path} has no example to learn from in part {part + 1} of {n_parts}")
 
-    def hold_out(self, share: float, n: int) -> list[Example]:
-        """Hold a share of the images out, and return the first n examples of which all images are."""
-        self.limit = f"{int(share * 16**24):024x}"  # keys are as long
-        found = (one for one in self.examples_of(self.all_rows(), {}) if not isinstance(one, ExampleError))
-        return list(islice((example for example, keys in found if max(keys) < self.limit), n))
+    def is_held_out(self, found: Found) -> bool:
+        """True for an example of the held-out side; an unusable row is reported by the other one."""
+        return not isinstance(found, ExampleError) and rank_of(found[1]) < self.limit
+
+    def one_side(self, held_out: bool) -> Iterator[Example | ExampleError]:
+        """Yield the examples that are held out or trained on, unshuffled, and why rows are none."""
+        for found in self.examples_of(self.all_rows(), {}):
+            if isinstance(found, ExampleError):
+                yield found
+            elif self.is_held_out(found) == held_out:
+                yield found[0]
 
     def all_rows(self) -> Iterator[Any]:
         """Yield the rows of all shards, unshuffled."""
@@ -189,7 +220,7 @@ class Stream(Source):
                 yield from rows
 
     def _windows(self, shard: int, window: int, state: Any) -> Iterator[tuple[int, Any, list[Any]]]:
-        """The windows of a shard from one on: its number, the state of `datasets` before it, and its rows."""
+        """Yield a shard's windows from one on: number, state of `datasets` before it, rows (Arrow table, name)."""
         try:
             data = self.rows.shard(self.rows.num_shards, shard)
             if state is not None:
@@ -197,11 +228,12 @@ class Stream(Source):
             tables = data.iter(batch_size=1)  # iter(data) would divide shards among DataLoader workers
             for number in count_from(window):
                 start = data.state_dict()
-                found = [row for table in islice(tables, SHUFFLE_WINDOW) for row in table.to_pylist()]
+                found = list(islice(tables, SHUFFLE_WINDOW))
                 if not found:
                     return
-                names = (f"{self.path}[{shard}:{i}]" for i in count_from(number * SHUFFLE_WINDOW))
-                yield number, start, [plain_row(row, data.features, "", name) for row, name in zip(found, names)]
+                place = f"{shard}:" if self.rows.num_shards > 1 else ""
+                names = (f"{self.path}[{place}{i}]" for i in count_from(number * SHUFFLE_WINDOW))
+                yield number, start, list(zip(found, names))
         except NanoVLMError:
             raise
         except Exception as error:  # of many kinds, from DNS to a broken file

@@ -1,24 +1,33 @@
 """report.html: one self-contained page with a run's curves, what was mistaken for what, and a gallery of answers."""
 
+import base64
+import io
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from models.checkpoint import atomic_write
+from models import files
 from nanovlm.console import CONTROL, count
 from nanovlm.evaluation.evaluate import Answer, Evaluation
-from nanovlm.review_page import GALLERY_STYLE, gallery
+from nanovlm.processing.image_loading import load_image
 
 MAX_SHOWN = 60  # wrong answers, and right ones
 MAX_ANSWERS = 40  # different ones, for a table of what was mistaken for what
+SIDE = 128  # of a thumbnail: some 3 kB
+QUALITY = 60
 WIDTH = 480  # of a chart
 HEIGHT = 160
-STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:auto;padding:1rem}
+STYLE = """:root{color-scheme:light dark}
+body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:auto;padding:1rem}
 .wide{overflow-x:auto}table{border-collapse:collapse}td,th{padding:.2em .5em;text-align:right;font-weight:normal}
 .right{background:#2a82}.mistake{background:#d428;font-weight:bold}svg{width:100%;max-width:30rem;overflow:visible}
-svg *{fill:none;stroke:currentColor}svg text{font-size:12px;fill:currentColor;stroke:none}"""
+svg *{fill:none;stroke:currentColor}svg text{font-size:12px;fill:currentColor;stroke:none}
+article{display:flex;gap:1em;padding:.5em 0;border-top:1px solid #8888;content-visibility:auto;
+contain-intrinsic-size:auto 9em}article img{flex:none;width:128px;object-fit:contain}
+article p{margin:0;overflow-wrap:anywhere}article small{opacity:.7}"""
 
 Points = Sequence[tuple[float, float]]
 
@@ -46,21 +55,36 @@ def write_report(
     for kind, answers in (("Wrong", evaluation.wrong()), ("Right", right)):
         shown = f", the first {MAX_SHOWN}" if len(answers) > MAX_SHOWN else ""
         sections.append(f"<h2>{kind}: {len(answers):,} of {count(len(evaluation.answers), 'answer')}{shown}</h2>")
-        sections.append(gallery(map(_row, answers[:MAX_SHOWN])))
+        sections.append(_gallery(answers[:MAX_SHOWN]))
     head = f"<!doctype html><html lang=en><meta charset=utf-8><title>{escape(title)}</title>"
-    head += f'<meta name=viewport content="width=device-width"><style>{STYLE}\n{GALLERY_STYLE}</style>'
+    head += f'<meta name=viewport content="width=device-width"><style>{STYLE}</style>'
     page = CONTROL.sub("\N{REPLACEMENT CHARACTER}", "\n".join([head, *sections, "</html>\n"]))
-    with atomic_write(path) as new:
-        new.write_text(page, encoding="utf-8", errors="replace")  # names may hold bytes that are not Unicode
+    files.replace(path, page.encode(errors="replace"))  # names may hold bytes that are not Unicode
 
 
-def _row(answer: Answer) -> tuple[Any, str, str, str]:
-    """The image, the answer, and the references with question and file, for `gallery`."""
-    question = answer.question
-    below = (
-        f"reference: {' | '.join(question.references)} \N{MIDDLE DOT} {question.prompt} \N{MIDDLE DOT} {question.name}"
-    )
-    return next(iter(question.images), None), f"answer: {answer.text}", below, ""
+def _gallery(answers: Iterable[Answer]) -> str:
+    """An image, the answer, and the references with question and file, of each answer."""
+    articles = []
+    answers = list(answers)
+    with ThreadPoolExecutor() as threads:
+        images = threads.map(thumbnail, [next(iter(answer.question.images), None) for answer in answers])
+        for answer, image in zip(answers, images):
+            question = answer.question
+            parts = (f"reference: {' | '.join(question.references)}", question.prompt, question.name)
+            below = escape(" \N{MIDDLE DOT} ".join(parts))
+            articles.append(f"<article>{image}<p>answer: {escape(answer.text)}<br><small>{below}</small></p></article>")
+    return "\n".join(articles)
+
+
+def thumbnail(source: Any) -> str:
+    """An img element that holds the image itself; empty if it cannot be read."""
+    try:
+        image = load_image(source, side=SIDE)
+    except Exception:
+        return ""
+    image.thumbnail((SIDE, SIDE))
+    image.save(file := io.BytesIO(), "JPEG", quality=QUALITY)
+    return f'<img alt="" src="data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}">'
 
 
 def _confusion(answers: Sequence[Answer]) -> str:

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import torch
 
-from models.checkpoint import atomic_dir, checkpoint_dtype, snapshot_path
+from models import files
+from models.checkpoint import checkpoint_dtype, snapshot_path
 from models.formats.base import format_of
 from models.formats.smolvlm import SmolVLM
 from models.lora import fully_trained, merged_state
@@ -36,7 +37,7 @@ def export_with_adapters(
     _check_base(base, trained, adapted)
     exported = Captioner(captioner.model.to(choose_dtype(dtype, torch.device("cpu"))), captioner.processor)
     export_smolvlm(exported, folder)
-    with atomic_dir(folder / ADAPTER) as new:
+    with files.filling(folder / ADAPTER) as new:
         write_smolvlm_adapters(new, adapted, base=str(folder.resolve()))
     return exported
 

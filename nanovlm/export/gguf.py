@@ -14,7 +14,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from models.checkpoint import TOKENIZER_CONFIG, atomic_dir
+from models import files
+from models.checkpoint import TOKENIZER_CONFIG
 from models.config import VLMConfig
 from models.formats.smolvlm import TOKENS, SmolVLM
 from models.vision_transformer import position_ids
@@ -84,7 +85,7 @@ def export_gguf(captioner: Captioner, folder: str | Path, name: str, gguf_type: 
     state = captioner.model.state_dict()
     settings = check_llama_cpp_can_run(cfg, captioner.tokenizer)
     names = f"{name}-{gguf_type}.gguf", f"mmproj-{name}-{gguf_type}.gguf"
-    with atomic_dir(folder) as new:
+    with files.filling(folder) as new:
         writer = GGUFWriter(str(new / names[0]), "llama", use_temp_file=True)
         writer.add_type(gguf.GGUFType.MODEL)
         add_sizes(writer, TEXT_SIZES, cfg)

@@ -18,14 +18,14 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from models import files
 from models.cache import KVCache
-from models.checkpoint import CONFIG, TOKENIZER_CONFIG, atomic_dir, atomic_write, read_object
+from models.checkpoint import CONFIG, TOKENIZER_CONFIG, read_model_text, read_object
 from models.errors import InputError
 from models.formats.base import format_of
 from models.formats.smolvlm import PREPROCESSOR, PROCESSOR, TEMPLATE
@@ -74,7 +74,7 @@ def export_onnx(captioner: Captioner, folder: str | Path, dtypes: Sequence[str] 
     check_onnx_extra()
     folder = Path(folder)
     model = captioner.model
-    with atomic_dir(folder / ONNX_FOLDER) as new:
+    with files.filling(folder / ONNX_FOLDER) as new:
         write_onnx(model, new, dtypes)
     _add_transformers_js_settings(folder)
 
@@ -85,14 +85,13 @@ def _add_transformers_js_settings(folder: Path) -> None:
     settings = {"kv_cache_dtype": {"fp16": "float16"}, "use_external_data_format": second_files}
     added: dict[str, dict] = {CONFIG: {"transformers.js_config": settings}}
     if (folder / TEMPLATE).exists():
-        added[TOKENIZER_CONFIG] = {"chat_template": (folder / TEMPLATE).read_text(encoding="utf-8")}
+        added[TOKENIZER_CONFIG] = {"chat_template": read_model_text(folder / TEMPLATE)}
     processor = read_object(folder / PROCESSOR) if (folder / PROCESSOR).exists() else {}
     if "image_processor" in processor and not (folder / PREPROCESSOR).exists():
         added[PREPROCESSOR] = {**processor["image_processor"], "processor_class": processor.get("processor_class")}
     for name, new in added.items():
         old = read_object(folder / name) if (folder / name).exists() else {}
-        with atomic_write(folder / name) as path:
-            path.write_text(json.dumps(old | new, indent=2) + "\n", encoding="utf-8")
+        files.replace(folder / name, json.dumps(old | new, indent=2) + "\n")
 
 
 class VisionEncoderGraph(nn.Module):
@@ -214,8 +213,8 @@ def write_onnx(model: VisionLanguageModel, folder: Path, dtypes: Sequence[str] =
         if "float16" in dtypes:
             _write_graph(graph(model, torch.float16), folder / f"{name}{SUFFIXES['float16']}.onnx")
         if "float32" in dtypes or "int8" in dtypes:
-            with TemporaryDirectory(dir=folder) as scratch:
-                path = (folder if "float32" in dtypes else Path(scratch)) / f"{name}.onnx"
+            with files.scratch_folder(folder) as scratch:
+                path = (folder if "float32" in dtypes else scratch) / f"{name}.onnx"
                 _write_graph(graph(model, torch.float32), path)
                 if "int8" in dtypes:
                     _quantize(path, folder / f"{name}{SUFFIXES['int8']}.onnx")
@@ -273,8 +272,8 @@ def _quantize(path: Path, quantized: Path) -> None:
     from onnxruntime.quantization import QuantType, quantize_dynamic
     from onnxscript import ir
 
-    with TemporaryDirectory(dir=quantized.parent) as folder, _quiet():
-        new = Path(folder) / path.name  # for large models with a second file, under a name of onnxruntime's own
+    with files.scratch_folder(quantized.parent) as folder, _quiet():
+        new = folder / path.name  # for large models with a second file, under a name of onnxruntime's own
         quantize_dynamic(
             path,
             new,

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
-from models.checkpoint import TOKENIZER, WEIGHTS, atomic_dir
+from models import files
+from models.checkpoint import TOKENIZER, WEIGHTS
 from models.config import VLMConfig
 from models.formats.base import format_of
 from models.formats.smolvlm import TEMPLATE, SmolVLM
@@ -70,11 +71,11 @@ def export_smolvlm(captioner: Captioner, folder: str | Path) -> None:
     objects = smolvlm_settings(cfg, tokenizer.image_token_id, cfg.end_token, tokenizer.eos_token_id, tokens, ONE_TILE)
     texts |= {name: json.dumps(settings, indent=2) + "\n" for name, settings in objects.items()}
     texts[TOKENIZER] = json.dumps(raw, ensure_ascii=False)
-    with atomic_dir(folder) as new:
+    with files.filling(folder) as new:
         tensors = {name: tensor.contiguous() for name, tensor in smolvlm_tensors(captioner.model).items()}
         save_file(tensors, new / WEIGHTS, {"format": "pt"})
         for name, text in texts.items():
-            (new / name).write_text(text, encoding="utf-8")
+            files.replace(new / name, text)
     remove_stale(Path(folder), texts)
 
 
@@ -82,7 +83,7 @@ def remove_stale(folder: Path, written: Container[str]) -> None:
     """Remove what an earlier export left in the folder, and readers would take for files of this one."""
     for name in SmolVLM.other_files:
         if name not in written:
-            (folder / name).unlink(missing_ok=True)
+            files.remove(folder / name)
 
 
 def chat_template(cfg: VLMConfig) -> str:

@@ -6,22 +6,28 @@ does, once for the process: see `prepare_pillow`.
 
 import contextlib
 import ctypes
+import errno
 import functools
 import importlib.util
 import io
 import logging
+import math
 import os
 import re
+import sys
 import warnings
 from collections.abc import Iterator
 from random import Random
-from typing import Any, BinaryIO, TypeGuard
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeGuard
 
-import torch
 from PIL import ExifTags, Image, ImageEnhance, PngImagePlugin, features
 from PIL.Image import Transpose
 
+from models import files
 from nanovlm.errors import ImageError, MissingExtraError
+
+if TYPE_CHECKING:
+    import torch
 
 MAX_PIXELS = 178_956_970  # Pillow's own limit: beyond it, Image.open raises DecompressionBombError
 MAX_ASPECT_RATIO = 200
@@ -56,12 +62,15 @@ def readable_extensions() -> frozenset[str]:
     return frozenset(extensions | (HEIF_EXTENSIONS if importlib.util.find_spec("pillow_heif") else set()))
 
 
-def load_image(source: Any, name: str | None = None, max_pixels: int | None = None) -> Image.Image:
+def load_image(
+    source: Any, name: str | None = None, max_pixels: int | None = None, side: int | None = None
+) -> Image.Image:
     """Decode an image to upright RGB, on white where it is transparent; of an animation, the first frame.
 
     source is a path, the bytes of a file, a binary file, which is read from its beginning, either of them as the
     {"bytes", "path"} of a data set, a PIL image, a numpy array or a tensor (see `from_array`); errors call it name. An
-    image of more than max_pixels, or of more than MAX_PIXELS, is refused before it is decoded. Raises ImageError.
+    image of more than max_pixels, or of more than MAX_PIXELS, is refused before it is decoded. Of a JPEG file, no more
+    is decoded than pixels of side x side need. Raises ImageError, at once for a path of a pipe or a device.
     """
     if isinstance(source, dict) and source.keys() & {"bytes", "path"}:
         name = name or source.get("path") or "image"
@@ -70,11 +79,11 @@ def load_image(source: Any, name: str | None = None, max_pixels: int | None = No
     prepare_pillow()
     try:
         if isinstance(source, Image.Image):
-            return load_rgb(source, max_pixels)
+            return load_rgb(source, max_pixels, side)
         if is_array(source):
-            return load_rgb(from_array(source), max_pixels)
+            return load_rgb(from_array(source), max_pixels, side)
         with open_file(source) as file:
-            return load_rgb(open_image(file), max_pixels)
+            return load_rgb(open_image(file), max_pixels, side)
     except Exception as error:  # decoders raise anything: OSError, SyntaxError, struct.error, IndexError ...
         raise ImageError(f"{name}: {reason(error)}") from error
 
@@ -111,7 +120,12 @@ def is_url(source: object) -> TypeGuard[str]:
 def is_array(source: Any) -> TypeGuard[Any]:
     """True of a numpy array, of an object with its interface, and of a tensor."""
     has_interface = hasattr(source, "__array_interface__") and not isinstance(source, Image.Image)
-    return isinstance(source, torch.Tensor) or has_interface
+    return is_tensor(source) or has_interface
+
+
+def is_tensor(source: Any) -> TypeGuard["torch.Tensor"]:
+    torch = sys.modules.get("torch")  # who finds files does not wait for its import
+    return torch is not None and isinstance(source, torch.Tensor)
 
 
 def from_array(array: Any) -> Image.Image:
@@ -119,11 +133,13 @@ def from_array(array: Any) -> Image.Image:
 
     Values are uint8, or floats in [0, 1]. Raises ImageError for others.
     """
+    import torch
+
     try:
-        values = array.detach().cpu() if isinstance(array, torch.Tensor) else torch.as_tensor(array.copy())
+        values = array.detach().cpu() if is_tensor(array) else torch.as_tensor(array.copy())
     except TypeError:  # of objects or strings. The copy is there as torch takes no negative strides
         raise ImageError(f"an array of {array.dtype}; pass uint8, or floats in [0, 1]") from None
-    if isinstance(array, torch.Tensor) and values.dim() == 3:
+    if is_tensor(array) and values.dim() == 3:
         values = values.permute(1, 2, 0)
     if values.dim() not in (2, 3) or (values.dim() == 3 and values.size(2) not in (1, 3, 4)):
         raise ImageError(
@@ -133,7 +149,9 @@ def from_array(array: Any) -> Image.Image:
     if values.is_floating_point() and values.numel():
         low, high = (bound.item() for bound in values.aminmax())  # nan, if any is
         if not 0 <= low <= high <= 1:
-            raise ImageError(f"an array with values from {low:g} to {high:g}; floats are in [0, 1], other values uint8")
+            raise ImageError(
+                f"an array with values from {low:.9g} to {high:.9g}; floats are in [0, 1], other values uint8"
+            )
         values = (values.float() * 255).round().to(torch.uint8)
     if values.dtype != torch.uint8:
         raise ImageError(f"an array of {array.dtype}; pass uint8, or floats in [0, 1]")
@@ -152,7 +170,7 @@ def open_file(source: Any) -> Iterator[BinaryIO]:
         if source.seekable():
             source.seek(0)
         source = source.read()
-    with open(source, "rb") if isinstance(source, (str, os.PathLike)) else io.BytesIO(source) as file:
+    with files.opened(source) if isinstance(source, (str, os.PathLike)) else io.BytesIO(source) as file:
         seekable = file if file.seekable() else io.BytesIO(file.read())
         if not seekable.read(1):
             raise ImageError("an empty file")
@@ -190,7 +208,7 @@ def reason(error: Exception) -> str:
             return "not an image of a known format, or a damaged one"
         case Image.DecompressionBombError():
             return f"more than {MAX_PIXELS:,} pixels; scale it down first ({text})"
-        case IsADirectoryError():
+        case OSError(errno=errno.EISDIR):
             return "a folder, not an image; name the images in it"
         case MemoryError():
             return "not enough memory to decode it"
@@ -199,7 +217,7 @@ def reason(error: Exception) -> str:
     return f"cannot be decoded: {text or type(error).__name__}"
 
 
-def load_rgb(image: Image.Image, max_pixels: int | None = None) -> Image.Image:
+def load_rgb(image: Image.Image, max_pixels: int | None = None, side: int | None = None) -> Image.Image:
     """Decode an opened image to a new RGB image, turned as its EXIF orientation says."""
     width, height = image.size  # from the header: a decompression bomb is refused before it is decoded
     limit = min(max_pixels or MAX_PIXELS, MAX_PIXELS)
@@ -209,6 +227,8 @@ def load_rgb(image: Image.Image, max_pixels: int | None = None) -> Image.Image:
         raise ImageError(f"{width} x {height} is more than {limit:,} pixels; scale it down first")
     if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
         raise ImageError(f"{width} x {height}: one side is more than {MAX_ASPECT_RATIO} times the other; crop it first")
+    if side is not None:
+        image.draft("RGB", (side, side))
     image.load()
     transposition = None
     with contextlib.suppress(Exception):  # an image with broken EXIF is still an image
@@ -264,8 +284,10 @@ def grey_from_floats(image: Image.Image) -> Image.Image:
     return Image.frombytes("L", image.size, bytes((values * 255).round().int().flatten().tolist()))
 
 
-def as_tensor(image: Image.Image) -> torch.Tensor:
+def as_tensor(image: Image.Image) -> "torch.Tensor":
     """The values of an image, (channels, height, width): float32 of mode F, else uint8."""
+    import torch
+
     width, height = image.size
     dtype = torch.float32 if image.mode == "F" else torch.uint8
     return torch.frombuffer(bytearray(image.tobytes()), dtype=dtype).view(height, width, -1).permute(2, 0, 1)
@@ -276,22 +298,21 @@ def augment(image: Image.Image, amount: float, rng: Random) -> Image.Image:
 
     Brightness and contrast change by up to half of amount; what becomes visible outside has its corners' mean color.
     """
-    from torchvision.transforms.v2.functional import InterpolationMode, affine  # here: captions do without the import
-
     for enhance in (ImageEnhance.Brightness, ImageEnhance.Contrast):
         image = enhance(image).enhance(rng.uniform(1 - amount / 2, 1 + amount / 2))
     right = image.width - 1
     bottom = image.height - 1
     corners = [image.getpixel(corner) for corner in ((0, 0), (right, 0), (0, bottom), (right, bottom))]
-    return affine(
-        image,
-        angle=rng.uniform(-100 * amount, 100 * amount),
-        translate=[round(rng.uniform(-amount, amount) * side) for side in image.size],
-        scale=rng.uniform(1 - amount, 1 + amount),
-        shear=[0.0, 0.0],
-        interpolation=InterpolationMode.BILINEAR,
-        fill=[sum(values) // 4 for values in zip(*corners)],
-    )
+    fill = tuple(sum(values) // 4 for values in zip(*corners))
+    angle = math.radians(rng.uniform(-100 * amount, 100 * amount))
+    center = [side / 2 for side in image.size]
+    moved = [middle + round(rng.uniform(-amount, amount) * side) for middle, side in zip(center, image.size)]
+    scale = rng.uniform(1 - amount, 1 + amount)
+    matrix = []  # from a pixel of the new image to its place in the old one
+    for row, middle in zip(((math.cos(angle), math.sin(angle)), (-math.sin(angle), math.cos(angle))), center):
+        x, y = (value / scale for value in row)
+        matrix += [x, y, middle - x * moved[0] - y * moved[1]]
+    return image.transform(image.size, Image.Transform.AFFINE, matrix, Image.Resampling.BILINEAR, fillcolor=fill)
 
 
 def prepare_pillow() -> None:

@@ -4,7 +4,10 @@ import asyncio
 import ipaddress
 import socket
 import ssl
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
 
 import httpx
 
@@ -12,11 +15,13 @@ from nanovlm.errors import ImageError
 
 MAX_BYTES = 64 * 2**20  # of an image that `fetch_image` reads
 TIMEOUT_S = 10.0  # for the whole of an image
+MAX_LOOKUPS = 256  # of host names, at the same time
 UNICAST = ipaddress.ip_network("2000::/3")  # all public IPv6 addresses
 SPECIAL = [  # IANA's registries know more blocks than Python: protocols, relays, examples and embedded IPv4 addresses
     ipaddress.ip_network(block)
     for block in ("192.0.0.0/24", "192.88.99.0/24", "2001::/23", "2001:db8::/32", "2002::/16", "3fff::/20")
 ]
+lookups = threading.BoundedSemaphore(MAX_LOOKUPS)
 
 
 def is_public(address: str) -> bool:
@@ -25,6 +30,34 @@ def is_public(address: str) -> bool:
     if any(ip in block for block in SPECIAL) or ip.is_multicast:
         return False
     return ip in UNICAST if ip.version == 6 else ip.is_global
+
+
+async def look_up(host: str, port: int) -> list[str]:
+    """The addresses of a host name; OSError if there are none, ImageError if MAX_LOOKUPS are running.
+
+    Each lookup has a thread of its own, as the system's call cannot be ended: those that take long hold up nobody.
+    """
+    loop = asyncio.get_running_loop()
+    found: asyncio.Future[list[Any]] = loop.create_future()
+
+    def deliver(result: list[Any] | OSError) -> None:
+        if not found.done():  # nobody waits any more
+            found.set_exception(result) if isinstance(result, OSError) else found.set_result(result)
+
+    def run() -> None:
+        try:
+            result: list[Any] | OSError = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except (OSError, UnicodeError) as error:
+            result = error if isinstance(error, OSError) else OSError(str(error))
+        finally:
+            lookups.release()
+        with suppress(RuntimeError):  # the event loop is closed
+            loop.call_soon_threadsafe(deliver, result)
+
+    if not lookups.acquire(blocking=False):
+        raise ImageError(f"{host}: {MAX_LOOKUPS} lookups of host names are running; try again in a minute")
+    threading.Thread(target=run, daemon=True, name="nanovlm-lookup").start()
+    return [str(sockaddr[0]) for *_, sockaddr in await found]
 
 
 async def fetch(url: str, max_bytes: int) -> bytes:
@@ -38,8 +71,7 @@ async def fetch(url: str, max_bytes: int) -> bytes:
         async with asyncio.timeout(TIMEOUT_S):
             parsed = httpx.URL(url)
             port = parsed.port or (443 if parsed.scheme == "https" else 80)
-            found = await asyncio.get_running_loop().getaddrinfo(parsed.host, port, type=socket.SOCK_STREAM)
-            addresses = [str(sockaddr[0]) for *_, sockaddr in found]
+            addresses = await look_up(parsed.host, port)
             if not all(map(is_public, addresses)):
                 raise ImageError(f"{shown} is at no public address; images are fetched from those only")
             target = parsed.copy_with(host=addresses[0])

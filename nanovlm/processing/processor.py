@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from models.config import VLMConfig
-from nanovlm.errors import InputError
+from nanovlm.errors import InputError, PromptTooLongError
 from nanovlm.processing.layouts import Grid, Message, layout_of
 from nanovlm.processing.tokenizer import Tokenizer
 
@@ -40,6 +40,16 @@ class Processor:
     def max_tiles_per_image(self) -> int:
         """The largest number of tiles of one image, global view included."""
         return self.layout.max_tiles_per_image(self.max_tiles)
+
+    def check_bytes(self, texts: Iterable[str]) -> None:
+        """Refuse texts that cannot fit the context, whatever their tokens: tokenizing megabytes takes seconds."""
+        context = self.cfg.lm_max_position_embeddings
+        limit = context * self.tokenizer.longest_token
+        if (n_bytes := sum(len(text.encode(errors="replace")) for text in texts)) > limit:
+            raise PromptTooLongError(
+                f"prompt is too long: {n_bytes:,} bytes of text, which are more than the model's context "
+                f"(lm_max_position_embeddings={context}); shorten it"
+            )
 
     def preprocess(self, image: Image.Image, max_tiles: int | None = None) -> tuple[Tensor, Grid]:
         """Tiles of an RGB image, (n, 3, S, S) float32, and their grid; whatever the format adds to them is in n."""
@@ -96,6 +106,7 @@ class Processor:
         """
         if not isinstance(question, str):
             raise InputError(f"a prompt is one string, not {type(question).__name__}; pass earlier turns as history")
+        self.check_bytes([question, *(text for pair in history for text in pair)])
         if not self.layout.has_chat:
             return self._encode_completion(len(grids), question, history)
         turns: list[list[Any]] = [[text] for pair in history for text in pair] + [[question]]
@@ -108,6 +119,7 @@ class Processor:
 
         Images stand before all text in a message, unless the layout has images_in_turns.
         """
+        self.check_bytes(part for _, parts in turns for part in parts if part is not None)
         markups = iter(self.layout.image_markups(grids))
         messages: list[Message] = []
         for role, parts in turns:

@@ -1,12 +1,12 @@
 """Answers that follow a JSON schema: llguidance tells which tokens may come next. Needs the extra `structured`."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanovlm.errors import InputError, MissingExtraError, UsageError
+from models import files
+from nanovlm.errors import FileError, InputError, MissingExtraError, UsageError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -14,17 +14,20 @@ if TYPE_CHECKING:
     from nanovlm.processing.tokenizer import Tokenizer
 
 MAX_SCHEMA = 50_000  # characters; what longer ones need at each token would delay all other requests
-CHOICES = ("anyOf", "oneOf")
-SAYS_OTHERWISE = {"additionalProperties", "patternProperties", "unevaluatedProperties", "allOf", "$ref", "if", *CHOICES}
+CHOICES = {"anyOf", "oneOf"}
+COMBINED = {"allOf", "if", "then", "else", *CHOICES}  # keys of schemas for the same value
+MAPS = ("properties", "$defs", "definitions", "patternProperties")  # of schemas by name
+VALUES = {"items", "prefixItems", "additionalProperties"}  # of schemas for values inside
+SAYS_OTHERWISE = {"additionalProperties", "patternProperties", "unevaluatedProperties", "$ref", *COMBINED}
 JSON_OPTIONS: Any = {"whitespace_flexible": False}  # or a small model could write spaces without end
 
 
 def read_schema(path: str) -> Any:
     """The JSON schema in a file. UsageError if there is none, InputError if llguidance cannot follow it."""
     try:
-        schema = json.loads(Path(path).read_text("utf-8-sig"))
-    except OSError as error:
-        raise UsageError(f"--json-schema {path}: {error.strerror}") from None
+        schema = json.loads(files.read_text(path))
+    except FileError as error:
+        raise UsageError(f"--json-schema {error}") from None
     except (ValueError, RecursionError) as error:
         raise UsageError(f"--json-schema {path} is not JSON: {error}") from None
     _grammar(schema, f"--json-schema {path}")
@@ -107,25 +110,47 @@ class GrammarProcessor:
         return logits.masked_fill(~allowed.to(logits.device), float("-inf"))
 
 
-def close_objects(schema: Any) -> Any:
+def close_objects(schema: Any, shared: Collection[str] | None = None, is_part: bool = False) -> Any:
     """The schema, in which objects that list their properties have no others, unless it says so.
 
-    Left open where schemas are combined for one object: each part would exclude the properties of the others.
+    Left open where schemas are combined for one object: each part would exclude the properties of the others. So is a
+    definition that a part names, those in shared.
     """
+    shared = _names_of_parts(schema) if shared is None else shared
     if isinstance(schema, list):
-        return [close_objects(part) for part in schema]
+        return [close_objects(part, shared, is_part) for part in schema]
     if not isinstance(schema, dict):
         return schema
     closed = dict(schema)
-    for key in ("properties", "$defs", "definitions", "patternProperties"):
+    for key in MAPS:
         if isinstance(schema.get(key), dict):
-            closed[key] = {name: close_objects(part) for name, part in schema[key].items()}
-    for key in ("items", "prefixItems", "additionalProperties", *([] if "properties" in schema else CHOICES)):
-        if key in schema:
-            closed[key] = close_objects(schema[key])
-    if "properties" in schema and not schema.keys() & SAYS_OTHERWISE:
+            parts = schema[key].items()
+            closed[key] = {name: close_objects(part, shared, f"#/{key}/{name}" in shared) for name, part in parts}
+    for key in VALUES & schema.keys():
+        closed[key] = close_objects(schema[key], shared)
+    for key in COMBINED & schema.keys():
+        closed[key] = close_objects(schema[key], shared, is_part or key not in CHOICES or "properties" in schema)
+    if "properties" in schema and not is_part and not schema.keys() & SAYS_OTHERWISE:
         closed["additionalProperties"] = False
     return closed
+
+
+def _names_of_parts(schema: Any, is_part: bool = False) -> set[str]:
+    """The $ref of definitions that are combined with other schemas for one object."""
+    if isinstance(schema, list):
+        return set().union(*(_names_of_parts(part, is_part) for part in schema))
+    if not isinstance(schema, dict):
+        return set()
+    is_combined = is_part or "properties" in schema
+    names = {schema["$ref"]} if is_combined and isinstance(schema.get("$ref"), str) else set()
+    for key in MAPS:
+        if isinstance(schema.get(key), dict):
+            names |= _names_of_parts([*schema[key].values()])
+    for key in VALUES & schema.keys():
+        names |= _names_of_parts(schema[key])
+    for key in COMBINED & schema.keys():
+        names |= _names_of_parts(schema[key], is_combined or key not in CHOICES)
+    return names
 
 
 def _grammar(schema: Any, name: str) -> str:
@@ -136,8 +161,7 @@ def _grammar(schema: Any, name: str) -> str:
         raise MissingExtraError(f"{name} needs llguidance; pip install 'nanovlm[structured]'") from None
     grammar = ""
     try:
-        combines = '"allOf"' in json.dumps(schema)  # of which $ref may name parts
-        text = json.dumps(schema if combines else close_objects(schema))
+        text = json.dumps(close_objects(schema))
         if len(text) > MAX_SCHEMA:
             raise InputError(f"{name}: a JSON schema of {len(text):,} characters, more than {MAX_SCHEMA:,}; shorten it")
         grammar = LLMatcher.grammar_from_json_schema(text, defaults=JSON_OPTIONS)

@@ -14,9 +14,9 @@ import tokenizers
 from models.checkpoint import (
     NO_IMAGE_TOKEN,
     TOKENIZER,
-    check_regular_file,
     is_base_vocabulary,
     missing_token,
+    read_model_text,
     snapshot_path,
 )
 from models.config import VLMConfig
@@ -93,19 +93,15 @@ class Tokenizer:
 
     @classmethod
     def _read(cls, path: Path, cfg: VLMConfig, extra: Iterable[str] = ()) -> "Tokenizer":
-        check_regular_file(path)
+        content = read_model_text(path)
         try:
-            backend = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+            backend = tokenizers.Tokenizer.from_str(content)
             if is_base_vocabulary(backend.get_vocab(with_added_tokens=True), cfg):
                 extra = cfg.special_tokens.values()
             new = [token for token in extra if backend.token_to_id(token) is None]  # the others would lose rstrip
             backend.add_special_tokens(new)
             tokenizer = cls(backend, cfg)
             text = tokenizer.decode(tokenizer.encode(ROUND_TRIP_TEXT))
-        except FileNotFoundError:
-            raise CheckpointError(f"{path} is missing; a model's folder needs its {TOKENIZER}") from None
-        except (OSError, UnicodeDecodeError) as error:
-            raise CheckpointError(f"{path} cannot be read: {error}") from None
         except CheckpointError as error:
             raise CheckpointError(f"{path}: {error}") from None
         except BaseException as error:
@@ -128,6 +124,11 @@ class Tokenizer:
     def to_json(self) -> str:
         """The content of tokenizer.json."""
         return self.backend.to_str(pretty=False)
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Bytes of UTF-8 that a token stands for at most."""
+        return max(len(token.encode(errors="replace")) for token in self.backend.get_vocab(with_added_tokens=True))
 
     def special_id(self, token: str) -> int:
         """The id of a special token; CheckpointError if there is none."""

@@ -28,7 +28,7 @@ from nanovlm.processing.image_loading import (
     readable_extensions,
     reason,
 )
-from nanovlm.processing.video_decoder import DECODING_SECONDS, LISTED_FPS, sample_frames, spread
+from nanovlm.processing.video_decoder import DECODING_SECONDS, LISTED_FPS, MAX_FRAME_PIXELS, sample_frames, spread
 
 MAX_ANIMATION_FRAMES = 10_000
 ONES = (
@@ -103,11 +103,14 @@ def _read_animation(path: Path, max_frames: int) -> Video:
         n = getattr(image, "n_frames", 1)
         if n > MAX_ANIMATION_FRAMES:
             raise ImageError(f"{path}: {n:,} frames, more than {MAX_ANIMATION_FRAMES:,}; cut it")
+        if image.width * image.height > MAX_FRAME_PIXELS:
+            raise ImageError(f"{path}: frames of {image.width} x {image.height}, more than {MAX_FRAME_PIXELS:,} pixels")
         starts = []
         frames = []
         now = 0.0
         for frame in ImageSequence.Iterator(image):
             starts.append(now)
+            frame.load()  # before it, WebP and AVIF do not tell how long a frame is shown
             now += (frame.info.get("duration") or 1000 / LISTED_FPS) / 1000
         kept = sample_frames(n, n / now, max_frames)
         for i in kept:

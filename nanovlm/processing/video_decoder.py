@@ -6,6 +6,7 @@ It starts at once, as it imports no torch.
 import json
 import sys
 
+from models import files
 from nanovlm.errors import MissingExtraError
 
 LISTED_FPS = 24.0  # of frames without times, as in transformers
@@ -51,17 +52,23 @@ def main(path: str, max_frames: int) -> None:
         sys.exit(MissingExtraError.exit_code)
     # Of an open file FFmpeg takes no name for a protocol; the option keeps playlists from opening other files or URLs.
     options = {"protocol_whitelist": "none"}
-    with open(path, "rb") as file, av.open(file, "r", options=options) as container:
+    with files.opened(path) as file, av.open(file, "r", options=options) as container:
         stream = container.streams.video[0]
         if stream.width * stream.height > MAX_FRAME_PIXELS:
             sys.exit(f"ImageError: frames of {stream.width} x {stream.height}, more than {MAX_FRAME_PIXELS:,} pixels")
         fps = float(stream.average_rate or LISTED_FPS)
-        n_frames = stream.frames or sum(1 for _ in container.decode(stream))
-        seconds = float(stream.duration * stream.time_base) if stream.duration and stream.time_base else n_frames / fps
+        lengths = [float(stream.duration * stream.time_base)] if stream.duration and stream.time_base else []
+        lengths += [container.duration / av.time_base] if container.duration else []
+        times = [packet.pts * packet.time_base for packet in container.demux(stream) if packet.pts is not None]
+        n_frames = stream.frames or len(times)
+        lengths += [float(max(times) - min(times))] if times else []  # a screen recording's rate varies
+        seconds = max(lengths, default=n_frames / fps)
+        if seconds > 0:
+            fps = n_frames / seconds
     kept = set(sample_frames(n_frames, fps, max_frames))
     shown = []
     start = None
-    with open(path, "rb") as file, av.open(file, "r", options=options) as container:
+    with files.opened(path) as file, av.open(file, "r", options=options) as container:
         for i, frame in enumerate(container.decode(video=0)):
             now = i / fps if frame.time is None else frame.time
             start = now if start is None else start

@@ -4,10 +4,11 @@ import asyncio
 import errno
 import hmac
 import logging
+import math
 import re
 import socket
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from types import FrameType
@@ -21,15 +22,15 @@ from starlette.datastructures import Headers, MutableHeaders, State
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
-from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from models.inference.caches import ImageCache, PrefixCache
 from models.inference.request import Request as Prompt
 from nanovlm.captioner import Captioner
 from nanovlm.console import count
 from nanovlm.embedded import SAMPLE
-from nanovlm.errors import ImageError, NanoVLMError, UsageError
+from nanovlm.errors import ImageError, NanoVLMError, PromptTooLongError, UsageError
 from nanovlm.options import generation_options
 from nanovlm.processing.image_urls import fetch
 from nanovlm.processing.tokenizer import StreamingDecoder
@@ -43,6 +44,9 @@ logger = logging.getLogger(__name__)
 STATIC = Path(__file__).parent / "static"
 GET = ["GET", "HEAD"]
 PORT = re.compile(r":\d*$")  # in a Host header
+BODY_SECONDS = 10.0  # for the headers of a request, and for its body
+LOG_INTERVAL = 10.0  # seconds between lines about connections that cannot be accepted
+NO_DESCRIPTORS = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 MAX_PREPARED = 8  # requests that are preprocessed and not prefilled yet: memory holds their pixels
 CLIENT_LEFT = 499  # nginx's status; nobody reads it
 HEADERS = {  # of every response; the page loads nothing from elsewhere
@@ -61,6 +65,7 @@ def make_app(captioner: Captioner, name: str, options: ServeOptions, description
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        asyncio.get_running_loop().set_exception_handler(AcceptErrors())
         chats.engine.start()
         yield
         chats.engine.stop()
@@ -102,8 +107,9 @@ def make_app(captioner: Captioner, name: str, options: ServeOptions, description
     app.add_middleware(Gate, chats=chats)
     app.include_router(api, prefix="/v1")
     app.include_router(api)  # some clients leave /v1 out, as llama.cpp's server allows
-    app.add_api_route("/sample.png", lambda: FileResponse(SAMPLE), methods=GET)
-    app.mount("/", StaticFiles(directory=STATIC, html=True))
+    pages = {"/": STATIC / "index.html", "/sample.png": SAMPLE} | {f"/{file.name}": file for file in STATIC.iterdir()}
+    for path, file in pages.items():
+        app.add_api_route(path, send(file), methods=GET)
     for kind in (NanoVLMError, APIError, HTTPException, TimeoutError, Exception):
         app.add_exception_handler(kind, chats.send_error)
     app.state.chats = chats
@@ -176,6 +182,7 @@ class Chats:
         caches = {"image_cache": self.image_cache, "prefix_cache": prefix_cache}
         self.engine = Engine(lambda: captioner.batch(options.max_num_seqs, **caches))
         self.active: set[Response] = set()
+        self.arriving = 0  # bytes of bodies that are not there yet
         self.prepared = asyncio.Semaphore(MAX_PREPARED)  # which requests pass in the order of their arrival
 
     async def send_error(self, request: Request, error: Exception) -> JSONResponse:
@@ -187,6 +194,8 @@ class Chats:
         match error:
             case APIError():
                 return error
+            case PromptTooLongError():
+                return APIError(400, str(error), "context_length_exceeded", "messages")
             case ImageError():
                 return APIError(400, str(error), "invalid_image", "messages")
             case NanoVLMError():  # its first word names the field, or else it is about the chat
@@ -203,17 +212,22 @@ class Chats:
         return APIError(500, "internal server error; the server's log has the reason")
 
     async def complete(self, http: Request) -> HTTPResponse:
-        """The response to one request, which has its place before its body is read."""
-        places = self.options.max_num_seqs + self.options.max_pending
-        if len(self.active) >= places:
-            message = f"all {places} places for running and waiting answers are taken; try again in a second"
-            raise APIError(429, message, "rate_limit_exceeded", headers={"Retry-After": "1"})
+        """The response to one request, which has its place once its body is there."""
+        body = await read_body(http, self.options.max_body, self._count_arriving)
+        if len(self.active) >= self.options.places:
+            raise full(f"all {self.options.places} places for running and waiting answers are taken")
         response = http.state.response = Response(self.name)
         self.active.add(response)
         http.state.deadline = asyncio.get_running_loop().time() + self.options.timeout
         async with asyncio.timeout_at(http.state.deadline):
-            request = await asyncio.to_thread(ChatRequest.parse, await read_body(http, self.options.max_body))
+            request = await asyncio.to_thread(ChatRequest.parse, body)
+            del body
             return await unless_disconnected(http, self._answer(request, response, http.state))
+
+    def _count_arriving(self, n_bytes: int) -> None:
+        self.arriving += n_bytes
+        if self.arriving > self.options.places * self.options.max_body:
+            raise full(f"{self.options.places * self.options.max_body:,} bytes of requests are arriving")
 
     async def release(self, response: Response) -> None:
         """Give the place of a response back; an answer that is still generated is cancelled."""
@@ -304,19 +318,40 @@ class Chats:
         yield "data: [DONE]\n\n"
 
 
-async def read_body(http: Request, max_bytes: int) -> bytes:
-    """The body of a request; APIError 413 if it is too large.
+async def read_body(
+    http: Request, max_bytes: int, count_arriving: Callable[[int], None] = lambda n_bytes: None
+) -> bytes:
+    """The body of a request. APIError 413 if it is too large, 408 if it is late.
 
-    A client reads the response only after it has sent its request, so the rest of a large body is received and dropped.
+    count_arriving is told the bytes that are kept of each piece, and at the end minus their sum. A client reads the
+    response only after it has sent its request, so the rest of a large body is received and dropped.
     """
     body = bytearray()
     length = 0
-    async for chunk in http.stream():
-        length += len(chunk)
-        body += chunk if length <= max_bytes else b""
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for chunk in http.stream():
+                length += len(chunk)
+                if length <= max_bytes:
+                    body += chunk
+                    count_arriving(len(chunk))
+    except TimeoutError:
+        message = f"the request's body did not arrive within {BODY_SECONDS:g} s; send it at once, or less"
+        raise APIError(408, message, "timeout", headers={"Connection": "close"}) from None
+    finally:
+        count_arriving(-len(body))
     if length > max_bytes:
         raise APIError(413, f"the request has more than {max_bytes:,} bytes; send smaller images")
     return bytes(body)
+
+
+def send(file: Path) -> Callable[[], FileResponse]:
+    return lambda: FileResponse(file)
+
+
+def full(what: str) -> APIError:
+    headers = {"Retry-After": "1", "Connection": "close"}  # the rest of a body is not read
+    return APIError(429, f"{what}; try again in a second", "rate_limit_exceeded", headers=headers)
 
 
 async def unless_disconnected(http: Request, work: Coroutine[Any, Any, HTTPResponse]) -> HTTPResponse:
@@ -346,11 +381,41 @@ def listen(options: ServeOptions) -> socket.socket:
         raise UsageError(f"--host {options.host} --port {options.port}: {reason}; {remedy}") from None
 
 
+class Protocol(H11Protocol):
+    """Closes a connection on which no request begins within BODY_SECONDS, as it holds a descriptor."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._await_request()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._await_request()
+
+    def _await_request(self) -> None:
+        last = self.cycle
+        self.loop.call_later(BODY_SECONDS, lambda: self.transport.close() if self.cycle is last else None)
+
+
+class AcceptErrors:
+    """The event loop's exception handler: connections that find no descriptor are a line now and then."""
+
+    def __init__(self) -> None:
+        self.last = -math.inf
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        if getattr(context.get("exception"), "errno", None) not in NO_DESCRIPTORS:
+            return loop.default_exception_handler(context)
+        if loop.time() - self.last > LOG_INTERVAL:
+            self.last = loop.time()
+            logger.warning("no descriptors are left for new connections, which wait; raise the limit: ulimit -n")
+
+
 class Server(uvicorn.Server):
     """Finishes running answers at the first signal, and stops at once at the second."""
 
     def __init__(self, app: FastAPI, port: int = 0):
-        config = uvicorn.Config(app, port=port, http="h11", ws="none", log_level="critical", server_header=False)
+        config = uvicorn.Config(app, port=port, http=Protocol, ws="none", log_level="critical", server_header=False)
         super().__init__(config)
         self.chats: Chats = app.state.chats
 

@@ -9,10 +9,10 @@ from itertools import groupby
 
 from models.inference.caches import ImageCache, TiledImage
 from nanovlm.embedded import PROMPT
-from nanovlm.errors import ImageError, InputError
+from nanovlm.errors import ImageError, InputError, PromptTooLongError
 from nanovlm.processing.image_loading import load_image
 from nanovlm.processing.processor import Processor
-from nanovlm.serving.openai_api import APIError, ImageURL, Message
+from nanovlm.serving.openai_api import ImageURL, Message
 
 MAX_PIXELS = 64_000_000  # of an image: the largest that phones save
 BASE64 = re.compile(r"[A-Za-z0-9+/\s]{64}")  # fewer characters hold no image
@@ -99,11 +99,11 @@ def encode_chat(chat: Chat, images: Sequence[TiledImage], processor: Processor) 
 
 
 def check_length(n_tokens: int, processor: Processor, what: str) -> None:
-    """Refuse a prompt beyond the context in words and by a code that clients look for."""
+    """Refuse a prompt beyond the context."""
     limit = processor.cfg.lm_max_position_embeddings
     if n_tokens > limit:
         message = f"prompt is too long: {what}, more than the model's context (lm_max_position_embeddings={limit})"
-        raise APIError(400, f"{message}; shorten it", "context_length_exceeded", "messages")
+        raise PromptTooLongError(f"{message}; shorten it")
 
 
 def is_data_url(url: str) -> bool:

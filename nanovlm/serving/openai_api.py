@@ -67,11 +67,17 @@ class ImageURL(Record):
 
 
 class Part(Record):
-    """A text, or an image."""
+    """A text, or an image; an assistant's refusal is its text."""
 
     type: Literal["text", "image_url"]
     text: str | None = None
     image_url: Annotated[ImageURL | None, text_as(lambda url: {"url": url})] = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_refusal(cls, data: Any) -> Any:
+        is_refusal = isinstance(data, dict) and data.get("type") == "refusal"
+        return {"type": "text", "text": data.get("refusal")} if is_refusal else data
 
     @model_validator(mode="after")
     def _check_content(self) -> Self:
@@ -84,7 +90,14 @@ class Message(Record):
     role: Annotated[Role, AfterValidator(lambda role: "system" if role == "developer" else role)]
     content: Annotated[
         list[Part], Field(fail_fast=True), text_as(lambda text: [{"type": "text", "text": text}])
-    ] = []  # an assistant that only called tools has none
+    ] = []  # an assistant that only called tools, or refused, has none
+    refusal: str | None = None
+
+    @model_validator(mode="after")
+    def _add_refusal(self) -> Self:
+        if self.refusal is not None and not self.content:
+            self.content.append(Part(type="text", text=self.refusal))
+        return self
 
     @property
     def text(self) -> str:

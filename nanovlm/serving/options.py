@@ -49,6 +49,8 @@ class ServeOptions:
 
     def __post_init__(self) -> None:
         check_settings(self)
+        if self.api_key is not None and not self.api_key.strip():
+            raise UsageError("--api-key is empty, which would let everybody in; name a key, or omit it")
         if not is_loopback(self.host) and self.api_key is None:
             raise UsageError(
                 f"--host {self.host} is reachable from other machines and needs a key; set --api-key or, hidden from "
@@ -57,6 +59,11 @@ class ServeOptions:
         for origin in self.allow_origin:
             if origin not in ("*", "null") and not re.fullmatch(r"https?://[^/\s]+", origin):
                 raise UsageError(f"--allow-origin {origin!r} is no origin; give for example http://localhost:3000")
+
+    @property
+    def places(self) -> int:
+        """Requests that run or wait at the same time."""
+        return self.max_num_seqs + self.max_pending
 
     @property
     def hosts(self) -> set[str] | None:

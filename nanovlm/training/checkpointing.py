@@ -6,29 +6,36 @@ settings, the scores so far and the gradient scaler's state.
 
 import json
 import logging
-import shutil
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from types import NoneType
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from models.checkpoint import atomic_dir, load_config, opened, read_object, write_checkpoint_files
+from models import files
+from models.checkpoint import load_config, open_tensors, read_object, why_unusable, write_checkpoint_files
 from models.lora import adapters, merge_on_disk, merged_state
 from models.lora.files import read_adapters, write_adapters
 from models.vision_language_model import VisionLanguageModel, load_model
+from nanovlm.data.mixture import parse_validation
 from nanovlm.embedded import write_prompt
-from nanovlm.errors import CheckpointError, TrainingError
+from nanovlm.errors import BusyError, CheckpointError, TrainingError, UsageError
 from nanovlm.options import check_output_folder
 from nanovlm.training.config import TrainConfig
 
 OPTIMIZER = "optimizer.safetensors"
 STATE = "trainer.json"
-FIXED = ("lora_rank", "train_embeddings", "optimizer")  # settings that a resumed run must have, too
+FIXED = ("lora_rank", "lora_alpha", "train_embeddings", "optimizer")  # settings that a resumed run must have, too
+STATE_TYPES: dict[str, type] = {
+    "step": int, "config": dict, "metric": str, "scores": list, "scaler": dict, "streams": dict,
+}  # fmt: skip
+SCALER = torch.amp.GradScaler("cpu").state_dict().keys()
+NOT_NEGATIVE = ("/step", "/exp_avg_sq")
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +58,7 @@ def stored_settings(folder: Path) -> dict[str, Any] | None:
     """The settings in the newest readable checkpoint: TrainConfig's, "data" and "validation"; None without any."""
     for step in reversed(checkpoint_steps(folder)):
         with suppress(CheckpointError):
-            return read_object(checkpoint_path(folder, step) / STATE).get("config", {})
+            return read_state(checkpoint_path(folder, step))["config"]
     return None
 
 
@@ -60,6 +67,8 @@ def write_errors(folder: Path) -> Iterator[None]:
     """Turn a full disk, or a folder without write permission, into a TrainingError that says how to resume."""
     try:
         yield
+    except BusyError:
+        raise
     except OSError as error:
         steps = checkpoint_steps(folder)
         remedy = "free some disk space" if "No space" in str(error) else "correct that"
@@ -96,8 +105,8 @@ def write_model(
     where = None if home is None else str(home.resolve())
     if not adapters(model):
         return write_checkpoint_files(folder, model, tokenizer, dtype, where)
-    with TemporaryDirectory(dir=folder) as scratch:
-        write_checkpoint_files(folder, merge_on_disk(model, Path(scratch), dtype), tokenizer, dtype, where)
+    with files.scratch_folder(folder) as scratch:
+        write_checkpoint_files(folder, merge_on_disk(model, scratch, dtype), tokenizer, dtype, where)
     write_adapters(folder, model, base)
 
 
@@ -110,15 +119,6 @@ def optimizer_state(model: VisionLanguageModel, optimizer: torch.optim.Optimizer
     }
 
 
-def remove_leftovers(folder: Path) -> None:
-    """Remove what a run that was killed had half written; no other run may be in folder."""
-    for leftover in [*folder.glob(".*.tmp"), *folder.glob("checkpoints/.*.tmp")]:
-        if leftover.is_dir():
-            shutil.rmtree(leftover, ignore_errors=True)
-        else:
-            leftover.unlink(missing_ok=True)
-
-
 def save_checkpoint(
     folder: Path,
     model: VisionLanguageModel,
@@ -126,31 +126,36 @@ def save_checkpoint(
     state: dict[str, Any],
     keep: int,
     best: int | None,
-    **files: Any,
+    **parts: Any,
 ) -> None:
-    """Write all files of a checkpoint, or none; files are arguments of `write_model`. Keep the newest and the best."""
+    """Write all files of a checkpoint, or none; parts are arguments of `write_model`. Keep the newest and the best."""
     step = state["step"]
     path = checkpoint_path(folder, step)
     with write_errors(folder):
         if path.exists():  # a damaged one; the run was resumed from an older one
-            shutil.rmtree(path)
-        with atomic_dir(path) as new:
-            write_model(new, model, **files)
+            files.remove_folder(path)
+        with files.filling(path) as new:
+            write_model(new, model, **parts)
             save_file({name: t.cpu() for name, t in optimizer_state(model, optimizer).items()}, new / OPTIMIZER)
-            (new / STATE).write_text(json.dumps(state, indent=2) + "\n")
+            files.replace(new / STATE, json.dumps(state, indent=2) + "\n")
     until_now = [other for other in checkpoint_steps(folder) if other <= step]
     for other in until_now[:-keep]:
         if other != best:
-            shutil.rmtree(checkpoint_path(folder, other), ignore_errors=True)
+            files.remove_folder(checkpoint_path(folder, other))
 
 
-def restore_newest(folder: Path, model: VisionLanguageModel, cfg: TrainConfig) -> tuple[dict[str, Any], dict] | None:
-    """Restore the newest of folder/checkpoints that is not damaged; CheckpointError if all are, None without any."""
+def restore_newest(
+    folder: Path, model: VisionLanguageModel, cfg: TrainConfig, empty: Mapping[str, Tensor]
+) -> tuple[dict[str, Any], dict] | None:
+    """Restore the newest of folder/checkpoints that is not damaged; CheckpointError if all are, None without any.
+
+    empty has the optimizer's tensors by name; see `restore`.
+    """
     damaged: list[str] = []
     for step in reversed(checkpoint_steps(folder)):
         path = checkpoint_path(folder, step)
         try:
-            restored = restore(path, model, cfg)
+            restored = restore(path, model, cfg, empty)
         except DamagedCheckpointError as error:
             damaged.append(str(error))
             continue
@@ -162,13 +167,16 @@ def restore_newest(folder: Path, model: VisionLanguageModel, cfg: TrainConfig) -
     return None
 
 
-def restore(path: Path, model: VisionLanguageModel, cfg: TrainConfig) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def restore(
+    path: Path, model: VisionLanguageModel, cfg: TrainConfig, empty: Mapping[str, Tensor]
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Load a checkpoint's weights into model, and return trainer.json and the optimizer's tensors.
 
-    CheckpointError for one of another model or of other settings, DamagedCheckpointError for unreadable files.
+    These must have the names, shapes and dtypes of empty. CheckpointError for a checkpoint of another model or of other
+    settings, DamagedCheckpointError for files that cannot be read, or hold what no run writes.
     """
     with _damage(path):
-        state = read_object(path / STATE)
+        state = read_state(path)
         before = load_config(path).to_dict() | state["config"]
     now = model.cfg.to_dict() | {name: getattr(cfg, name) for name in FIXED} | {"freeze": list(cfg.freeze)}
     now.pop("lm_tokenizer", None)  # which says where the tokenizer is, not what it is
@@ -180,12 +188,12 @@ def restore(path: Path, model: VisionLanguageModel, cfg: TrainConfig) -> tuple[d
             )
     with _damage(path):
         weights = load_model(path, model.cfg, model.image_token_id, device=model.device).state_dict()
-        with opened(path / OPTIMIZER) as file:
-            optimizer = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+        optimizer = read_optimizer(path / OPTIMIZER, empty)
     if not adapters(model):
         model.load_state_dict(weights)
         return state, optimizer
-    read_adapters(path, model)
+    with _damage(path):
+        read_adapters(path, model)
     for name, tensor in merged_state(model):
         if not torch.allclose(tensor, weights[name].to(tensor.device), rtol=1e-3, atol=1e-5):
             raise CheckpointError(
@@ -193,6 +201,50 @@ def restore(path: Path, model: VisionLanguageModel, cfg: TrainConfig) -> tuple[d
                 "start from the same model as before, or train in another folder"
             )
     return state, optimizer
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """The object in trainer.json of the checkpoint path; CheckpointError unless a run could have written it."""
+    state = read_object(path / STATE)
+    try:
+        for name, kind in STATE_TYPES.items():
+            if type(state[name]) is not kind:
+                raise TypeError(f"{name} is of type {type(state[name]).__name__}, not {kind.__name__}")
+        if path.name != f"step-{state['step']}":
+            raise ValueError(f"step={state['step']} is not that of the folder")
+        if not all(type(step) is int and math.isfinite(score) for step, score in state["scores"]):
+            raise ValueError("scores are not pairs of a step and a number")
+        scaler = state["scaler"]
+        if scaler and (scaler.keys() != SCALER or not all(0 <= value < math.inf for value in scaler.values())):
+            raise ValueError(f"scaler={scaler}")
+        config = state["config"]
+        TrainConfig(**{name: value for name, value in config.items() if name in TrainConfig.__dataclass_fields__})
+        parse_validation(config["validation"])
+        if type(config["freeze"]) is not list or type(config["data"]) not in (str, NoneType):
+            raise TypeError("freeze or data is of another type")
+    except KeyError as error:
+        raise CheckpointError(f"{path / STATE} has no {error}") from None
+    except (TypeError, ValueError, OverflowError, UsageError) as error:
+        raise CheckpointError(f"{path / STATE}: {error}") from None
+    return state
+
+
+def read_optimizer(path: Path, empty: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of optimizer.safetensors; CheckpointError unless they are like those of empty, and finite."""
+    with open_tensors(path) as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+    if differing := sorted(tensors.keys() ^ empty.keys()):
+        raise CheckpointError(f"{path}: {differing[0]} is in only one of file and optimizer")
+    for name, tensor in tensors.items():
+        like = empty[name]
+        if (tensor.shape, tensor.dtype) != (like.shape, like.dtype):
+            found = f"{tuple(tensor.shape)}, {tensor.dtype}"
+            raise CheckpointError(f"{path}: {name} is {found}, not {tuple(like.shape)}, {like.dtype}")
+        if reason := why_unusable(tensor, tensor.dtype):
+            raise CheckpointError(f"{path}: {name} {reason}")
+        if name.endswith(NOT_NEGATIVE) and (tensor < 0).any():
+            raise CheckpointError(f"{path}: {name} is negative")
+    return tensors
 
 
 @contextmanager

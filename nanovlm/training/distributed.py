@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from nanovlm.data.file_lock import file_lock
+from models import files
 from nanovlm.errors import TrainingError
-
-LOCK = ".train.lock"
-
-
-def training_lock(folder: Path) -> AbstractContextManager[None]:
-    """Keep other training runs out of folder; UsageError if one is there."""
-    return file_lock(folder / LOCK, str(folder), by_process=True)
 
 
 class DistributedContext:
@@ -62,12 +55,14 @@ class DistributedContext:
 
     def claim(self, folder: Path) -> None:
         """Keep other runs out of folder until self.lock is left; TrainingError unless it is one folder for all."""
-        if self.is_main:
-            self.lock.enter_context(training_lock(folder))
-            (folder / LOCK).touch()  # not made on Windows
-        self.sum(0)  # waits for the main process
-        (found,) = self.sum((folder / LOCK).exists())
-        if 1 < self.world_size > found:
+        with ExitStack() as stack:
+            mark = {}
+            if self.is_main:
+                self.lock.enter_context(files.locked(folder))
+                mark = {"name": stack.enter_context(files.scratch_folder(folder)).name}
+            name = self.merge(mark)["name"]  # from the main process
+            (found,) = self.sum((folder / name).exists())
+        if found < self.world_size:
             raise TrainingError(
                 f"{folder} is not the same folder for all {self.world_size} processes: {found:.0f} see what the first "
                 "one writes; name one on a file system that all hosts share"

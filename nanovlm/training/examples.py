@@ -6,7 +6,7 @@ from dataclasses import replace
 from hashlib import blake2b
 
 from nanovlm.console import count
-from nanovlm.data import Mixture, Source, Stream, Subset, open_data
+from nanovlm.data import Mixture, Source, StreamedSource, Subset, open_data
 from nanovlm.data.mixture import parse_data, source_lines
 from nanovlm.training.checkpointing import stored_settings
 from nanovlm.training.config import FinetuneOptions, TrainConfig
@@ -69,6 +69,6 @@ def describe_data(mixture: Mixture, held_out: Sequence[Subset], cfg: TrainConfig
             parts.append(f"{paths}: {count(total, 'example')}, each shown {share * n_shown / total:.1f} times")
     if n_held_out:
         parts.append(f"{n_held_out:,} held out" + (" (--validation N holds out N, 0 none)" if is_default else ""))
-    elif is_default and any(isinstance(subset.source, Stream) or not subset.source.endless for subset in training):
+    elif is_default and any(isinstance(one.source, StreamedSource) or not one.source.endless for one in training):
         parts.append("nothing held out (--validation 0.05 holds out 5%)")
     return "\n".join([*source_lines(training, held_out), "; ".join(parts)])

@@ -6,34 +6,49 @@ import math
 import os
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from models.checkpoint import WEIGHTS, atomic_write, checkpoint_dtype, read_object, snapshot_path
+from models import files
+from models.checkpoint import (
+    CONFIG,
+    FORMATS,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    WEIGHTS,
+    checkpoint_dtype,
+    read_object,
+    snapshot_path,
+)
+from models.lora.files import ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from models.vision_language_model import VisionLanguageModel
 from nanovlm.captioner import Captioner
-from nanovlm.data import Batches, ExampleError, Mixture, Stream, Subset, check_data, parse_data
+from nanovlm.data import ExampleBatches, ExampleError, Mixture, StreamedSource, Subset, check_data, parse_data
 from nanovlm.data.examples import questions as questions_about
 from nanovlm.data.mixture import parse_validation
 from nanovlm.device import choose_device
-from nanovlm.errors import TrainingError, UsageError, is_out_of_memory
+from nanovlm.embedded import SETTINGS
+from nanovlm.errors import CheckpointError, TrainingError, UsageError, is_out_of_memory
 from nanovlm.evaluation import Evaluation, EvaluationOptions, evaluate, load_metric
 from nanovlm.evaluation.evaluate import QuestionList
 from nanovlm.options import check_output_folder
 from nanovlm.processing.processor import Processor
 from nanovlm.training import examples
-from nanovlm.training.checkpointing import checkpoint_steps, stored_settings, write_errors
+from nanovlm.training.checkpointing import STATE, checkpoint_path, checkpoint_steps, stored_settings, write_errors
 from nanovlm.training.config import EPOCHS, MAX_STEPS, MUON_LR, REFERENCE_WIDTH, RUN_FILE, FinetuneOptions, TrainConfig
-from nanovlm.training.distributed import training_lock
 from nanovlm.training.examples import open_examples, resumed_options
 from nanovlm.training.loop import Trainer, TrainingTask
-from nanovlm.training.metrics import LOSS, check_installed
+from nanovlm.training.metrics import LOSS, METRICS, REPORT, check_installed
 
 BASE = "base"  # folder of the model that a LoRA run started from, if it is in no other
+WRITTEN = (  # to the folder of a run, beside checkpoints and the files of some formats
+    CONFIG, WEIGHTS, TOKENIZER, TOKENIZER_CONFIG, SETTINGS, ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS, RUN_FILE, METRICS,
+    REPORT,
+)  # fmt: skip
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +95,9 @@ def start(options: FinetuneOptions, cfg: TrainConfig) -> Trainer:
     check_folder(options.out, options.data)
     model, task, cfg = (prepare if options.data else prepare_scenes)(options, cfg)
     if cfg.lora_rank and options.backbones and is_main():
-        with write_errors(options.out), training_lock(options.out):  # without its base an adapter is of no use
+        with write_errors(options.out):
+            options.out.mkdir(parents=True, exist_ok=True)
+        with write_errors(options.out), files.locked(options.out):  # without its base an adapter is of no use
             model.save_pretrained(options.out / BASE, tokenizer=task.tokenizer)
     model.to(choose_device(options.device))
     run = Trainer(model, task, cfg)
@@ -91,8 +108,8 @@ def start(options: FinetuneOptions, cfg: TrainConfig) -> Trainer:
             settings["data"] = list(map(examples.absolute, options.data))
         if own := parse_validation(options.validation)[0]:
             settings["validation"] = os.path.abspath(own)
-        with write_errors(options.out), atomic_write(options.out / RUN_FILE) as new:
-            new.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        with write_errors(options.out):
+            files.replace(options.out / RUN_FILE, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
     return run
 
 
@@ -106,8 +123,23 @@ def check_folder(folder: Path, data: Sequence[str | os.PathLike[str]]) -> None:
     check_output_folder(folder)
     if (folder / WEIGHTS).exists() and not checkpoint_steps(folder):
         raise UsageError(f"--out {folder} holds a model but no checkpoints to resume from; name another folder")
+    if link := next((path for path in (folder / "checkpoints", folder / BASE) if path.is_symlink()), None):
+        raise UsageError(f"--out {folder}: {link} is a link; remove it, or name another folder")
+    names = {*WRITTEN, *(name for format in FORMATS.values() for name in format.other_files), *[BASE] * is_main()}
+    if (found := sorted(name for name in names if os.path.lexists(folder / name))) and not holds_run(folder):
+        raise UsageError(f"--out {folder} holds {found[0]}, but no run to resume; move it away, or name another folder")
     if folder.resolve() in [Path(parse_data(text)[0]).resolve() for text in data]:
         raise UsageError(f"--out {folder} holds the data; name another folder for the model")
+
+
+def holds_run(folder: Path) -> bool:
+    """Check for a checkpoint, or for the run.json of a run that ended before its first one."""
+    if any((checkpoint_path(folder, step) / STATE).exists() for step in checkpoint_steps(folder)):
+        return True
+    with suppress(CheckpointError):
+        settings = read_object(folder / RUN_FILE)
+        return "out" in settings and not settings.keys().isdisjoint({"data", "recipe"})
+    return False
 
 
 def prepare_scenes(options: FinetuneOptions, cfg: TrainConfig) -> tuple[VisionLanguageModel, TrainingTask, TrainConfig]:
@@ -132,11 +164,13 @@ def prepare(options: FinetuneOptions, cfg: TrainConfig) -> tuple[VisionLanguageM
         options, cfg, processor.cfg.lm_hidden_dim, examples.count_steps_per_epoch(mixture, cfg)
     )
     n_parts = 1
-    if any(isinstance(subset.source, Stream) for subset in training):  # each process that prepares batches reads a part
+    if any(
+        isinstance(one.source, StreamedSource) for one in training
+    ):  # each process that prepares batches reads a part
         n_parts = int(os.environ.get("WORLD_SIZE", 1)) * max(1, cfg.num_workers)
     own, number = parse_validation(options.validation)
     task = TrainingTask(
-        Batches(mixture, processor, cfg.batch_size, options.read.skip_errors, cfg.pack, cfg.augment, n_parts),
+        ExampleBatches(mixture, processor, cfg.batch_size, options.read.skip_errors, cfg.pack, cfg.augment, n_parts),
         processor.tokenizer.to_json(),
         options.out,
         save_dtype=dtype,
@@ -171,7 +205,7 @@ def held_out_task(
 
     return {
         # packed as the training batches are: padded ones might need more memory
-        "validation": Batches(
+        "validation": ExampleBatches(
             unseen, processor, cfg.batch_size, options.read.skip_errors, cfg.pack, positions=positions
         ),
         "n_validation": math.ceil(len(positions) / cfg.batch_size),
@@ -217,7 +251,7 @@ def find_optimizer(options: FinetuneOptions) -> str | None:
     if (folder / RUN_FILE).is_file() and (optimizer := read_object(folder / RUN_FILE).get("optimizer")):
         return optimizer
     card = folder / "README.md"
-    text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
+    text = files.read_text(card, errors="replace") if card.is_file() else ""
     found = re.search(r"^optimizer: (\w+)$", text, re.MULTILINE)
     return found[1] if found else None
 

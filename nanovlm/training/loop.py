@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from models.checkpoint import atomic_dir
+from models import files
 from models.lora import adapters, merge
 from models.vision_language_model import IGNORE_INDEX, VisionLanguageModel
 from nanovlm.device import BusyMonitor, choose_training_dtype
@@ -71,16 +71,20 @@ class Trainer:
         self.streams: dict[str, Any] = {}  # where each stream of examples stands, see `load_batches`
         freeze(model, cfg)
         checkpointing.check_disk_space(task.folder, model, cfg)
-        with write_errors(task.folder):  # before any work
-            task.folder.mkdir(parents=True, exist_ok=True)
-            self.context.claim(task.folder)
-        if self.context.is_main:
-            checkpointing.remove_leftovers(task.folder)
-        restored = checkpointing.restore_newest(task.folder, model, cfg)
-        self.context.broadcast_weights(model)
         self.optimizer = make_optimizer(model, cfg)
-        if restored:
-            self._resume(*restored)
+        with self.context.lock as lock:  # freed on an error
+            with write_errors(task.folder):  # before any work
+                task.folder.mkdir(parents=True, exist_ok=True)
+                self.context.claim(task.folder)
+            if self.context.is_main:
+                for folder in (task.folder, task.folder / "checkpoints"):
+                    files.remove_parts(folder)
+            empty = checkpointing.optimizer_state(model, self.optimizer)
+            restored = checkpointing.restore_newest(task.folder, model, cfg, empty)
+            self.context.broadcast_weights(model)
+            if restored:
+                self._resume(*restored)
+            self.context.lock = lock.pop_all()
 
     def run(self) -> VisionLanguageModel:
         """Train until cfg.max_steps, write the best model to task.folder and return it.
@@ -95,7 +99,9 @@ class Trainer:
             best = self.best or self.step
             self.model.eval()
             if best != self.step:
-                checkpointing.restore(checkpoint_path(self.task.folder, best), self.model, self.cfg)
+                path = checkpoint_path(self.task.folder, best)
+                empty = checkpointing.optimizer_state(self.model, self.optimizer)
+                checkpointing.restore(path, self.model, self.cfg, empty)
             if self.context.is_main:
                 self._write_results(best, stopped)
         if stopped:
@@ -245,9 +251,9 @@ class Trainer:
             "scaler": self.scaler.state_dict(),
             "streams": self.streams,
         }
-        files = {"tokenizer": task.tokenizer, "base": task.base, "prompt": task.prompt}
+        parts = {"tokenizer": task.tokenizer, "base": task.base, "prompt": task.prompt}
         keep = self.cfg.keep_checkpoints
-        checkpointing.save_checkpoint(task.folder, self.model, self.optimizer, state, keep, self.best, **files)
+        checkpointing.save_checkpoint(task.folder, self.model, self.optimizer, state, keep, self.best, **parts)
 
     def _resume(self, state: dict[str, Any], optimizer: dict[str, Tensor]) -> None:
         """Take up optimizer, step and scores of a checkpoint, and say what has changed."""
@@ -279,9 +285,9 @@ class Trainer:
     def _write_results(self, best: int, stopped: int) -> None:
         """Write the final model, of the step `best`; unless stopped, answer all held-out questions with it."""
         task = self.task
-        with write_errors(task.folder), atomic_dir(task.folder) as files:
+        with write_errors(task.folder), files.filling(task.folder) as new:
             options: dict[str, Any] = {"home": task.folder, "base": task.base, "prompt": task.prompt}
-            checkpointing.write_model(files, self.model, task.tokenizer, task.save_dtype, **options)
+            checkpointing.write_model(new, self.model, task.tokenizer, task.save_dtype, **options)
         if stopped:
             name = signal.Signals(stopped).name
             logger.info(f"{name}: stopped at step {self.step}; run the same command again to go on from there")

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from models.checkpoint import atomic_write
+from models import files
 from nanovlm.console import count
 from nanovlm.device import peak_memory
 from nanovlm.errors import MissingExtraError, TrainingError
@@ -113,8 +113,9 @@ class MetricsLogger:
         numbers = {name: value for name, value in values.items() if isinstance(value, float | int)}
         if self.tracker and numbers:
             self.tracker.log(numbers, step=step)
-        with write_errors(self.path.parent), open(self.path, "a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step} | values) + "\n")
+        line = json.dumps({"step": step} | values) + "\n"
+        with write_errors(self.path.parent):
+            files.append(self.path, line.encode())
 
     def close(self) -> None:
         if self.tracker:
@@ -145,7 +146,7 @@ def start_tracker(cfg: TrainConfig, folder: Path, resumed: bool = False) -> Any:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The objects of a metrics.jsonl, without a last line that a killed run left unfinished; [] without the file."""
     try:
-        lines = path.read_text(encoding="utf-8").split("\n") if path.exists() else [""]
+        lines = files.read_text(path, limit=None).split("\n") if path.exists() else [""]
         return [json.loads(line) for line in lines[:-1]]
     except (OSError, ValueError) as error:
         raise TrainingError(f"{path} cannot be read: {error}; move it away") from None
@@ -154,8 +155,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 def truncate(path: Path, step: int) -> None:
     """Remove the lines that were written after `step` steps, which are about to be repeated; create a missing file."""
     entries = [entry for entry in read_metrics(path) if entry["step"] <= step]
-    with atomic_write(path) as new:
-        new.write_text("".join(json.dumps(entry) + "\n" for entry in entries), encoding="utf-8")
+    files.replace(path, "".join(json.dumps(entry) + "\n" for entry in entries))
 
 
 def report_run(folder: Path, answers: Evaluation, metric: str, best: int) -> None:

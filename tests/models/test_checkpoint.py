@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from safetensors.torch import load_model as load_strictly
 
 import models.checkpoint as checkpoint
-from models.checkpoint import atomic_write, checkpoint_dtype, load_config, save_checkpoint, snapshot_path
+from models import files
+from models.checkpoint import checkpoint_dtype, load_config, save_checkpoint, snapshot_path
 from models.errors import CheckpointError, InputError
 from models.vision_language_model import load_model
 from nanovlm.options import check_output_folder
@@ -118,11 +119,11 @@ CUT_OFF = "model.safetensors cannot be read, it may be truncated"
 DAMAGED = [  # what is done to the folder, and words of the error
     (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
     (config_text('{"lm_n_heads": 6,}'), "config.json cannot be read"),
-    (config_text("\xff\xfe{}"), "config.json cannot be read"),
+    (config_text("\xff\xfe{}"), "config.json is not UTF-8"),
     (config_text('{"a": "\\ud800"}'), "config.json cannot be read"),
     (config_text("[" * 100_000), "config.json cannot be read"),
     (config_text("[]"), "holds list, not an object"),
-    (pipe("config.json"), "config.json is a pipe or a device, not a regular file"),
+    (pipe("config.json"), "config.json is a pipe or a device, not a file"),
     (config(lm_re_base=10**400), "config.json: "),
     (config(vlm_extra_tokens=5), "vlm_extra_tokens=5"),
     (config(lm_n_heads=5), "lm_hidden_dim=24 is not a multiple of lm_n_heads=5"),
@@ -237,27 +238,13 @@ def test_a_folder_written_again_holds_the_new_model_and_keeps_other_files(folder
     assert (folder / "README.md").read_text() == "mine" and os.listdir(folder.parent) == ["model"]
 
 
-def test_atomic_write_replaces_the_file_at_the_end(tmp_path):
-    path = tmp_path / "notes.json"
-    path.write_text("old")
-    with atomic_write(path) as new:
-        new.write_text("new")
-        assert path.read_text() == "old"
-    assert contents(tmp_path) == {Path("notes.json"): b"new"}
-    with pytest.raises(ZeroDivisionError), atomic_write(path) as new:
-        new.write_text("half of it")
-        raise ZeroDivisionError
-    assert contents(tmp_path) == {Path("notes.json"): b"new"} and os.listdir(tmp_path) == ["notes.json"]
-
-
 @pytest.mark.skipif(os.name == "nt", reason="there is no umask on Windows")
 @pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
 def test_written_files_follow_the_umask(tmp_path, tiny_model, umask):
     before = os.umask(umask)
     try:
         save_checkpoint(tmp_path / "model", tiny_model(), TOKENIZER)
-        with atomic_write(tmp_path / "notes.json") as new:
-            new.write_text("{}")
+        files.replace(tmp_path / "notes.json", "{}")
     finally:
         os.umask(before)
     assert (tmp_path / "model").stat().st_mode & 0o777 == 0o777 & ~umask

@@ -101,6 +101,23 @@ def test_what_a_killed_process_left_is_removed_and_what_a_living_one_writes_stay
     assert (tmp_path / ".theirs.tmp").exists()
 
 
+def test_on_a_drive_without_locks_nothing_is_removed_and_a_line_says_so(tmp_path, monkeypatch, caplog):
+    def refuses(*arguments):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(files.fcntl, "flock", refuses)
+    (tmp_path / f"{files.PART}0").touch()
+    files.remove_parts(tmp_path)
+    assert (tmp_path / f"{files.PART}0").exists() and not caplog.records
+    with files.locked(tmp_path) as is_held:
+        assert not is_held and "its drive has no locks" in caplog.text
+
+
+def test_an_error_of_the_body_is_not_taken_for_that_of_the_lock(tmp_path):
+    with pytest.raises(BlockingIOError), files.locked(tmp_path):
+        raise BlockingIOError(errno.EAGAIN, "of standard output")
+
+
 def test_a_torn_write_is_cut_off_and_told(tmp_path):
     """RLIMIT_FSIZE stores a part of a write, as a full disk does."""
     program = (

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 from dataclasses import replace
 
@@ -166,6 +167,17 @@ REFUSED = {  # changes of the config, of tensors (None removes one), and of the 
         }.items()
     },
     "olora": ({"init_lora_weights": "olora"}, {}, {}, "only True"),
+    **{
+        f"{key}={value!r:.9}": ({key: value}, {}, {}, words)
+        for words, key, values in (
+            ("are not a rank and", "lora_alpha", (math.nan, math.inf, -math.inf, 10**400, "1", True, None, [1])),
+            ("are not a rank and", "r", (0, -1, 2.0, True, None, [3])),
+            ("target_modules=.* is neither a text nor", "target_modules", (5, [5], {"a": 1}, True)),
+            ("exclude_modules=.* is no regular expression", "exclude_modules", ("(", "*")),
+        )
+        for value in values
+    },
+    "a pipe": ({}, {}, {}, "adapter_model.safetensors is a pipe or a device, not a file"),
     "rank": ({"r": "many"}, {}, {}, "r=many"),
     "another rank": ({"r": 4}, {}, {}, r"lora_A.weight is \(3, \d+\), not \(4, \d+\)"),
     "nan": ({}, {HEAD_A: lambda t: t * math.nan}, {}, "values from nan to nan, but weights must be finite"),
@@ -192,6 +204,9 @@ def test_unsupported_adapters_raise_in_one_line(adapted, tiny_model, tmp_path, c
     save_file(state, weights)
     if config is None:
         path.unlink()
+    if "a pipe" in message:
+        weights.unlink()
+        os.mkfifo(weights)
     with pytest.raises(CheckpointError, match=message) as caught:
         read_adapters(tmp_path, tiny_model(**changes))
     assert len(str(caught.value).splitlines()) == 1 and str(tmp_path) in str(caught.value)
@@ -226,7 +241,11 @@ def test_training_writes_a_plain_model_and_its_adapters(tiny_model, make_batch, 
     assert kinds == {"decoder.token_embedding.weight"}, "tied to the head"
     for model, cfg, message in (  # resumed
         (tiny_model(seed=1), CFG, "start from the same model as before"),
-        (tiny_model(), replace(CFG, lora_alpha=4.0), "this model has 2 and 4.0; use the same, or train in another"),
+        (
+            tiny_model(),
+            replace(CFG, lora_alpha=4.0),
+            "lora_alpha=16.0, but this run has lora_alpha=4.0; resume with the same, or train in another",
+        ),
         (tiny_model(), replace(CFG, train_embeddings=False), "was trained with train_embeddings=True"),
     ):
         with pytest.raises(CheckpointError, match=message), torch.enable_grad():

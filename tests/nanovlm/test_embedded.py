@@ -1,6 +1,7 @@
 """The embedded model: its size, its accuracy on fresh scenes, and its training recipe."""
 
 import math
+import os
 import re
 from random import Random
 
@@ -12,6 +13,7 @@ from eval.captions import SPLITS, measure
 from nanovlm import EMBEDDED, SAMPLE
 from nanovlm.captioner import Captioner
 from nanovlm.data.examples import encode
+from nanovlm.embedded import PROMPT, default_prompt
 from nanovlm.synthetic import caption, draw, random_scene, recipe
 from nanovlm.synthetic.captions import short_caption
 from nanovlm.synthetic.recipe import CAPTION_PROMPTS, SHORT_PROMPTS, scene_example
@@ -77,3 +79,10 @@ def test_a_thousand_fresh_scenes_reach_the_required_shares(dtype):
     assert shares["captions"] >= 0.96 and shares["withheld"] >= 0.90 and shares["questions"] >= 0.95, shares
     rows = {row: counts["right"] / counts["of"] for row, counts in result["relations"]["rows"].items()}
     assert len(rows) == 3 and min(rows.values()) >= 0.97, rows
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
+def test_settings_that_are_no_file_are_passed_over_at_once(tmp_path, kind):
+    path = tmp_path / "nanovlm.json"
+    {"pipe": lambda: os.mkfifo(path), "device": lambda: path.symlink_to("/dev/zero"), "folder": path.mkdir}[kind]()
+    assert default_prompt(tmp_path) == PROMPT

@@ -34,6 +34,20 @@ class Package:
         return getattr(pytest.importorskip(self.name), attribute)
 
 
+class Transforms:
+    """torchvision.transforms, imported on first use; a test is skipped where torchvision is not made for this torch."""
+
+    def __getattr__(self, attribute: str) -> Any:
+        try:
+            from torchvision import transforms
+        except (ImportError, RuntimeError) as error:
+            pytest.skip(f"torchvision: {error}")
+        return getattr(transforms, attribute)
+
+
+transforms = Transforms()
+
+
 @torch.no_grad()
 def randomize(model: torch.nn.Module) -> torch.nn.Module:
     """Fill in weights like a trained model's: attention is far from uniform, and no norm or bias is trivial."""
@@ -74,9 +88,9 @@ def png(width, height):
 @contextmanager
 def another_run(folder: Path):
     """Another process that trains into folder, as far as its lock tells."""
-    hold = "import fcntl, sys; f = open(sys.argv[1], 'ab'); fcntl.lockf(f, fcntl.LOCK_EX); print(flush=True); input()"
+    hold = "import sys; from models import files\nwith files.locked(sys.argv[1]): print(flush=True); input()"
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", hold, folder / ".train.lock"], **pipes) as other:
+    with subprocess.Popen([sys.executable, "-c", hold, folder], cwd=ROOT, **pipes) as other:
         other.stdout.readline()
         yield
         other.kill()

@@ -15,12 +15,13 @@ import shlex
 import shutil
 import stat
 import subprocess
-import tempfile
+import textwrap
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from models import files
 from models.errors import InputError
 
 logger = logging.getLogger(__name__)
@@ -40,6 +41,7 @@ LEVELS = {  # name: what common.h is compiled with, and the flags that the CPU m
 WITHOUT_BF16_DOT = ("avx2", "avx2-vnni", "vnni")  # levels that multiply bfloat16 weights in float32
 NEED_NEW_COMPILER = {"avx2-vnni": "avx2", "amx": "bf16"}  # gcc 11 or clang 12; with older ones, the level to use
 FOR_TESTS = ("naive", "amx-emulated")  # plain loops, and AMX's instructions in plain C
+MAX_REASON = 50  # characters, of a line of 120
 FLAGS = [
     "-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-fopenmp", "-fPIC", "-shared", "-w",
     "-nostartfiles",
@@ -50,7 +52,8 @@ FLAGS = [
 def read_structs() -> dict[str, Any]:
     """The C sources' structs by name, as ctypes classes whose fields are written in C alone."""
     types: dict[str, Any] = {"int": ctypes.c_int, "long": ctypes.c_long, "float": ctypes.c_float}
-    source = "".join((FOLDER / name).read_text(encoding="utf-8") for name in ("common.h", "model.c"))
+    sources = [FOLDER / name for name in ("common.h", "model.c")]  # missing in a zip, where there are no kernels
+    source = "".join(files.read_text(path) for path in sources if path.exists())
     for body, name in re.findall(r"typedef struct \{([^{}]*)\} (\w+);", re.sub("//.*", "", source)):
         fields = []
         for kind, names in re.findall(r"(?:const )?(\w+) ([^;]+);", body):
@@ -112,7 +115,7 @@ def cache_folder() -> Path:
 
 def library_name(level: str) -> str:
     """The name of a level's library, which changes with the source and the compiler."""
-    made_of = [path.read_bytes() for path in sorted(FOLDER.glob("*.[ch]"))]
+    made_of = [files.read_bytes(path) for path in sorted(FOLDER.glob("*.[ch]"))]
     made_of.append(repr((FLAGS, os.environ.get("CC"))).encode())
     return f"kernels-{level}-{hashlib.sha256(b''.join(made_of)).hexdigest()[:12]}.so"
 
@@ -121,14 +124,12 @@ def build(level: str, folder: Path) -> Path:
     """Compile a level's library into a folder. Raises OSError or subprocess.SubprocessError if that is not possible."""
     compiler = shlex.split(os.environ.get("CC", "")) or [shutil.which("cc") or shutil.which("gcc") or "cc"]
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        new = Path(scratch) / "kernels.so"
+    library = folder / library_name(level)
+    with files.replacing(library, mode=0o700) as new:
         command = [*compiler, *LEVELS[level][0], "-o", str(new), str(FOLDER / "model.c"), *FLAGS]
         subprocess.run(command, check=True, capture_output=True, text=True, errors="replace", timeout=120)
-        with new.open("rb+") as file:  # the linker's output, then its digest, which loaders ignore
-            file.write(hashlib.sha256(file.read()).digest())
-        new.chmod(0o700)
-        return new.rename(folder / library_name(level))
+        files.append(new, hashlib.sha256(files.read_bytes(new)).digest())  # which loaders ignore
+    return library
 
 
 def is_trusted(path: Path) -> bool:
@@ -137,7 +138,7 @@ def is_trusted(path: Path) -> bool:
         file = path.lstat()
         folder = path.parent.stat()
         others = any(x.st_uid not in (0, os.getuid()) or x.st_mode & 0o022 for x in (file, folder))
-        content = path.read_bytes() if stat.S_ISREG(file.st_mode) and not others else b""
+        content = files.read_bytes(path) if stat.S_ISREG(file.st_mode) and not others else b""
     except OSError:
         return False
     return hashlib.sha256(content[:-32]).digest() == content[-32:]
@@ -160,5 +161,10 @@ def load_library(level: str) -> ctypes.CDLL | None:
         if level in NEED_NEW_COMPILER:
             return load_library(NEED_NEW_COMPILER[level])
         reason = str(getattr(error, "stderr", None) or error).strip().partition("\n")[0]
+        if isinstance(error, subprocess.CalledProcessError) and not error.stderr:
+            reason = f"{error.cmd[0]} ended with status {error.returncode}"
+        elif isinstance(error, OSError) and error.filename:
+            reason = f"{Path(error.filename).name}: {error.strerror}"
+        reason = textwrap.shorten(reason, MAX_REASON, placeholder=" ...")
         logger.warning("no CPU kernels (%s): PyTorch's own operations are used, which are slower", reason)
     return None

@@ -21,6 +21,40 @@ pytestmark = pytest.mark.usefixtures("workdir")
 MAX_FILES_OF_A_CAPTION = 41  # beside generate.py and the packages' __init__.py
 
 
+def test_images_stand_before_and_after_flags(generate, captions_of):
+    Path("-x.png").write_bytes(Path("good.png").read_bytes())
+    texts = [f"{name}: {captions_of(name)[0]}\n" for name in ("good.png", "fine.jpg", "-x.png")]
+    assert generate("good.png", "--seed", "0", "fine.jpg") == (0, "".join(texts[:2]), "")
+    assert generate("good.png", "--seed", "0", "fine.jpg", "--", "-x.png") == (0, "".join(texts), "")
+
+
+def test_edited_texts_are_kept_unless_all_are_overwritten(generate, image_folder):
+    assert generate(image_folder, "--prompt", "a")[0] == 0
+    Path("images/a.txt").write_text("mine")
+    _, _, err = generate("--prompt", "b", "--overwrite", image_folder)
+    kept = "1 text that a person wrote or edited is kept (images/a.png); --overwrite all replaces"
+    assert err.splitlines()[0].startswith("4 captioned in ") and err.splitlines()[1].startswith(kept)
+    assert generate(image_folder, "--prompt", "c", "--overwrite", "all")[2].startswith("5 captioned in ")
+    _, _, err = generate(image_folder, "--prompt", "d", "--prefix", "x")
+    assert "5 existing captions of another run, with prompt 'c', prefix ''; --overwrite" in err
+
+
+def test_a_single_cut_caption_was_cut(generate, workdir):
+    code, _, err = generate("good.png", "--out", "c.jsonl")
+    assert code == 0 and err.splitlines()[1] == "1 caption was cut at --max-new-tokens; raise it: good.png"
+
+
+def test_nothing_is_loaded_to_find_nothing_to_do(image_folder):
+    for path in image_folder.rglob("*.*"):
+        path.with_suffix(".txt").write_text("mine")
+    code = "import sys; from nanovlm.cli.main import main; "
+    code += "print(main(['caption', 'images', '--prompt', 'a']), sorted({'torch', 'jinja2'} & sys.modules.keys()))"
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}
+    )
+    assert run.stdout == "0 []\n" and "5 had captions" in run.stderr
+
+
 def test_one_image_is_one_line_of_generate_py_and_of_the_verb(generate, captions_of, model_folder, capsys):
     expected = 0, f"{captions_of('good.png')[0]}\n", ""
     assert generate("good.png") == expected
@@ -149,11 +183,11 @@ def test_the_embedded_model_is_for_folders_only_if_named(generate, image_folder,
     refused = generate(image_folder, model=None)
     assert_usage_error(refused, "drawn scenes", "--model HuggingFaceTB/", "--model embedded")
     assert not list(image_folder.rglob("*.txt"))
-    code, out, err = generate(image_folder, "--model", "embedded", "--html", "r.html", model=None)
+    code, out, err = generate(image_folder, "--model", "embedded", model=None)
     assert (code, out) == (0, "") and len(list(image_folder.rglob("*.txt"))) == 5
     lines = err.splitlines()
-    assert lines[0].startswith("r.html: ") and lines[1].startswith("5 captioned in 0 s")
-    assert lines[2].startswith("5 captions were cut at --max-new-tokens; raise it: images/") and len(lines) == 3
+    assert lines[0].startswith("5 captioned in 0 s") and len(lines) == 2
+    assert lines[1].startswith("5 captions were cut at --max-new-tokens; raise it: images/")
     _, _, err = generate(image_folder, model=None)
     assert err.startswith("5 had captions (images/") and len(err.splitlines()) == 1, "and no model is loaded"
 
@@ -217,7 +251,10 @@ def test_choices_have_probabilities(generate, random_captioner):
 WRONG = {  # flags -> words of the error
     "good.png --top-p 2": "--top-p 2.0 must be",
     "good.png --overwrite": "--overwrite is for files",
-    "good.png --html r.html": "--html is for files",
+    "images --prompt a --prompt b": "a text file takes the answer to one prompt, not to 2",
+    "images --prompt a --prompt model": "each names a column of its own",
+    "good.png --html r.html": "unrecognized arguments: --html",
+    "good.png --promt x": "unrecognized arguments: --promt; did you mean --prompt?",
     "good.png --choices red": "two or more",
     "good.png --choices a,b --temperature 1": "--temperature is for generated answers",
     "good.png --prompt a --prompt a": "twice",

@@ -82,7 +82,8 @@ FAILING = {  # lines -> words of the error
     "/image .": "a folder, not an image", "/image": "/image needs a path", "/save": "/save needs a name",
     "/image missing.png": "missing.png: No such file", "/image 'x": "No closing quotation",
     "/help": "/help is not a command: /image FILE", "/save good.png": "good.png exists already",
-    "/save no/where.txt": "/save no/where.txt: No such file or directory\n", "ξ" * 1100: "questions by /reset",
+    "/save no/where.txt": "/save no/where.txt: No such file or directory; name a folder",
+    "ξ" * 1100: "questions by /reset",
     "I a\udcff?": r"'a\udcff?' is not valid Unicode text",
 }  # fmt: skip
 

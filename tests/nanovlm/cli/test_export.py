@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from models import files
 from models.lora.files import read_adapters
 from nanovlm import EMBEDDED, PROMPT, SAMPLE, Captioner
 from nanovlm.cli.export import MARKER
@@ -163,6 +164,16 @@ def test_an_export_replaces_former_exports_only(model_folder, tmp_path, export, 
     assert code == 0 and (out / MARKER).exists() and not (out / "special_tokens_map.json").exists()
     assert all((out / name).exists() for name in before.split() if "notes" in name or "photos" in name)
     assert Captioner.from_pretrained(out, "cpu").caption(SAMPLE, max_new_tokens=1) is not None
+
+
+def test_what_a_killed_export_left_is_removed_by_the_next(model_folder, export, tmp_path):
+    for place in (tmp_path, tmp_path / "out"):
+        (place / f"{files.PART}0").mkdir(parents=True)
+        (place / f"{files.PART}0/model.safetensors").touch()
+        (place / ".theirs.tmp").mkdir()
+        assert export(model_folder)[0] == 0
+        assert not list(place.glob(f"{files.PART}*")) and (place / ".theirs.tmp").is_dir()
+        shutil.rmtree(tmp_path / "out")
 
 
 def test_an_export_that_failed_halfway_can_be_run_again(model_folder, export, monkeypatch):

@@ -20,7 +20,7 @@ WRONG = {  # flags -> words of the error
     "--recipe scenes --out out --pack 9": "--pack has no effect",
     "--recipe scenes --out out --images .": "--images has no effect",
     "--recipe x --out out": "--recipe",
-    "--config nowhere": "nowhere cannot be read",
+    "--config nowhere": "--config nowhere: No such file",
     "--config list.json": "must hold an object",
     "--config odd.json": "'nonsense', which is no setting of a run",
     "--data nowhere --out out": "--data nowhere: no such file or folder",

@@ -8,7 +8,17 @@ import pytest
 import torch
 from PIL import Image
 
-from nanovlm.data import Batches, Example, ExampleError, Mixture, ReadOptions, Source, Subset, check_data, open_data
+from nanovlm.data import (
+    Example,
+    ExampleBatches,
+    ExampleError,
+    Mixture,
+    ReadOptions,
+    Source,
+    Subset,
+    check_data,
+    open_data,
+)
 from nanovlm.data.examples import questions
 from nanovlm.data.mixture import source_lines, split
 from nanovlm.data.source import digest_of, keys_of
@@ -84,12 +94,63 @@ def keys(*subsets):
     return {key for subset in subsets for i in subset.indices for key in subset.source.keys[i]}
 
 
-def test_held_out_images_stay_when_data_grow():
-    small, large = source("a", 2000), source("a", 3000)
-    (train,), (held_out,) = split([(small, None)], 0.1)
-    assert len(held_out) == 200 and len(train) == 1800
-    assert len(keys(held_out) & keys(*split([(large, None)], 0.1)[1])) > 150
-    assert keys(held_out) < keys(*split([(small, None)], 0.2)[1])
+def labeled(name, n, label=lambda i: str(i), **options):
+    """A source whose i-th example has an image of its own, and label(i) as its answer."""
+    one = source(name, n, **options)
+    one.answers = [[label(i)] for i in range(n)]
+    return one
+
+
+def sides(source, validation):
+    """The keys of the training and the held-out examples."""
+    return [keys(*side) for side in split([(source, None)], validation)]
+
+
+def test_a_share_of_the_images_stays_held_out_when_data_grow():
+    (train, held_out), (grown_train, grown_held_out) = (sides(source("a", n), 0.1) for n in (2000, 3000))
+    assert 160 < len(held_out) < 240 and held_out < grown_held_out and train < grown_train
+    assert held_out < sides(source("a", 2000), 0.2)[1]
+
+
+@pytest.mark.parametrize("validation", [None, 200])
+def test_of_a_number_those_with_the_lowest_hashes_are_held_out(validation):
+    """A new example with a lower hash sends the one with the highest back to the training examples; none else moves."""
+    (_, held_out), (train, grown) = (sides(source("a", n), validation) for n in (2000, 3000))
+    assert len(held_out) == len(grown) == 200 and min(train) > max(grown)
+    assert held_out - grown == {key for key in held_out if key > max(grown)}
+
+
+@pytest.mark.parametrize("validation", [None, 0.02, 0.1, 11, 40])
+def test_each_of_few_answers_is_held_out_and_learned(validation):
+    one = labeled("a", 103, lambda i: f"label {i % 10}" if i < 100 else "two" if i < 102 else "one")
+    train, held_out = split([(one, None)], validation)
+    answers = [Counter(one.answers[i][0] for i in side[0].indices) for side in (train, held_out)]
+    assert answers[0]["two"] == answers[0]["one"] == answers[1]["two"] == 1 and answers[1]["one"] == 0
+    assert (len(answers[0]), len(answers[1])) == (12, 11)
+    assert one.lines == ["nothing is held out of 1 answer, the first 'one'"]
+    assert sides(labeled("a", 103, lambda i: one.answers[i][0]), len(held_out[0]))[1] == keys(held_out[0]), "resumed"
+
+
+def test_a_number_below_that_of_the_answers_counts():
+    one = labeled("a", 100, lambda i: f"label {i % 10}")
+    train, held_out = sides(one, 9)
+    assert len(held_out) == 9 and min(train) > max(held_out) and "nothing is held out of" in one.lines[0]
+
+
+def test_examples_of_few_answers_stay_unless_their_class_has_another():
+    """A class's only held-out example may become a training example; its only training example a held-out one."""
+    label = lambda i: f"label {i % 20}"  # noqa: E731
+    for n in (60, 100, 200, 400):
+        (train, held_out), (more_train, more_held_out) = (sides(labeled("a", k, label), 0.1) for k in (n, 2 * n))
+        limit = f"{int(0.1 * 16**24):024x}"
+        assert all(key >= limit for key in held_out & more_train), "only those that were held out for their class"
+        assert all(key < limit for key in train & more_held_out), "only those that were learned for their class"
+        assert len(held_out & more_train) + len(train & more_held_out) <= 20
+
+
+def test_many_answers_are_no_classes():
+    train, held_out = sides(labeled("a", 400, lambda i: f"{i % 41}"), 0.1)
+    assert held_out == {key for key in train | held_out if key < f"{int(0.1 * 16**24):024x}"}
 
 
 @pytest.mark.parametrize(
@@ -148,8 +209,11 @@ def test_copies_of_an_image_are_on_one_side_and_the_flag_may_be_text(cards):
     train, held_out = open_data(["cards"], ReadOptions(), "4")
     sides = [{key for example in side[0] for key in keys_of(example, {})} for side in (train, held_out)]
     assert [len(train[0]), len(held_out[0])] == [16, 4] and not sides[0] & sides[1]
-    assert open_data(["./cards@0.5"], ReadOptions(), 0.2)[1][0].indices == held_out[0].indices
-    assert "cards: reading image image, question --prompt, answer text" in source_lines(train, held_out)
+    assert open_data(["./cards@0.5"], ReadOptions(), 4)[1][0].indices == held_out[0].indices
+    assert (
+        "cards: reading image from the image file, question from --prompt, answer from the text file"
+        in source_lines(train, held_out)
+    )
 
 
 def test_a_validation_set_of_ones_own_with_several_references_for_an_image(cards):
@@ -157,6 +221,26 @@ def test_a_validation_set_of_ones_own_with_several_references_for_an_image(cards
     asked = questions(("own", example) for example in held_out)
     assert [question.references for question in asked] == [["a0", "a1", "a2"], ["b0", "b1", "b2"]]
     assert len(train) == 20 and "own: 1 of its images are also trained on" in source_lines(*sides)
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "expected"),
+    [
+        (["table.json", "chat.json"], {"prompt_column": "ask"}, ["Why?", "Q?"]),
+        (["table.json", "own"], {"prompt_column": "ask"}, ["Why?"]),
+        (["own", "table.json"], {"text_column": "say", "prompt_column": "ask"}, ["Why?"]),
+        (["own", "table.json"], {"image_column": "left"}, ["What?"]),
+        (["table.json", "scenes@0.5"], {"prompt_column": "ask"}, ["Why?"]),
+    ],
+)
+def test_a_flag_holds_for_the_sources_that_it_can_mean(cards, data, options, expected):
+    write(
+        "table.json",
+        [{"left": "own/b.png", "image": "own/a.png", "ask": "Why?", "question": "What?", "answer": "A.", "say": "B."}],
+    )
+    train, _ = open_data(data, ReadOptions(**options), 0)
+    asked = [next(iter(one)).qa_pairs[0][0] for one in train if one.source.path.endswith(".json")]
+    assert asked == expected and len(train) == 2
 
 
 def test_turns_are_asked_in_order_and_masked_ones_are_not():
@@ -171,7 +255,9 @@ def test_turns_are_asked_in_order_and_masked_ones_are_not():
         ("cards", {"images": "own"}, 0, "--images has no effect on cards"),
         ("cards", {"stream": True}, 0, "--stream has no effect on cards"),
         ("chat.json", {"prompt": "Name it."}, 0, "--prompt has no effect on chat.json"),
-        ("cards", {"text_column": "label"}, 0, "no column 'label', only image, text"),
+        ("cards", {"text_column": "label"}, 0, "no column 'label', only image file, text"),
+        ("chat.json", {"prompt_column": "ask"}, 0, "no column 'ask', only answer, image, question; name one with"),
+        ("own cards", {"prompt_column": "ask"}, 0, "--prompt-column: own, cards: no column 'ask', only file_name,"),
         ("cards", {}, "1.5", "--validation 1.5 must be a whole number"),
         ("cards", {}, -1.0, "--validation -1.0 must be a whole number"),
         ("cards", {}, "gone", "gone: no such file or folder"),
@@ -181,7 +267,7 @@ def test_turns_are_asked_in_order_and_masked_ones_are_not():
 )
 def test_wrong_use_is_refused(cards, data, options, validation, message):
     with pytest.raises(NanoVLMError, match=message):
-        open_data([data], ReadOptions(**options), validation)
+        open_data(data.split(), ReadOptions(**options), validation)
 
 
 @pytest.mark.parametrize(("on_error", "code"), [("stop", 1), ("skip", 0)])
@@ -196,7 +282,7 @@ def test_check_data(tiled, capsys, in_tmp_path, on_error, code):
     assert check_data(train, held_out, tiled[1], on_error == "skip") == code
     out = capsys.readouterr().out
     for words in (
-        "labels: 4 examples, 4 different images\n", "answer name of the folder", "by answer: red 2, blue 1",
+        "labels: 4 examples, 4 different images\n", "answer from the name of the folder", "by answer: red 2, blue 1",
         "chat.json: trained on 1 example, ", "; the longest takes ", "not learned: No.\n", "    learned: Yes.\n",
         "2 cannot be used", "red/3.png: not an image", "chat.json[1] has no column text", "learned: blue",
     ):  # fmt: skip
@@ -207,7 +293,7 @@ def test_check_data(tiled, capsys, in_tmp_path, on_error, code):
 
 
 def test_batches_are_a_pure_function_and_can_be_pickled(tiled):
-    batches = Batches(Mixture(whole((source("a", 10), None)), 0), tiled[1], 3)
+    batches = ExampleBatches(Mixture(whole((source("a", 10), None)), 0), tiled[1], 3)
     unpickled = pickle.loads(pickle.dumps(batches))
     batches(4)
     torch.testing.assert_close(batches(2), unpickled(2), atol=0, rtol=0)
@@ -219,7 +305,7 @@ def test_only_images_shown_before_are_changed(tiled):
     make = lambda record: Example([image], [("?", str(record))])  # noqa: E731
     small, endless = Source("small", range(6), make), Source("endless", range(10**6), make, endless=True)
     mixture = Mixture([Subset(small, range(6)), Subset(endless, range(10**6), 0.4)], 0)
-    plain, augmented = (Batches(mixture, tiled[1], 1, augment=amount) for amount in (0.0, 0.2))
+    plain, augmented = (ExampleBatches(mixture, tiled[1], 1, augment=amount) for amount in (0.0, 0.2))
     seen, different = set(), set()
     for position in range(25):
         original, changed = plain(position)["images"], augmented(position)["images"]
@@ -251,12 +337,12 @@ def test_bad_example_raises_or_the_next_one_replaces_it(tiled, caplog):
     records = ["bad" if i % 3 == 0 else f"good {i}" for i in range(12)]
     mixture = Mixture([Subset(Source("a", records, make_example), range(12))], 0)
     with pytest.raises(ExampleError, match=r"^bad has an empty answer"):
-        Batches(mixture, tiled[1], 12)(0)
-    batches, again = (Batches(mixture, tiled[1], 12, skip_errors=True) for _ in range(2))
+        ExampleBatches(mixture, tiled[1], 12)(0)
+    batches, again = (ExampleBatches(mixture, tiled[1], 12, skip_errors=True) for _ in range(2))
     first = batches(0)
     batches(0)
     assert len(caplog.messages) == 1, "each is reported once, not at every epoch"
     assert all(torch.equal(one, other) for one, other in zip(first.values(), again(0).values()))
     only = Mixture([Subset(Source("a", ["bad"] * 9, make_example), range(9))], 0)
     with pytest.raises(DataError, match="100 examples in a row cannot be used"):
-        Batches(only, tiled[1], 1, skip_errors=True)(0)
+        ExampleBatches(only, tiled[1], 1, skip_errors=True)(0)

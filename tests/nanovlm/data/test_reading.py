@@ -54,6 +54,14 @@ def captions(*names):
     return {f"{name}.png": png(i) for i, name in enumerate(names, 1)} | {f"{name}.txt": f"{name}!" for name in names}
 
 
+def labels(*folders):
+    return {f"{folder}/{i}.png": png(i) for i, folder in enumerate(sorted(folders), 1)}
+
+
+def classes(bus, train):
+    return [([bus], [("What?", "bus")]), ([train], [("What?", "train")])]
+
+
 COCO = {"images": [{"id": 1, "file_name": "a.png"}], "annotations": [{"image_id": 1, "caption": c} for c in ("x", "y")]}
 ONE = [([1], [("Q?", "A.")])]
 CAPTION = [([1], [("What?", "x")])]
@@ -61,7 +69,7 @@ CAPTION = [([1], [("What?", "x")])]
 # id: files, path, options, expected [(seeds of images, pairs)], words of the lines
 READ = {
     "texts": ({"b/a.PNG": A, "b/a.txt": "\ufeff x\r\ny \r\n", ".t/c.png": B, ".t/c.txt": "no"}, ".", {},
-              [([1], [("What?", "x\ny")])], ["image image, question --prompt, answer text"]),
+              [([1], [("What?", "x\ny")])], ["image from the image file, question from --prompt, answer from the text file"]),
     "a folder of everything": (captions("a") | {"b/m.pdf": "x", "d.json": [], "LICENSE": "x"}, ".", {}, [([1], [("What?", "a!")])],
                                ["not read: .pdf files (1, the first ./b/m.pdf)", ".json files (1", "other files (1"]),
     "texts of nothing": (captions("a") | {"z.txt": "z", "y.txt": "y"}, ".", {}, [([1], [("What?", "a!")])],
@@ -71,15 +79,15 @@ READ = {
     "COCO's names of splits": (captions("train2017/a", "val2017/a"), ".", {}, [([1], [("What?", "train2017/a!")])],
                                ["val2017/a.png"]),
     "folders of labels": ({"cat/1.png": A, "dog/2.png": B}, ".", {}, [([1], [("What?", "cat")]), ([2], [("What?", "dog")])],
-                          ["the name of its folder is each image's answer: cat, dog", "answer name of the folder"]),
+                          ["the name of its folder is each image's answer: cat, dog", "answer from the name of the folder"]),
     "labels in splits": ({f"{s}/{k}/1.png": A for s in ("train", "val") for k in ("x", "y")}, ".", {},
                          [([1], [("What?", "x")]), ([1], [("What?", "y")])], ["answer: x, y", "not read: 2 files"]),
     "jsonl table": (table([{"file_name": "a.png", "text": " x\n", "n": 1}], "metadata.jsonl"), ".", {}, CAPTION,
-                    ["image file_name", "column n (1, ", "not read: .png files (1, the first ./b.png)"]),
-    "csv table": (table("File Name;Text\na.png;x\n", "my.csv"), ".", {}, CAPTION, ["image File Name"]),
+                    ["image from column file_name", "column n (1, ", "not read: .png files (1, the first ./b.png)"]),
+    "csv table": (table("File Name;Text\na.png;x\n", "my.csv"), ".", {}, CAPTION, ["image from column File Name"]),
     "csv file": (table('file_name,text\na.png,"x, ""y"""\n', "my.csv"), "my.csv", {}, [([1], [("What?", 'x, "y"')])], []),
     "tables in folders": ({"in/a.png": A, "in/metadata.csv": "file_name,text\na.png,x\n"}, ".", {}, CAPTION, []),
-    "answer before caption": (qa(caption="A cat."), "d.json", {}, ONE, ["answer answer", "not read: column caption"]),
+    "answer before caption": (qa(caption="A cat."), "d.json", {}, ONE, ["answer from column answer", "not read: column caption"]),
     "text column": (qa(caption="A cat."), "d.json", {"text_column": "caption"}, [([1], [("Q?", "A cat.")])],
                     ["not read: column answer"]),
     "prompt column": (qa(ask="Who?"), "d.json", {"prompt_column": "ask", "text_column": "answer"},
@@ -87,9 +95,9 @@ READ = {
     "choices left out": (qa(choices=["A.", "B."]), "d.json", {"prompt_column": "question", "text_column": "answer"}, ONE,
                          ["not read: column choices"]),
     "several answers": (qa(answer=["A.", "B."]), "d.json", {}, [([1], [("Q?", "A."), ("Q?", "B.")])], []),
-    "empty column beside": (rows({"images": [], "image": "a.png", "text": "x"}), "d.json", {}, CAPTION, ["image image"]),
-    "image path": (rows({"image_path": "a.png", "caption": "x"}), "d.json", {}, CAPTION, ["image image_path"]),
-    "image column": (rows({"left": "a.png", "text": "x"}), "d.json", {"image_column": "left"}, CAPTION, ["image left"]),
+    "empty column beside": (rows({"images": [], "image": "a.png", "text": "x"}), "d.json", {}, CAPTION, ["image from column image"]),
+    "image path": (rows({"image_path": "a.png", "caption": "x"}), "d.json", {}, CAPTION, ["image from column image_path"]),
+    "image column": (rows({"left": "a.png", "text": "x"}), "d.json", {"image_column": "left"}, CAPTION, ["image from column left"]),
     "some without an image": (rows({"image": "a.png", "text": "x"}, {"text": "y"}), "d.json", {},
                               [*CAPTION, ([], [("What?", "y")])], ["without an image (1, the first d.json[1])"]),
     "a missing value skipped": (rows({"image": "a.png", "text": "x"}, {"image": "b.png", "text": float("nan")}), "d.json",
@@ -103,16 +111,16 @@ READ = {
     "lines with marks and blanks": (table(b'\xef\xbb\xbf{"file_name": "a.png", "text": "x"}\r\n\n', "d.jsonl"), "d.jsonl", {},
                                     CAPTION, []),
     "bytes beside their name": (rows({"image": {"bytes": None, "path": "a.png"}, "image_path": "gone.png", "text": "x"}), "d.json",
-                                {}, CAPTION, ["image image", "column image_path"]),
+                                {}, CAPTION, ["image from column image", "column image_path"]),
     "the same image named twice": (rows({"images": ["a.png"], "messages": [message("user", IMAGE, text("Q?")), SAY]}), "d.json",
-                                   {}, ONE, ["image images, question in the chat, answer messages"]),
-    "COCO": (table(COCO, "d.json"), "d.json", {}, [([1], [("What?", "x"), ("What?", "y")])], ["answer captions"]),
-    "LLaVA": (rows(llava("<image>\nQ?", "A.", image="a.png")), "d.json", {}, ONE, ["question in the chat"]),
+                                   {}, ONE, ["image from column images, question from the chat, answer from column messages"]),
+    "COCO": (table(COCO, "d.json"), "d.json", {}, [([1], [("What?", "x"), ("What?", "y")])], ["answer from column captions"]),
+    "LLaVA": (rows(llava("<image>\nQ?", "A.", image="a.png")), "d.json", {}, ONE, ["question from the chat"]),
     "LLaVA's system": (rows(llava("Q?", "A.", image="a.png", system="Be brief.")), "d.json", {},
                        [([1], [("Be brief.\n\nQ?", "A.")])], []),
     "two systems": (chat(message("system", "One."), message("system", "Two."), ASK, SAY), "d.json", {},
                     [([1], [("One.\n\nTwo.\n\nQ?", "A.")])], []),
-    "OpenAI": (rows({"messages": [message("user", text("Q?"), IMAGE), SAY]}), "d.json", {}, ONE, ["image in the chat"]),
+    "OpenAI": (rows({"messages": [message("user", text("Q?"), IMAGE), SAY]}), "d.json", {}, ONE, ["image from the chat"]),
     "the_cauldron": (rows({"images": ["a.png"], "texts": [{"user": "Q?", "assistant": "A.", "source": "s"}]}), "d.json", {},
                      ONE, []),
     "every key filled": (rows({"images": ["a.png"], "messages": [
@@ -124,6 +132,42 @@ READ = {
                      ["position of an image"]),
     "preferences": (rows({"image": "a.png", "prompt": "Q?", "chosen": "A.", "rejected": "B."}), "d.json",
                     {"text_column": "chosen"}, ONE, ["not read: column rejected"]),
+    "the outermost split": ({**captions("train/train/a", "train/bus/a", "test/train/a", "test/bus/a")}, ".", {},
+                            [([2], [("What?", "train/bus/a!")]), ([1], [("What?", "train/train/a!")])],
+                            ["training split; not read: 4 files, test/bus/a.png"]),
+    "a class train": (labels("train/train", "train/bus", "test/train", "test/bus"), ".", {}, classes(3, 4), ["answer: bus, train", "not read: 2 files"]),
+    "splits in classes": (labels("train/train", "bus/train", "train/test", "bus/test"), ".", {}, classes(2, 4), ["answer: bus, train", "not read: 2 files"]),
+    "classes only": (labels("train", "bus"), ".", {}, classes(1, 2), ["answer: bus, train"]),
+    "a class test": (labels("test/train", "bus/train"), ".", {}, [([1], [("What?", "bus")]), ([2], [("What?", "test")])], ["answer: bus, test"]),
+    "VOC's trainval": (labels("trainval/train", "trainval/bus", "test/bus"), ".", {}, classes(2, 3), ["not read: 1 files, test/bus"]),
+    "a table of a split": (table("file_name,text\na.png,x\n", "train.csv") | {"test.csv": "file_name,text\na.png,y\n"}, ".", {},
+                           CAPTION, ["training split; not read: 1 files, test.csv"]),
+    "a folder before the name of its table": ({"train/a.png": A, "train/metadata.csv": "file_name,text\na.png,x\n", "test/metadata.csv": "a\n"},
+                                             ".", {}, CAPTION, ["training split; not read: 1 files, test/metadata.csv"]),
+    "no training split": (captions("val/a", "test/a"), ".", {}, [([2], [("What?", "test/a!")]), ([1], [("What?", "val/a!")])],
+                          ["there is no training split: reading test and val"]),
+    "missing names of folders": (labels("Nan", "None", "null", "NA", "nan"), ".", {},
+                                 [([1], [("What?", "NA")]), ([2], [("What?", "Nan")]), ([3], [("What?", "None")]),
+                                  ([4], [("What?", "nan")]), ([5], [("What?", "null")])], ["answer: NA, Nan, None, nan, null"]),
+    "the bread and the word": (rows({"image": "a.png", "text": "Nan"}, {"image": "a.png", "text": "None"}), "d.json", {},
+                               [([1], [("What?", "Nan")]), ([1], [("What?", "None")])],
+                               ["learned as a text: the answer 'None' (1, the first d.json[1])"]),
+    "missing in a csv": (table("file_name,text\na.png,x\na.png,NA\na.png,None\na.png,null\na.png,\\N\na.png,#N/A\na.png, n/a \n", "my.csv"),
+                         "my.csv", {"on_error": "skip"}, CAPTION, ["left out (6, the first my.csv[1] has the answer 'NA'"]),
+    "Excel's first line": (table("sep=;\r\nfile_name;text\r\na.png;x, y\r\n", "my.csv"), "my.csv", {}, [([1], [("What?", "x, y")])], []),
+    "Excel's first line on a Mac": (table("sep=;\rfile_name;text\ra.png;x, y\r", "my.csv"), "my.csv", {}, [([1], [("What?", "x, y")])], []),
+    "Excel's first line with a tab": (table("sep=\t\nfile_name\ttext\na.png\tx\n", "my.csv"), "my.csv", {}, CAPTION, []),
+    "DocVQA": (table({"dataset_name": "DocVQA", "data": [{"questionId": 1, "image": "a.png", "question": "Q?", "answers": ["A.", "B."]}]},
+                     "d.json"), "d.json", {}, [([1], [("Q?", "A."), ("Q?", "B.")])], ["reading the list 'data'; not read: dataset_name"]),
+    "half a character": (rows({"image": "a.png", "text": "x"}, {"image": "b.png", "text": "\ud83d"}, {"image": "\ud83d.png", "text": "y"}),
+                         "d.json", {"on_error": "skip"}, CAPTION, ["left out (2, the first d.json[1] has half of a character, '\\ud83d'"]),
+    "a whole one": (table(b'[{"image": "a.png", "text": "\\ud83d\\ude00"}]', "d.json"), "d.json", {}, [([1], [("What?", "\U0001f600")])], []),
+    "numbered images": (chat(message("user", {"type": "image", "index": 1}, text("Q?"), {"type": "image", "index": 0}), SAY,
+                             image=["a.png", "b.png"]), "d.json", {}, [([2, 1], [("Q?", "A.")])], []),
+    "hidden files": (captions("a") | {".captions.jsonl": [{"file_name": "a.png", "text": "no"}], ".nanovlm-part-1/b.png": B, "._a.png": B},
+                     ".", {}, [([1], [("What?", "a!")])], ["1 example, 1 different image"]),
+    "numbers": (rows({"image": "a.png", "text": 7}, {"image": "a.png", "text": 0.1}, {"image": "a.png", "text": 12345678901234567890}),
+                "d.json", {}, [([1], [("What?", "7")]), ([1], [("What?", "0.1")]), ([1], [("What?", "12345678901234567890")])], []),
     "a data: address": (rows({"image": "data:image/png;base64," + base64.b64encode(A).decode(), "text": "x"}),
                         "d.json", {}, CAPTION, []),
 }  # fmt: skip
@@ -178,8 +222,8 @@ REFUSED = {
     "no captions": ({"a.png": A}, ".", "captions missing: 1 images in ."),
     "labels of two levels": ({"x/a.png": A, "y/z/b.png": B, "y/c.png": B}, ".", "the first ./y/z/b.png"),
     "some texts missing": (captions("a") | {"b.png": B}, ".",
-                           "1 of 2 records of . cannot be used, the first: ./b.png has no text in b.txt: No such file"),
-    "a text that is no UTF-8": (captions("a") | {"a.txt": b"\xff"}, ".", "a.png has no text in a.txt: 'utf-8' codec"),
+                           "1 of 2 records of . cannot be used, the first: ./b.png has no text: b.txt: No such file"),
+    "a text that is no UTF-8": (captions("a") | {"a.txt": b"\xff"}, ".", "a.png has no text: a.txt is not UTF-8 ('utf-8' codec"),
     "a chat with a question of columns": (chat(ASK, SAY), "d.json", "--prompt-column has no effect", {"prompt_column": "image"}),
     "other images in the chat": (chat(message("user", IMAGE, text("Q?")), SAY, image="b.png"), "d.json",
                                  "names images in its messages and in image"),
@@ -195,7 +239,21 @@ REFUSED = {
     "columns twice": (table("file_name,text,text\na.png,x,y\n"), ".", "several columns named 'text'"),
     "two tables": (table("file_name,text\na.png,x\n") | {"metadata.jsonl": []}, ".", "name the one to read"),
     "two json": (qa() | {"e.json": []}, ".", "name the one to read"),
-    "an object": (table({"data": []}, "d.json"), "d.json", "holds dict, not a list"),
+    "COCO's objects": (table({"images": COCO["images"], "annotations": [{"image_id": 1, "bbox": [0, 0, 1, 1], "category_id": 1}]}, "d.json"),
+                       "d.json", "d.json holds COCO's objects in images, without captions; take captions_*.json"),
+    "VQA's questions": (table({"info": {}, "questions": [{"image_id": 9, "question": "Q?", "question_id": 1}]}, "d.json"), "d.json",
+                        "VQA's questions without their answers; join the files of questions and annotations by question_id"),
+    "VQA's answers": (table({"annotations": [{"question_id": 1, "image_id": 9, "multiple_choice_answer": "A.", "answers": []}]}, "d.json"),
+                      "d.json", "VQA's answers without their questions; join"),
+    "answers by question": (table({"7": {"question": "Q?"}, "8": {}}, "d.json"), "d.json", "holds an object with '7', '8', not a list of objects"),
+    "images numbered twice": (chat(message("user", {"type": "image", "index": 0}, text("Q?"), {"type": "image", "index": 0}), SAY,
+                                   image=["a.png", "b.png"]), "d.json", "numbers its images [0, 0]"),
+    "nan as a text": (rows({"image": "a.png", "text": "NaN"}), "d.json", "the answer 'NaN' to 'What?', which stands for a missing value"),
+    "NaN in a chat": (chat(ASK, message("assistant", "<NA>")), "d.json", "the answer '<NA>' to 'Q?'"),
+    "a list in a text": (rows({"image": "a.png", "text": [["x"]]}), "d.json", "of type list, which must be text"),
+    "half a question": (qa(question="Q\ud83d?"), "d.json", "d.json[0] has half of a character"),
+    "a missing question": (table("file_name,question,answer\na.png,N/A,x\n"), ".", "no question in question"),
+    "an object": (table({"data": []}, "d.json"), "d.json", "holds an object with 'data', not a list"),
     "broken json": (table(b'[{"a": 1}', "d.json"), "d.json", "cannot be read"),
     "no such file": ({}, "gone", "no such file or folder"),
     "other files": ({"a.xml": "x"}, "a.xml", "no known extension"),
@@ -223,14 +281,33 @@ def test_names_masks_and_the_default_question():
 
 
 def test_a_pipe_is_no_file():
-    for pipe in ("pipe.json", "p.png", "x/a.png", "y/a.txt"):
+    tables = ("m/metadata.jsonl", "c/d.csv", "j/d.json")
+    for pipe in ("pipe.json", "p.png", "x/a.png", "y/a.txt", *tables):
         write(f"{pipe}.d/x", "")  # makes the folder
         os.mkfifo(pipe)
+    write("z/metadata.csv.d/x", "")
+    Path("z/metadata.csv").symlink_to("/dev/zero")
     write("d.json", [{"image": "p.png", "text": "x"}])
     write("x/a.txt", "a")
     write("y/a.png", A)
-    for path, words in (("pipe.json", "not a file"), ("d.json", "p.png"), ("x", "a.png is not a file"), ("y", "a.txt")):
+    for path, words in (
+        ("pipe.json", "not a file"),
+        ("d.json", "p.png"),
+        ("y", "a.txt is a pipe or a device"),
+        ("x", "a.png is a pipe or a device, not a file"),
+        ("z", "metadata.csv is a pipe or a device"),
+        *((table[0], f"{table} is a pipe or a device, not a file") for table in tables),
+    ):
         check_refused(path, words)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["a/b.parquet", "a/b.tar", "a/b.arrow"])
+def test_a_pipe_is_no_shard(name):
+    Path("a").mkdir()
+    os.mkfifo(name)
+    for stream in (False, True):
+        check_refused("a", f"{name} is a pipe or a device, not a file", options=replace(OPTIONS, stream=stream))
 
 
 def test_links_are_followed_once_and_model_folders_left_out():

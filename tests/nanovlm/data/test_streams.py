@@ -1,19 +1,30 @@
-"""Streams show every row once an epoch, hold images out, and go on behind a saved state."""
+"""Streams read rows as their file is read, show each once an epoch, hold images out, and go on behind a state."""
 
 import json
+import re
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 
 import pytest
 import torch
 
-from nanovlm.data import Batches, Mixture, Stream, Subset
-from nanovlm.data.mixture import split
-from nanovlm.data.records import to_example
+from nanovlm.data import (
+    ExampleBatches,
+    ExampleError,
+    Mixture,
+    ReadOptions,
+    StreamedSource,
+    Subset,
+    open_data,
+    open_source,
+)
+from nanovlm.data.mixture import source_lines, split
+from nanovlm.data.records import example_of_table
 from nanovlm.data.source import keys_of
 from nanovlm.errors import DataError, TrainingError
 from nanovlm.training.loader import load_batches
-from support.data import OPTIONS, png
+from support.data import OPTIONS, png, write, write_tar
 
 pytestmark = pytest.mark.full
 
@@ -24,7 +35,7 @@ def stream(n=600, n_shards=1):
     images = [png(i % 20) for i in range(n)]  # thirty copies of each
     rows = [{"image": {"bytes": images[i], "path": None}, "text": f"{i}"} for i in range(n)]
     data = datasets.Dataset.from_list(rows).to_iterable_dataset(num_shards=n_shards).with_format("arrow")
-    return Stream("a", data, partial(to_example, options=OPTIONS))
+    return StreamedSource("a", data, partial(example_of_table, folder="", features=data.features, options=OPTIONS))
 
 
 def answers(reader, n):
@@ -58,6 +69,7 @@ def test_a_stream_holds_out_images_by_their_bytes():
     out = {key for example in held_out for key in keys_of(example, {})}
     learned = {key for example, _ in islice(one.read("0"), 500) for key in keys_of(example, {})}
     assert train.source is one and not out & learned and len(out | learned) == 20
+    assert {key for example in train for key in keys_of(example, {})} == learned
     with pytest.raises(DataError, match="name a fraction"):
         split([(stream(), None)], 5)
     assert split([(stream(), None)], None)[1] == []
@@ -65,7 +77,7 @@ def test_a_stream_holds_out_images_by_their_bytes():
 
 def test_a_stream_that_breaks_off_or_is_empty_is_one_line():
     one = stream(9)
-    one.hold_out(0.99999, 0)
+    one.limit = "g"  # above all ranks
     with pytest.raises(DataError, match="no example to learn from in part 1 of 1"):
         next(one.read("0"))
     one.rows = one.rows.map(lambda row: 1 / 0)
@@ -73,10 +85,158 @@ def test_a_stream_that_breaks_off_or_is_empty_is_one_line():
         next(one.read("0"))
 
 
+# --------------------------------------------------------------------------------------- the file and its stream
+
+
+@pytest.fixture
+def library(in_tmp_path, tmp_path, monkeypatch):
+    """`datasets`, with its cache here, and with the name lab/KIND for its loader KIND of the folder `files`."""
+    import datasets
+
+    load = datasets.load_dataset
+
+    def load_dataset(name, subset=None, **options):
+        local = {"data_dir": "files"} if name.startswith("lab/") else {}
+        return load(name.removeprefix("lab/"), **options | local)
+
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    return datasets
+
+
+def write_table(datasets, path, rows=6, **columns):
+    """A parquet file with images of its own, or by name, and float32, class and struct columns."""
+    features = datasets.Features(
+        image=datasets.Image(), label=datasets.ClassLabel(names=["red", "blue"]), n=datasets.Value("float32"),
+        messages=datasets.List({"role": datasets.Value("string"), "content": datasets.Value("string")}),
+    )  # fmt: skip
+    content = {
+        "image": [{"bytes": png(i), "path": None} for i in range(rows)],
+        "label": [i % 3 - 1 for i in range(rows)],
+        "n": [i + 0.1 for i in range(rows)],
+        "messages": [
+            [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": f"{i}!"}] for i in range(rows)
+        ],
+    } | columns
+    datasets.Dataset.from_dict({name: content[name] for name in features}, features).to_parquet(path)
+
+
+def write_kind(kind, datasets):
+    """Write data of a kind; returns their path, and options to read them with."""
+    names = [{"bytes": None, "path": f"{i}.png"} for i in range(6)]
+    for i in range(6) if kind in ("names below", "metadata", "imagefolder", "a mixture") else ():
+        write(f"files/{'red' if i % 2 else 'blue'}/{i}.png" if kind == "imagefolder" else f"files/{i}.png", png(i))
+        write(f"{i}.png", png(19))  # another one where the command runs
+    if kind == "tar":
+        parts = {"png": png, "txt": lambda i: f"{i}\n".encode(), "json": lambda i: json.dumps({"n": i}).encode()}
+        write_tar("files.tar", {f"{i}.{part}": make(i) for i in range(6) for part, make in parts.items()})
+        return "files.tar", {}
+    if kind == "names below":
+        write_table(datasets, "a.parquet", image=names)
+        return "a.parquet", {"text_column": "n"}
+    if kind == "metadata":
+        write_table(datasets, "files/metadata.parquet", image=names)
+        return "files", {"text_column": "n"}
+    if kind in ("json", "csv"):
+        rows = [{"image": f"{i}.png", "question": f"{i}?", "answer": 0.1 * i} for i in range(6)]
+        for row in rows:
+            write(row["image"], png(int(row["image"][0])))
+        table = "\n".join([",".join(rows[0]), *(",".join(map(str, row.values())) for row in rows)])
+        write("files/d.csv", table) if kind == "csv" else write("files/d.jsonl", rows)
+        return f"lab/{kind}", {}
+    if kind == "imagefolder":
+        return "lab/imagefolder", {"text_column": "label"}
+    write_table(datasets, "files/train-0.parquet")
+    write_table(datasets, "files/train-1.parquet", image=[{"bytes": png(i + 6), "path": None} for i in range(6)])
+    write_table(datasets, "files/test-0.parquet")
+    return "files", {"text_column": {"classes": "label", "numbers": "n"}.get(kind)}
+
+
+def found(path, options):
+    """All examples and errors of a source, without the numbers of rows, which differ by shard."""
+    source = open_source(path, options)
+    if not options.stream:
+        examples = [source.make_example(source.rows[i]) for i in range(len(source))]
+        return sorted(repr(replace(example, name="")) for example in examples), source
+    examples = [one for one in source.one_side(held_out=False) if not isinstance(one, ExampleError)]
+    return sorted(repr(replace(example, name="")) for example in examples), source
+
+
+@pytest.mark.parametrize(
+    "kind", ["tar", "chats", "classes", "numbers", "names below", "metadata", "json", "csv", "imagefolder"]
+)
+def test_a_stream_has_the_examples_of_the_file(library, kind):
+    path, columns = write_kind(kind, library)
+    options = replace(OPTIONS, on_error="skip", **columns)
+    (read, source), (streamed, stream) = (found(path, replace(options, stream=is_on)) for is_on in (False, True))
+    assert read == streamed and len(read) in (6, 12, 8)
+    assert isinstance(stream, StreamedSource) and len(source.errors) == len(stream.errors)
+    lines = [[re.sub(r"\[[\d:]+\]", "[]", line) for line in one.lines[1:]] for one in (source, stream)]
+    assert lines[0] == lines[1] and "are not known" in stream.lines[0]
+
+
+def test_images_of_a_streamed_folder_of_the_hub_are_fetched(monkeypatch):
+    import datasets
+    import fsspec
+    import pyarrow as pa
+
+    monkeypatch.setattr("nanovlm.data.values.HUB_FILE", re.compile("memory://"))
+    fsspec.filesystem("memory").pipe("/lab/1.png", png(1))
+
+    def make(path):
+        image = pa.array([{"bytes": None, "path": path}], datasets.Image().pa_type)
+        table = pa.table({"image": image, "text": ["x"]})
+        return example_of_table((table, "a[0]"), "", datasets.Features(image=datasets.Image()), OPTIONS)
+
+    assert make("memory://lab/1.png").images == [png(1)]
+    assert make("https:/lab/1.png").images == ["https:/lab/1.png"], "of other names, only files"
+    with pytest.raises(ExampleError, match=r"a\[0\] cannot be read: .*2.png"):
+        make("memory://lab/2.png")
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5])
+def test_a_stream_and_its_file_have_the_same_sides(library, share):
+    features = library.Features(images=library.List(library.Image()), text=library.Value("string"))
+    images = [[f"{i}.{k}".encode() for k in range(2)] for i in range(200)]  # which nothing decodes here
+    library.Dataset.from_dict({"images": images, "text": [f"{i}" for i in range(200)]}, features).to_parquet(
+        "a.parquet"
+    )
+    sides = {}
+    for is_on in (False, True):
+        split_data = open_data(["a.parquet"], ReadOptions(stream=is_on), share)
+        sides[is_on] = [{example.qa_pairs[0][1] for subset in side for example in subset} for side in split_data]
+    assert sides[False] == sides[True] and not set.intersection(*sides[True])
+    assert len(set.union(*sides[True])) == 200 and abs(len(sides[True][1]) - 200 * share) < 15
+
+
+def test_a_validation_set_of_ones_own_is_compared_with_a_stream(library, monkeypatch):
+    write_table(library, "a.parquet", rows=12)
+    write("own/metadata.csv", "file_name,text\na.png,a\nb.png,b\n")
+    write("own/a.png", png(11))
+    write("own/b.png", png(15))
+    for n_compared, words in ((1000, "own: 1 of its images are also trained on"), (5, "first 5 rows of a.parquet")):
+        monkeypatch.setattr("nanovlm.data.mixture.COMPARED", n_compared)
+        assert words in " | ".join(source_lines(*open_data(["a.parquet"], ReadOptions(stream=True), "own")))
+
+
+@pytest.mark.parametrize("on_error", ["stop", "skip"])
+def test_a_row_of_a_stream_that_cannot_be_used_is_refused_or_told(library, on_error):
+    write_table(library, "a.parquet", rows=300, label=[0] * 200 + [-1] * 100)
+    options = ReadOptions(stream=True, on_error=on_error, text_column="label")
+    if on_error == "stop":
+        with pytest.raises(ExampleError, match=r"a.parquet\[200\] has an empty answer"):
+            open_data(["a.parquet"], options, 0.99)
+        return
+    train, (held_out,) = open_data(["a.parquet"], options, 0.99)
+    errors = []
+    list(train[0].usable(errors))
+    assert len(held_out.source.errors) == len(errors) == 100
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_batches_resume_by_the_state_of_their_loader(tiled, workers):
     def batches():
-        return Batches(Mixture([Subset(stream(100, 2))], 0), tiled[1], 4, n_parts=max(1, workers))
+        return ExampleBatches(Mixture([Subset(stream(100, 2))], 0), tiled[1], 4, n_parts=max(1, workers))
 
     with load_batches(batches(), range(14), workers) as loaded:
         first = [next(loaded)["input_ids"] for _ in range(6)]

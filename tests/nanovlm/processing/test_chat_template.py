@@ -1,12 +1,14 @@
 """Chat templates: published ones render as in transformers, and those that fail end with one line."""
 
+import hashlib
+import multiprocessing
 import re
 
 import pytest
 
 from models.config import CHATML
 from nanovlm.errors import CheckpointError
-from nanovlm.processing.chat_template import ChatTemplate
+from nanovlm.processing.chat_template import KNOWN, ChatTemplate
 from support.smolvlm import TEMPLATE
 
 CHAT = [
@@ -67,6 +69,63 @@ FAILING = {
     "a program": "{% set x = 1 %}" * 10_000,
     "deep": "{{ " + "(" * 10_000 + "1" + ")" * 10_000 + " }}",
 }
+NAMESPACE = "{% set ns = namespace(x='xx') %}"
+ENDLESS = {  # loops without output, and texts that fill the memory
+    "loops in loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}x",
+    "lipsum": "{{ lipsum(n=99999999) }}",
+    "indent": "{{ 'a\n' * 3000000 | indent(99999999) }}",
+    "indentation of JSON": "{{ [1, 2, [3]] | tojson(indent=9999999999) }}",
+    "a product": "{{ 'x' * 10**10 }}",
+    "a product of a name": "{{ messages[0].role * 10**10 }}",
+    "a power": "{{ 9 ** (9 ** 9) is number }}",
+    "center": "{{ 'x' | center(10**10) }}",
+    "a method": "{{ 'x'.ljust(10**10) }}",
+    "a format": "{{ '%9999999999d' % 1 }}",
+    "a named format": "{{ '{:9999999999}'.format(1) }}",
+    "doubled text": NAMESPACE + "{% for i in range(99) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x }}",
+    "squared text": NAMESPACE + "{% for i in range(9) %}{% set ns.x = ns.x.replace('x', ns.x) %}{% endfor %}x",
+    "doubled lists": "{% set ns = namespace(x=[1]) %}{% for i in range(99) %}{% set ns.x = ns.x + ns.x %}{% endfor %}x",
+    "a macro that calls itself twice": "{% macro m(n) %}{% if n %}{{ m(n-1) }}{{ m(n-1) }}{% endif %}{% endmacro %}"
+    "{{ m(60) }}",
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("template", ENDLESS.values(), ids=ENDLESS)
+def test_a_template_ends(template):
+    endless = ChatTemplate(template)
+    with pytest.raises(CheckpointError, match="^lm_chat_template [^\n]*$"):
+        endless.render(CHAT, True)
+
+
+def test_a_template_that_ended_its_process_renders_the_next_chat():
+    template = ChatTemplate("{{ messages[0].content * messages | length ** 99 }}")
+    with pytest.raises(CheckpointError, match="cannot render this chat: "):
+        template.render(CHAT, True)
+    assert template.render(CHAT[:1], True) == "Be brief."
+
+
+def test_a_forked_process_renders_by_itself():
+    template = ChatTemplate("{{ messages[0].content }}")
+    assert template.render(CHAT, True) == "Be brief."
+    fork = multiprocessing.get_context("fork")
+    texts = fork.SimpleQueue()
+    children = [fork.Process(target=lambda: texts.put(template.render(CHAT[1:], True))) for _ in range(2)]
+    for child in children:
+        child.start()
+    assert [texts.get() for _ in children] == [CHAT[1]["content"]] * 2
+    for child in children:
+        child.join()
+    assert template.render(CHAT, True) == "Be brief."
+
+
+def test_long_chats_are_rendered():
+    chat = CHAT[1:3] * 2000
+    assert ChatTemplate(CHATML + " ").render(chat, True).strip() == ChatTemplate(CHATML).render(chat, True).strip()
+
+
+def test_the_known_templates_are_those_of_nanovlm_and_smolvlm():
+    assert {hashlib.sha256(source.encode()).hexdigest() for source in (CHATML, TEMPLATE)} == KNOWN
 
 
 @pytest.mark.parametrize("template", FAILING.values(), ids=FAILING)

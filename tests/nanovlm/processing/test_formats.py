@@ -12,7 +12,6 @@ import tokenizers
 import torch
 from PIL import Image
 from safetensors.torch import save_file
-from torchvision import transforms
 
 from models.checkpoint import find_image_token_id, load_config, save_checkpoint
 from models.config import CHATML
@@ -24,7 +23,7 @@ from nanovlm.data.examples import IGNORE_INDEX, Example, encode
 from nanovlm.errors import CheckpointError
 from nanovlm.export.transformers import export_notes, export_smolvlm
 from nanovlm.processing.tokenizer import Tokenizer
-from support import Package
+from support import Package, transforms
 from support.checkpoints import BASE_SIZE, EMBEDDING, HEAD, INV_FREQ, raw_config, read_nanovlm, stock_shapes, tiles
 from support.smolvlm import make_tokenizer
 
@@ -174,7 +173,7 @@ def stock_pixels(format_version, image):
     if format_version < 4:
         return transforms.Compose([transforms.Resize((16, 16)), transforms.ToTensor()])(image)[None]
     width, height = {ONE: (16, 16), WIDE: (32, 16), TALL: (32, 48), BIG: (64, 64)}[image.size]
-    whole = transforms.ToTensor()(image.resize((width, height), Image.Resampling.BICUBIC))
+    whole = transforms.functional.to_tensor(image.resize((width, height), Image.Resampling.BICUBIC))
     images = [whole[:, y : y + 16, x : x + 16] for y in range(0, height, 16) for x in range(0, width, 16)]
     if format_version == 5 and len(images) > 1:
         global_view = torch.nn.functional.interpolate(whole[None], (16, 16), mode="bilinear", antialias=True)

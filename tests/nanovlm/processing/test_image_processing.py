@@ -13,14 +13,13 @@ import zlib
 import numpy as np
 import pytest
 import torch
-from PIL import Image, ImageDraw
-from torchvision.transforms import functional as transforms_v1
+from PIL import Image, ImageDraw, ImageEnhance
 
 from nanovlm.errors import ImageError, InputError
 from nanovlm.processing import image_loading as images
-from nanovlm.processing.image_loading import load_image
+from nanovlm.processing.image_loading import augment, load_image
 from nanovlm.processing.layouts.nanovlm import preprocess, resized_size
-from support import noise_image, png
+from support import noise_image, png, transforms
 
 SAVE = {format: {"quality": 95} for format in ("JPEG", "AVIF", "HEIF")}
 
@@ -77,12 +76,11 @@ def test_every_source_gives_the_same_pixels(tmp_path):
             image = load_image(source)
             assert image.mode == "RGB" and image.tobytes() == drawn().tobytes()
         assert not file.closed  # it belongs to who opened it
-    for by_path in (True, False):
-        read, write = os.pipe()
-        with open(write, "wb") as sink:
-            sink.write(data)  # fits into the pipe's buffer
-        with open(read, "rb") as pipe:
-            assert load_image(f"/dev/fd/{read}" if by_path else pipe).tobytes() == drawn().tobytes()
+    read, write = os.pipe()
+    with open(write, "wb") as sink:
+        sink.write(data)  # fits into the pipe's buffer
+    with open(read, "rb") as pipe:
+        assert load_image(pipe).tobytes() == drawn().tobytes()
     with pytest.raises(TypeError, match="not int"):
         load_image(3)
 
@@ -97,7 +95,7 @@ def test_the_callers_image_is_not_changed(mode):
 
 def test_arrays_and_tensors_are_the_image_they_hold():
     image = drawn()
-    array, tensor = np.asarray(image), transforms_v1.pil_to_tensor(image)
+    array, tensor = np.asarray(image), transforms.functional.pil_to_tensor(image)
     requires_grad = (tensor / 255).requires_grad_()
     for source in (array, array / 255, (array / 255).astype("float32"), tensor, tensor / 255, requires_grad):
         assert load_image(source).tobytes() == image.tobytes()
@@ -107,7 +105,7 @@ def test_arrays_and_tensors_are_the_image_they_hold():
     grey, alpha = drawn().convert("L"), drawn().convert("RGBA")
     alpha.putalpha(grey)
     for image in (grey, alpha):
-        array, tensor = np.array(image), transforms_v1.pil_to_tensor(image)
+        array, tensor = np.array(image), transforms.functional.pil_to_tensor(image)
         same = [array, tensor, *((array[..., None], torch.from_numpy(array)) if image is grey else ())]
         assert {load_image(source).tobytes() for source in same} == {load_image(image).tobytes()}
 
@@ -119,6 +117,7 @@ def test_arrays_and_tensors_are_the_image_they_hold():
         (np.zeros((2, 20, 30, 3), np.uint8), "an array of shape (2, 20, 30, 3)"),
         (np.full((20, 30, 3), 200.0), "values from 200 to 200; floats are in [0, 1]"),
         (torch.full((3, 20, 30), float("nan")), "values from nan to nan"),
+        (torch.full((3, 20, 30), 1.0000001), "values from 1.00000012 to 1.00000012"),
         (np.zeros((20, 30, 3), np.int64), "an array of int64; pass uint8"),
         (np.zeros((20, 30, 3), object), "an array of object; pass uint8"),
         (np.zeros((0, 30, 3), np.uint8), "without pixels"),
@@ -373,9 +372,10 @@ def test_tiles_join_to_the_resized_image(size, to_max_side, grid, global_view):
     front = 1 if global_view and grid != (1, 1) else 0
     assert got == grid and tiles.shape == (front + rows * columns, 3, 32, 32) and tiles.is_contiguous()
     lines = [torch.cat(list(tiles[front + r * columns :][:columns]), dim=2) for r in range(rows)]
-    assert torch.equal(torch.cat(lines, dim=1), transforms_v1.to_tensor(resized))
+    assert torch.equal(torch.cat(lines, dim=1), transforms.functional.to_tensor(resized))
     if front:
-        assert torch.equal(tiles[0], transforms_v1.resize(transforms_v1.to_tensor(resized), [32, 32], antialias=True))
+        whole = transforms.functional.to_tensor(resized)
+        assert torch.equal(tiles[0], transforms.functional.resize(whole, [32, 32], antialias=True))
 
 
 def test_wrong_use_of_preprocess_is_refused():
@@ -384,3 +384,30 @@ def test_wrong_use_of_preprocess_is_refused():
         preprocess(noise_image(40, 20), 512, resized_size(40, 20, 512, 2**20, True))
     with pytest.raises(ValueError, match="RGB images, not RGBA: read the image with load_image"):
         preprocess(noise_image().convert("RGBA"), tile=32)
+
+
+@pytest.mark.parametrize("name", ["pipe.png", "/dev/zero", "."])
+def test_a_pipe_or_a_device_is_no_image(tmp_path, name):
+    os.mkfifo(tmp_path / "pipe.png")
+    with pytest.raises(ImageError, match="a pipe or a device, not a file|a folder, not an image"):
+        load_image(tmp_path / name)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_an_augmented_image_is_that_of_torchvision(seed):
+    """torchvision's affine, with the same random numbers."""
+    image, rng, amount = noise_image(40 + seed, 30), random.Random(seed), 0.15
+    result = augment(image, amount, random.Random(seed))
+    for enhance in (ImageEnhance.Brightness, ImageEnhance.Contrast):
+        image = enhance(image).enhance(rng.uniform(1 - amount / 2, 1 + amount / 2))
+    corners = [image.getpixel((x, y)) for x in (0, image.width - 1) for y in (0, image.height - 1)]
+    expected = transforms.functional.affine(
+        image,
+        angle=rng.uniform(-100 * amount, 100 * amount),
+        translate=[round(rng.uniform(-amount, amount) * side) for side in image.size],
+        scale=rng.uniform(1 - amount, 1 + amount),
+        shear=[0.0, 0.0],
+        interpolation=transforms.InterpolationMode.BILINEAR,
+        fill=[sum(values) // 4 for values in zip(*corners)],
+    )
+    assert result.tobytes() == expected.tobytes()

@@ -50,6 +50,22 @@ SCHEMAS = {  # as people write them -> a value that they mean, and one that they
     ),
     "anyOf": ({"anyOf": [obj(a=NUMBER), obj(b=TEXT)]}, {"b": "x"}, {"b": "x", "c": 1}),
     "allOf is left open": ({"allOf": [obj(a=NUMBER), obj(b=NUMBER)]}, {"a": 1, "b": 2}, {"a": 1}),
+    "an object inside of allOf's parts": (
+        {"allOf": [obj(a=obj(b=NUMBER)), obj(c=NUMBER)]}, {"a": {"b": 1}, "c": 1}, {"a": {"b": 1, "d": 1}, "c": 1},
+    ),
+    "an object beside allOf": (
+        obj(a=obj(b=NUMBER), c={"allOf": [obj(d=NUMBER), obj(e=NUMBER)]}),
+        {"a": {"b": 1}, "c": {"d": 1, "e": 2}}, {"a": {"b": 1, "x": 1}, "c": {"d": 1, "e": 2}},
+    ),
+    "a definition of allOf": (
+        {"$defs": {"t": obj(a=NUMBER)}, "allOf": [{"$ref": "#/$defs/t"}, obj(b=NUMBER)]}, {"a": 1, "b": 2}, {"a": 1},
+    ),
+    "a key called allOf": (obj(allOf=NUMBER), {"allOf": 1}, {"allOf": 1, "b": 2}),
+    "keys called additionalProperties and $ref": (
+        obj(additionalProperties=NUMBER, **{"$ref": TEXT}), {"additionalProperties": 1, "$ref": ""},
+        {"additionalProperties": 1, "$ref": "", "b": 2},
+    ),
+    "a value called allOf": (obj(a={"enum": ["allOf"]}), {"a": "allOf"}, {"a": "allOf", "b": 2}),
     "a key called properties": (obj(properties=obj(items=NUMBER)), {"properties": {"items": 1}}, {"items": 1}),
     "a free object": ({"type": "object"}, {"any": [1, {"b": None}]}, []),
     "a dictionary": ({"type": "object", "additionalProperties": NUMBER}, {"a": 1, "b": 2}, {"a": "x"}),

@@ -123,7 +123,7 @@ def json_of(tokenizer, **changes):
     ("content", "words"),
     [
         (lambda tokenizer: b'{"version": "1.0", "model": {"type": "BPE", "voc', "is not a valid tokenizer.json"),
-        (lambda tokenizer: b"\xff\xfe\x00", "cannot be read"),
+        (lambda tokenizer: b"\xff\xfe\x00", "tokenizer.json is not UTF-8"),
         (lambda tokenizer: json_of(tokenizer, pre_tokenizer={"type": "Whitespace"}), "after encoding and decoding"),
         (lambda tokenizer: json_of(tokenizer, decoder=None), "after encoding and decoding: pre_tokenizer or decoder"),
         (lambda tokenizer: json_of(tokenizer, decoder=PANIC), "tokenizer.json"),  # of some versions, no Exception

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from PIL import Image, ImageColor
+from PIL import Image, ImageColor, features
 
 from nanovlm import Captioner
 from nanovlm.chat_session import ChatSession
@@ -117,6 +117,33 @@ def test_a_portrait_video_of_a_phone_is_upright_and_frames_have_their_own_times(
     assert len(video.seconds) > 3 and {round(time, 3) for time in video.seconds} <= {0, 0.1, 0.2, 3, 4}
     top, bottom = (video.frames[0].getpixel((24, y)) for y in (8, 56))
     assert top[0] > 150 > top[2] and bottom[2] > 150 > bottom[0]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["a.mkv", "a.mp4"])
+def test_a_recording_whose_rate_varies_is_as_long_as_its_last_frame(name):
+    """A screen recording: a hundred frames in a second, then one a second."""
+    av = pytest.importorskip("av")
+    with av.open(name, "w") as container:
+        stream = container.add_stream("mpeg4", rate=100)
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        for time in (*range(0, 1000, 10), *range(1000, 10_001, 1000)):
+            picture = av.VideoFrame.from_image(Image.new("RGB", (64, 48)))
+            picture.pts, picture.time_base = time, Fraction(1, 1000)
+            container.mux(stream.encode(picture))
+        container.mux(stream.encode())
+    video = Video.read(name, 8)
+    assert 10 <= video.duration <= 11 and len(video.frames) == 8
+
+
+@pytest.mark.parametrize("name", ["a.gif", "a.png", "a.webp", "a.avif"])
+def test_an_animation_has_the_times_of_its_frames(name):
+    if name[2:] in ("webp", "avif") and not features.check(name[2:]):
+        pytest.skip(f"Pillow without {name[2:]}")
+    first, *others = (Image.new("RGB", (64, 48), color) for color in ("red", "green", "blue", "white", "black"))
+    first.save(name, save_all=True, append_images=others, duration=2000)
+    video = Video.read(name)
+    assert video.duration == 10 and list(video.seconds) == [0, 2, 4, 6, 8]
 
 
 def test_animations_folders_and_lists_are_videos():

@@ -3,7 +3,6 @@
 import base64
 import io
 import re
-import shutil
 from random import Random
 
 import pytest
@@ -11,7 +10,6 @@ from PIL import Image
 
 from nanovlm import SAMPLE
 from nanovlm.chat_session import ChatSession
-from nanovlm.review_page import write_page
 from nanovlm.synthetic import draw, random_scene
 from support import noise_image
 from support.serving import QUESTIONS, RunningServer, until
@@ -19,20 +17,6 @@ from support.serving import QUESTIONS, RunningServer, until
 pytestmark = pytest.mark.full
 sync_api = pytest.importorskip("playwright.sync_api", reason="no playwright; pip install 'nanovlm[test-web]'")
 expect = sync_api.expect
-
-FLAGS = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with sync_api.sync_playwright() as playwright:
-        names = ("chromium", "chromium-browser", "google-chrome", playwright.chromium.executable_path)
-        found = next((path for path in map(shutil.which, names) if path), None)
-        if found is None:
-            pytest.skip("no Chromium here; playwright install chromium, or apt-get install chromium")
-        browser = playwright.chromium.launch(executable_path=found, args=FLAGS)
-        yield browser
-        browser.close()
 
 
 @pytest.fixture
@@ -247,20 +231,6 @@ def test_image_and_answers_are_seen_together_with_enough_contrast(served, open_p
     for role in ("button", "textbox", "img"):
         for one in page.get_by_role(role).all():
             assert one.is_hidden() or re.search(r"\w", one.aria_snapshot().partition(role)[2])
-
-
-def test_a_review_page_is_filtered(open_page, served, tmp_path):
-    shutil.copy(SAMPLE, tmp_path / "a.png")
-    names = [str(tmp_path / name) for name in ("a.png", "b.png")]
-    write_page(tmp_path / "r.html", names, [{"text": "A <b>ring</b>"}, {}], {names[1]: "No such file"})
-    page = open_page(served)
-    page.goto((tmp_path / "r.html").as_uri())
-    expect(page.get_by_text("A <b>ring</b>")).to_be_visible()
-    assert page.locator("img").evaluate_all("(all) => all.map((e) => e.naturalWidth > 50)") == [True]
-    page.get_by_placeholder("filter").fill("RING")
-    expect(page.get_by_text("1 of 2")).to_be_visible()
-    expect(page.get_by_text("No such file")).to_be_hidden()
-    open_page.problems.clear()  # a file is not of the server
 
 
 def luminance(color):

@@ -1,15 +1,19 @@
 """The server under load, failures, departures and signals; and who may use it."""
 
+import asyncio
 import contextlib
+import errno
 import logging
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from random import Random
 
 import httpx
@@ -19,6 +23,7 @@ from models.inference.caches import TiledImage
 from nanovlm import SAMPLE
 from nanovlm.chat_session import ChatSession
 from nanovlm.errors import UsageError
+from nanovlm.serving import app as app_module
 from nanovlm.serving.app import STATIC, listen
 from nanovlm.serving.options import ServeOptions
 from nanovlm.synthetic import draw, random_scene
@@ -74,6 +79,59 @@ def test_full_server_answers_429_and_loses_no_request(embedded, gate):
             gate.set()
             assert {answer_of(one.result()) for one in responses} == {embedded.caption(SAMPLE, "?")}
         until(lambda: server.idle)
+
+
+def test_half_bodies_take_no_place(embedded, monkeypatch):
+    monkeypatch.setattr(app_module, "BODY_SECONDS", 2)
+    with RunningServer(embedded, max_num_seqs=2, max_pending=2) as server, contextlib.ExitStack() as stack:
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 9000\r\n\r\n{"
+        half = [stack.enter_context(connected(server)) for _ in range(20)]
+        for connection in half:
+            connection.sendall(head)
+        silent = [stack.enter_context(connected(server)) for _ in range(5)]
+        slow = stack.enter_context(connected(server))
+        slow.sendall(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nX: ")
+        assert answer_of(server.post(ASKED)) == embedded.caption(SAMPLE, "?")
+        for connection in half:
+            reply = received(connection)
+            assert reply.startswith(b"HTTP/1.1 408") and b"did not arrive within 2 s" in reply
+        until(lambda: not server.chats.arriving)
+        for connection in (*silent, slow):
+            assert received(connection) == b""
+
+
+def test_bodies_that_arrive_have_a_limit_together(embedded):
+    with (
+        RunningServer(embedded, max_num_seqs=1, max_pending=1, max_body=1000) as server,
+        contextlib.ExitStack() as stack,
+    ):
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 1000\r\n\r\n" + b" " * 900
+        connections = [stack.enter_context(connected(server)) for _ in range(3)]
+        for n, connection in enumerate(connections):
+            connection.sendall(head)
+            until(partial(lambda n: server.chats.arriving == 900 * n, min(n, 1) + 1))
+        assert received(connections[2]).startswith(b"HTTP/1.1 429")
+
+
+def connected(server):
+    address = ("127.0.0.1", int(server.url.rpartition(":")[2]))
+    return contextlib.closing(socket.create_connection(address, timeout=10))
+
+
+def received(connection):
+    """All that a server sends until it closes a connection."""
+    return b"".join(iter(lambda: connection.recv(4096), b""))
+
+
+def test_connections_without_a_descriptor_are_a_line_now_and_then(caplog):
+    handler, loop = app_module.AcceptErrors(), asyncio.new_event_loop()
+    for _ in range(1000):
+        handler(loop, {"message": "accept", "exception": OSError(errno.EMFILE, "Too many open files")})
+    handler(loop, {"message": "something else", "exception": ValueError("a bug")})
+    loop.close()
+    assert [record.message.partition(";")[0] for record in caplog.records] == [
+        "no descriptors are left for new connections, which wait", "something else",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -154,6 +212,15 @@ def test_each_request_has_a_line_of_log(embedded, caplog, quiet):
     assert len(lines) == len(patterns) and all(map(re.fullmatch, patterns, lines)), lines
 
 
+ROUTES = [  # that are refused: method, path, status, Allow
+    ("GET", "/nowhere", 404, ""), ("GET", "/v1/models/x", 404, ""), ("POST", "/v1/completions", 404, ""),
+    ("POST", "/v1/responses", 404, ""), ("POST", "/v1/embeddings", 404, ""), ("DELETE", "/page.cs", 404, ""),
+    ("PUT", "/v1/models", 405, "GET, HEAD"), ("OPTIONS", "/v1/chat/completions", 405, "POST"),
+    ("GET", "/chat/completions", 405, "POST"), ("POST", "/", 405, "GET, HEAD"),
+    ("DELETE", "/page.css", 405, "GET, HEAD"),
+]  # fmt: skip
+
+
 def test_routes_and_their_errors(served, embedded):
     model = http.get(f"{served.url}/v1/models").json()["data"][0]
     assert model["max_model_len"] == embedded.model.cfg.lm_max_position_embeddings
@@ -165,9 +232,10 @@ def test_routes_and_their_errors(served, embedded):
         assert http.get(served.url + path, params={"file": "/etc/passwd"}).content == get.content
         if path in ("/", "/page.css", "/page.js"):
             assert not re.search(r"https?:|//[a-z]|@import|<style|style=|onclick", get.text), "loads from elsewhere"
-    for method, path, status in (("GET", "/nowhere", 404), ("GET", "/v1/models/x", 404), ("PUT", "/v1/models", 405)):
+    for method, path, status, allowed in ROUTES:
         response = http.request(method, served.url + path)
-        assert response.status_code == status and response.json()["error"]["message"]
+        assert response.status_code == status and response.json()["error"]["message"], path
+        assert {*response.headers.get("allow", "").split(", ")} == {*allowed.split(", ")}, path
     assert {path.suffix for path in STATIC.iterdir()} == {".html", ".css", ".js"}
 
 
@@ -245,6 +313,12 @@ def test_process_ends_in_order(n_signals, embedded):
         assert server.wait(20) == 0
         assert re.fullmatch("finishing 1 answer; .*\n", server.stderr.read()), "no traceback"
         assert (text == embedded.caption(SAMPLE)) == (n_signals == 1)
+
+
+@pytest.mark.parametrize("key", ["", " "])
+def test_an_empty_key_is_refused(key):
+    with pytest.raises(UsageError, match="^--api-key is empty"):
+        ServeOptions(host="0.0.0.0", api_key=key)
 
 
 @pytest.mark.parametrize("host", ["host.invalid", "192.0.2.1", "\udcff"])

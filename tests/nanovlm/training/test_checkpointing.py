@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from nanovlm.errors import CheckpointError, TrainingError
 from nanovlm.training import checkpointing
@@ -129,11 +130,12 @@ def test_a_full_disk_is_one_line_and_loses_nothing(learn, tmp_path, monkeypatch,
     assert tensors(tmp_path) == tensors(whole)
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-def test_metrics_that_cannot_be_written_stop_the_run_with_one_line(learn, make_batch, tmp_path):
+def test_metrics_that_cannot_be_written_stop_the_run_with_one_line(learn, make_batch, tmp_path, monkeypatch):
     def fill_disk():
-        (tmp_path / "metrics.jsonl").unlink()
-        (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+        def write(descriptor, data):
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(os, "write", write)
 
     with pytest.raises(TrainingError, match="No space left on device; free some disk space and .* from .*step-3$"):
         learn(tmp_path, batch=before_batch(4, fill_disk, make_batch))
@@ -171,6 +173,70 @@ def test_a_damaged_checkpoint_is_replaced_from_an_older_one_or_reported(
     damage(2)
     with pytest.raises(CheckpointError, match=rf"step-4 is damaged: .*{name}.*; move it away to start over$"):
         learn(tmp_path, STEPS)
+
+
+def state_with(**changes):
+    """Change keys of trainer.json; None removes one."""
+
+    def change(folder):
+        path = folder / "trainer.json"
+        state = json.loads(path.read_text()) | changes
+        path.write_text(json.dumps({key: value for key, value in state.items() if value is not None}))
+
+    return change
+
+
+def optimizer_with(change):
+    """Change the dict of optimizer.safetensors in place."""
+
+    def change_file(folder):
+        tensors = load_file(folder / "optimizer.safetensors")
+        change(tensors, min(name for name in tensors if name.endswith("/exp_avg_sq")))
+        save_file(tensors, folder / "optimizer.safetensors")
+
+    return change_file
+
+
+def piped(name):
+    return lambda folder: ((folder / name).unlink(), os.mkfifo(folder / name))
+
+
+ODD = {
+    "no config": state_with(config=None),
+    "config is a list": state_with(config=[]),
+    "an empty config": state_with(config={}),
+    "a step below 0": state_with(step=-3),
+    "another step": state_with(step=3),
+    "a step of text": state_with(step="4"),
+    "a step that is true": state_with(step=True),
+    "scores of text": state_with(scores=[["a", "b"]]),
+    "scores of triples": state_with(scores=[[1, 2, 3]]),
+    "scores of nothing": state_with(scores=5),
+    "a metric of numbers": state_with(metric=5),
+    "no streams": state_with(streams=None),
+    "a scaler of another kind": state_with(scaler={"a": 1}),
+    "a tensor less": optimizer_with(lambda tensors, name: tensors.pop(name)),
+    "a tensor more": optimizer_with(lambda tensors, name: tensors.update(more=torch.zeros(1))),
+    "another shape": optimizer_with(lambda tensors, name: tensors.update({name: torch.zeros(7)})),
+    "another dtype": optimizer_with(lambda tensors, name: tensors.update({name: tensors[name].half()})),
+    "integers": optimizer_with(lambda tensors, name: tensors.update({name: tensors[name].int()})),
+    "nan": optimizer_with(lambda tensors, name: tensors[name].fill_(float("nan"))),
+    "inf": optimizer_with(lambda tensors, name: tensors[name].fill_(float("inf"))),
+    "negative squares": optimizer_with(lambda tensors, name: tensors[name].fill_(-1.0)),
+    "a pipe": piped("optimizer.safetensors"),
+    "a pipe of weights": piped("model.safetensors"),
+    "a pipe of settings": piped("trainer.json"),
+}
+
+
+@pytest.mark.parametrize("change", ODD.values(), ids=ODD)
+def test_of_whole_but_odd_files_the_older_checkpoint_is_taken(learn, tmp_path, two_checkpoints, tensors, change):
+    shutil.copytree(two_checkpoints, tmp_path, dirs_exist_ok=True)
+    change(tmp_path / "checkpoints/step-4")
+    lines = learn(tmp_path, STEPS)
+    assert "step-4 is damaged: " in lines[0] and "\n" not in lines[0]
+    assert lines[0].endswith(f"; resuming from {tmp_path / 'checkpoints/step-2'} instead")
+    assert tensors(tmp_path) == tensors(two_checkpoints)
 
 
 OTHER_MODELS = [{"lm_n_blocks": 3}, pytest.param({"lm_inter_dim": 40}, marks=pytest.mark.full), {"lm_re_base": 50.0}]

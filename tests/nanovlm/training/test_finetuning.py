@@ -7,6 +7,8 @@ import random
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import tarfile
 from dataclasses import replace
 from pathlib import Path
@@ -297,7 +299,61 @@ def test_a_folder_that_cannot_be_written_is_reported_before_the_first_step(train
     scenes(2)
     Path("out/metrics.jsonl").mkdir(parents=True)  # a folder where a file should go
     code, _, err = train("--data", "mine", *QUICK)
-    assert code == 1 and "metrics.jsonl cannot be read" in err and not Path("out/checkpoints").exists()
+    assert code == 2 and "--out out holds metrics.jsonl, but no run to resume" in err
+    assert not Path("out/checkpoints").exists()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["config.json", "run.json", "tokenizer.json", "metrics.jsonl", "report.html", "nanovlm.json", "adapter", "base"],
+)
+@pytest.mark.parametrize("kind", ["file", "link"])
+def test_a_folder_with_a_file_of_ours_by_name_is_left_alone(train, name, kind):
+    scenes(2)
+    Path("out/.work.tmp").mkdir(parents=True)
+    for own in ("out/.thesis.tmp", "victim"):
+        Path(own).write_text("{}")
+    Path("out", name).write_text("{}") if kind == "file" else Path("out", name).symlink_to("../victim")
+    before = sorted(Path("out").rglob("*"))
+    code, _, err = train("--data", "mine", *QUICK)
+    assert code == 2 and f"{name}" in err and "name another folder" in err and len(err.splitlines()) == 1
+    assert sorted(Path("out").rglob("*")) == before and Path("victim").read_text() == "{}"
+    assert Path("out", name).read_text() == "{}"
+
+
+def test_links_in_the_folder_of_a_run_are_replaced(train):
+    scenes(2)
+    Path("out/.work.tmp").mkdir(parents=True)
+    assert train("--data", "mine", *QUICK)[0] == 0
+    names = ("config.json", "model.safetensors", "metrics.jsonl", "run.json", "report.html")
+    for name in names:
+        path = Path("out", name)
+        path.rename(f"victim.{name}") if path.exists() else Path(f"victim.{name}").touch()
+        path.symlink_to(f"../victim.{name}")
+    before = {name: Path(f"victim.{name}").read_bytes() for name in names}
+    code, _, err = train("--data", "mine", *QUICK, "--max-steps", "4")
+    assert code == 0, err
+    assert {name: Path(f"victim.{name}").read_bytes() for name in names} == before
+    assert Path("out/.work.tmp").is_dir()
+    Path("out/checkpoints").rename("elsewhere")
+    Path("out/checkpoints").symlink_to("../elsewhere")
+    code, _, err = train("--data", "mine", *QUICK, "--max-steps", "5")
+    assert code == 2 and "out/checkpoints is a link; remove it, or name another folder" in err
+
+
+@pytest.mark.full
+def test_without_a_torchvision_that_works_a_run_with_augmentation_and_a_caption_do():
+    """As beside PyTorch's CPU wheel: `operator torchvision::nms does not exist`."""
+    scenes(2)
+    Path("stub/torchvision").mkdir(parents=True)
+    Path("stub/torchvision/__init__.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
+    env = os.environ | {"PYTHONPATH": f"stub:{ROOT}"}
+    for command in (
+        ["train", "--data", "mine", "--validation", "0", *QUICK, "--batch-size", "1", "--augment", "0.2"],
+        ["caption", "mine/0.png", "--model", "out", "--max-new-tokens", "2"],
+    ):
+        run = subprocess.run([sys.executable, "-m", "nanovlm", *command], env=env, capture_output=True, text=True)
+        assert run.returncode == 0 and "torchvision" not in run.stderr and "Traceback" not in run.stderr, run.stderr
 
 
 def test_a_killed_worker_is_one_line_with_a_remedy():

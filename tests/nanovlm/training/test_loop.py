@@ -14,8 +14,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from models import files
 from nanovlm.embedded import SETTINGS
-from nanovlm.errors import MissingExtraError, TrainingError, UsageError
+from nanovlm.errors import BusyError, MissingExtraError, TrainingError
 from nanovlm.training.distributed import DistributedContext
 from nanovlm.training.loader import TrainingInterrupted, load_batches
 from nanovlm.training.metrics import MetricsLogger, check_installed, read_metrics, truncate
@@ -198,14 +199,17 @@ def test_a_diverged_run_names_the_checkpoints_to_go_back_to(learn, make_batch, t
 
 
 def test_two_runs_at_once_are_refused_and_neither_loses_files(learn, tmp_path):
-    (tmp_path / ".0123456789abcdef.tmp").mkdir()
-    with another_run(tmp_path), pytest.raises(UsageError, match="another run writes there; wait for its end"):
+    (tmp_path / f"{files.PART}0").mkdir()
+    with another_run(tmp_path), pytest.raises(BusyError, match="another run writes there; wait for its end"):
         learn(tmp_path)
-    assert list(tmp_path.glob(".*.tmp")), "the other run may be writing it"
-    (tmp_path / "checkpoints/.0123456789abcdef.tmp").mkdir(parents=True)
-    (tmp_path / ".run.json.tmp").touch()
+    assert list(tmp_path.glob(".*")), "the other run may be writing it"
+    (tmp_path / "checkpoints" / f"{files.PART}1").mkdir(parents=True)
+    (tmp_path / f"{files.PART}2").touch()
+    theirs = [tmp_path / ".thesis.tmp", tmp_path / "checkpoints/.work.tmp"]
+    for path in theirs:
+        path.mkdir()
     learn(tmp_path)
-    assert not list(tmp_path.rglob(".*")), "neither the lock nor what a killed save left behind"
+    assert sorted(tmp_path.rglob(".*")) == theirs, "neither the lock nor what a killed save left behind"
 
 
 # ---------------------------------------------------------------------------------------------------------- metrics

@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from itertools import count
 
 import pytest
 import torch
@@ -29,7 +30,8 @@ def gradients(model):
 @pytest.fixture
 def trainer(tiny_model, make_batch, tmp_path):
     """A tiny model's Trainer that has taken no step."""
-    return lambda cfg=CFG: Trainer(tiny_model(), TrainingTask(make_batch, "{}", tmp_path / "new"), cfg)
+    numbers = count()  # of folders, as each of them is locked
+    return lambda cfg=CFG: Trainer(tiny_model(), TrainingTask(make_batch, "{}", tmp_path / str(next(numbers))), cfg)
 
 
 @pytest.fixture

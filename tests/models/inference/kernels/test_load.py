@@ -100,14 +100,14 @@ def test_a_damaged_library_is_built_anew(library, monkeypatch, no_library):
 
 
 @pytest.mark.skipif(not IS_X86, reason="the levels are for Linux on x86-64")
-@pytest.mark.parametrize("reason", ["a warning", "no-compiler"])
+@pytest.mark.parametrize("reason", ["a warning", "no-compiler", "false ended with status 1"])
 def test_without_a_compiler_the_plain_modules_compute_and_one_line_says_so(
     monkeypatch, no_library, tiny_model, caplog, reason
 ):
     def run(command, timeout, **options):
         raise subprocess.TimeoutExpired(command, timeout, stderr=b"a warning")  # in bytes, whatever the options
 
-    monkeypatch.setenv("CC", str(no_library / "no-compiler"))
+    monkeypatch.setenv("CC", "false" if "false" in reason else str(no_library / "no-compiler"))
     if reason == "a warning":
         monkeypatch.setattr(subprocess, "run", run)
     with caplog.at_level(logging.WARNING, "models"):
@@ -116,5 +116,6 @@ def test_without_a_compiler_the_plain_modules_compute_and_one_line_says_so(
     assert isinstance(inference.network, PlainNetwork)
     (record,) = caplog.records
     assert record.message.startswith("no CPU kernels (") and "\n" not in record.message and reason in record.message
+    assert len(record.message) <= 120
     ids = torch.tensor([[5, 8, 9]])
     torch.testing.assert_close(inference.prefill(ids)[0], tiny_model().prefill(ids)[0], rtol=1e-4, atol=1e-4)

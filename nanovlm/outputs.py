@@ -1,0 +1,378 @@
+"""Where captions of many images go: standard output, a .jsonl table, or a text file beside each image."""
+
+import errno
+import functools
+import hashlib
+import json
+import logging
+import os
+import re
+import unicodedata
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from models import files
+from nanovlm.errors import UsageError
+
+Row = dict[str, Any]
+Name = str | os.PathLike[str]
+logger = logging.getLogger(__name__)
+
+EDITED = "edited"  # the finish_reason of a text that a person wrote or edited
+MADE = ("text", "finish_reason", "model", "prompt", "prefix", "choices", "probability", "log_probability")
+REPLACES = "nanovlm_replaces"  # in an appended row until it moves into the row of its image
+PARSE = json.JSONDecoder(parse_int=str)  # Python refuses integers of more than 4,300 digits
+SPACE = re.compile(r"[ \t\r\n]*")
+TORN_NAME = re.compile(r'\{"file_name": "(?:[^"\\]|\\.)*"')
+BOM = b"\xef\xbb\xbf"
+OF_ONE_FILE = frozenset({  # errors that say nothing about the next image's file
+    errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ENXIO, errno.ENAMETOOLONG, errno.ELOOP,
+})  # fmt: skip
+
+
+@functools.lru_cache(100_000)
+def image_key(path: Name) -> str:
+    """The absolute path, equal for NFC and NFD names; a link to an image is an image of its own."""
+    parent, name = os.path.split(os.path.abspath(path))
+    return unicodedata.normalize("NFC", os.path.join(real_folder(parent), name))
+
+
+@functools.lru_cache(10_000)
+def real_folder(folder: str) -> str:
+    """The folder without links."""
+    try:
+        return os.path.realpath(folder)
+    except ValueError:  # a null character, in a row of a table
+        return folder
+
+
+def forget_folders() -> None:
+    """Look at links anew, which may have changed since the last run."""
+    image_key.cache_clear()
+    real_folder.cache_clear()
+
+
+class Output:
+    """JSON lines on standard output; the base of outputs that keep captions."""
+
+    overwrite: bool | str = False  # "all": also what a person wrote or edited
+    errors_of_one: frozenset[int] = frozenset()  # numbers of errors that concern one image; any other ends the run
+
+    def target(self, image: str) -> Path:
+        """The file of an image's caption."""
+        return Path("standard output")
+
+    @contextmanager
+    def opened(self, folders: Sequence[str]) -> Iterator[None]:
+        """Lock the output during a run over folders, and read what it holds; OSError if that is not possible."""
+        yield
+
+    def refusal(self, image: str) -> str:
+        """Why no caption of this image can be written; empty if it can."""
+        return ""
+
+    def row(self, image: str) -> Row:
+        """Row of an image that has a caption, else an empty one."""
+        return {}
+
+    def write(self, image: str, row: Row) -> None:
+        print(json.dumps({"image": image} | row), flush=True)
+
+    def edit(self, image: str, row: Row) -> None:
+        """Replace the text of an image, which may be empty, by a person's, or by an earlier row."""
+        raise NotImplementedError
+
+
+class Table(Output):
+    """Captions in the rows of a .jsonl file, named relative to its folder, as `load_dataset("imagefolder")` reads them.
+
+    It has one row an image; rows of other images and other columns stay, each as it is written. A caption is appended.
+    If its image has a row, the appended one says that it replaces that, and moves into it at the end of the run, or at
+    the start of the next one after a kill.
+    """
+
+    def __init__(self, path: Name, overwrite: bool | str = False, is_hidden: bool = False):
+        self.path = Path(path)
+        self.overwrite = overwrite
+        self.is_hidden = is_hidden  # known to this program only: any later row of an image replaces an earlier one
+        self.lines: dict[str, bytes] = {}  # by key of the image
+        self.rows: dict[str, Row] = {}
+        self.n_torn = 0  # bytes of a row at the end that a kill has cut
+        self.is_joined = True  # no appended row waits to replace another
+        self.is_written = False
+
+    def target(self, image: str) -> Path:
+        return self.path
+
+    @contextmanager
+    def opened(self, folders: Sequence[str]) -> Iterator[None]:
+        self.check()
+        is_new = not self.path.exists()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        files.append(self.path, b"")  # a table that cannot be written fails before any work
+        with files.locked(self.path):
+            files.remove_parts(self.path.parent)
+            self.tidy()
+        with files.locked(self.path):  # of the file that tidy may have put there
+            self.read()
+            self.is_written = True
+            try:
+                yield
+            except BaseException:
+                with suppress(OSError):  # the next run does it
+                    self.tidy()
+                raise
+            else:
+                self.tidy()
+            finally:
+                if is_new and not self.rows:
+                    files.remove(self.path)
+
+    def row(self, image: str) -> Row:
+        row = self.rows.get(image_key(image), {})
+        return row if has_text(row) else {}
+
+    def write(self, image: str, row: Row) -> None:
+        name = Path(os.path.relpath(image, self.path.parent)).as_posix()
+        key = image_key(image)
+        row = {"file_name": name} | row | {"file_name": name}
+        if not self.is_written:
+            self.is_written = True
+            files.append(self.path, b"")
+            self.tidy()
+        is_marked = self.is_hidden or key in self.rows
+        files.append(self.path, json_line(row | {REPLACES: True} if is_marked else row))
+        self.is_joined = self.is_joined and not is_marked
+        self.rows[key] = row
+
+    def edit(self, image: str, row: Row) -> None:
+        self.write(image, {name: row[name] for name in MADE if name in row})
+
+    def check(self) -> None:
+        """UsageError if the table is a link, which might lead out of the folder."""
+        if self.path.is_symlink():
+            raise UsageError(f"{self.path} is a link; remove it, or name another file")
+
+    def read(self) -> bytes:
+        """Read lines and rows; returns the file's bytes. UsageError if it is no table with one row an image."""
+        self.lines.clear()
+        self.rows.clear()
+        self.n_torn = 0
+        self.is_joined = True
+        data = files.read_bytes(self.path)
+        lines = data.removeprefix(BOM).split(b"\n")
+        for number, line in enumerate(lines, start=1):
+            row = parse_row(line)
+            if row is not None:
+                self._add(number, line, row)
+            elif number == len(lines) and is_torn_row(line):
+                self.n_torn = len(line)
+            elif line.strip():
+                place = f"{self.path}, line {number}"
+                raise UsageError(f"{place}, is no row with a file_name; name another file, or move this one")
+        return data
+
+    def _add(self, number: int, line: bytes, row: Row) -> None:
+        """Take a row; one of ours moves into the row that its image has."""
+        key = image_key(os.path.join(self.path.parent, row["file_name"]))
+        old = self.rows.get(key)
+        is_ours = row.pop(REPLACES, None) is True
+        if old is not None and not is_ours and not completes(row, old):
+            problem = f"line {number}, is one of several rows of {row['file_name']}"
+            raise UsageError(f"{self.path}, {problem}; captions have one row an image: name another file by --out")
+        if old is not None or is_ours:
+            self.is_joined = False
+            line = merged(self.lines.get(key, b"{}"), line)
+            row = (old or {}) | row
+        self.lines[key] = line
+        self.rows[key] = row
+
+    def tidy(self) -> None:
+        """Cut off a row that was torn by a kill, and move appended rows into the rows that they replace."""
+        data = self.read()
+        whole = len(data) - self.n_torn
+        if self.n_torn:
+            torn = data[whole:].decode("utf-8", "replace")
+            logger.warning("%s: removed its unfinished last line: %.100s", self.path, torn)
+        if not self.is_joined:
+            files.replace(self.path, b"".join(line + b"\n" for line in self.lines.values()))
+        elif self.n_torn:
+            files.truncate(self.path, whole)
+        elif data and not data.endswith(b"\n"):
+            files.append(self.path, b"\n")
+
+
+class Sidecars(Output):
+    """Captions in text files beside their images, and what made each in a hidden table of its folder.
+
+    A text that differs from what was written, or that no row tells of, is a person's: it is kept unless overwrite is
+    "all".
+    """
+
+    errors_of_one = OF_ONE_FILE
+
+    def __init__(self, extension: str = ".txt", overwrite: bool | str = False):
+        self.extension = extension if extension.startswith(".") else f".{extension}"
+        self.overwrite = overwrite
+        self.owners: dict[str, str] = {}  # image by text file
+        self.records: dict[str, Table] = {}  # by folder
+
+    def target(self, image: str) -> Path:
+        return Path(image).with_suffix(self.extension)
+
+    @contextmanager
+    def opened(self, folders: Sequence[str]) -> Iterator[None]:
+        with ExitStack() as stack:
+            for folder in folders:
+                if os.access(folder, os.R_OK):
+                    stack.enter_context(files.locked(folder))
+            try:
+                yield
+            finally:
+                for record in self.records.values():
+                    if not record.is_joined:
+                        with suppress(OSError):  # its rows are there; the next run joins them
+                            record.tidy()
+
+    def refusal(self, image: str) -> str:
+        target = self.target(image)
+        key = os.path.splitext(image_key(image))[0] + self.extension
+        owner = self.owners.setdefault(key, image)
+        if key == image_key(image):
+            return "its caption would replace it; rename it, or write a table by --out captions.jsonl"
+        if owner != image:
+            return f"{target.name} is the caption of {Path(owner).name}; rename one of them"
+        if not os.access(target.parent, os.W_OK | os.X_OK):
+            return "its folder cannot be written; allow it, or write a table elsewhere by --out captions.jsonl"
+        try:
+            self.record(image)
+            files.check_regular(target)
+        except files.FileError as error:
+            return "" if error.errno == errno.ENOENT else str(error)
+        return ""
+
+    def row(self, image: str) -> Row:
+        """The caption that an image has, with what made it; an empty file is none. FileError if it cannot be read."""
+        try:
+            text = files.read_text(self.target(image), errors="replace").strip()
+        except files.FileError as error:
+            if error.errno == errno.ENOENT:
+                return {}
+            raise
+        if not text:
+            return {}
+        row = self.record(image).rows.get(image_key(image), {})
+        if text_hash(text) == row.get("hash"):
+            return row | {"text": text}
+        is_older = text_hash(text) == row.get("old_hash")  # a kill came between the row and its text
+        return {"text": text} | ({} if is_older else {"finish_reason": EDITED})
+
+    def record(self, image: str) -> "Table":
+        """The hidden table of the image's folder. UsageError if it is no table."""
+        folder = os.path.dirname(image)
+        if folder not in self.records:
+            kind = "" if self.extension == ".txt" else self.extension
+            record = Table(Path(folder, f".captions{kind}.jsonl"), is_hidden=True)
+            record.check()
+            if record.path.exists():
+                record.read()
+            self.records[folder] = record
+        return self.records[folder]
+
+    def write(self, image: str, row: Row) -> None:
+        """Write a row and then its text: a text without its row would count as a person's."""
+        target = self.target(image)
+        record = self.record(image)
+        old = self.row(image)
+        if old and not replaces(self.overwrite, old):
+            logger.warning("%s was written by somebody else during this run; it is kept", target)
+            return
+        text = row["text"].encode("utf-8", "backslashreplace").decode()
+        made = {name: row[name] for name in MADE[1:] if name in row} | {"hash": text_hash(text)}
+        made |= {"old_hash": text_hash(old["text"])} if old and old.get("finish_reason") != EDITED else {}
+        if not record.is_written:
+            files.remove_parts(target.parent)
+        record.write(image, made)
+        files.replace(target, f"{text}\n")
+
+    def edit(self, image: str, row: Row) -> None:
+        text = row["text"].strip()
+        files.replace(self.target(image), f"{text}\n".encode("utf-8", "backslashreplace") if text else b"")
+
+
+def replaces(overwrite: bool | str, row: Row) -> bool:
+    """True if an image that has a row with a text is captioned again."""
+    return overwrite == "all" or (bool(overwrite) and row.get("finish_reason") != EDITED)
+
+
+def text_hash(text: str) -> str:
+    """16 hexadecimal digits for a text, whatever ends its lines."""
+    return hashlib.sha256("\n".join(text.strip().splitlines()).encode("utf-8", "backslashreplace")).hexdigest()[:16]
+
+
+def has_text(row: Row) -> bool:
+    text = row.get("text")
+    return bool(text.strip() if isinstance(text, str) else text)
+
+
+def completes(row: Row, old: Row) -> bool:
+    """True if a row has a caption of ours for an older row without one, of which it loses nothing."""
+    is_caption = "finish_reason" in row and has_text(row) and not has_text(old)
+    return is_caption and all(row.get(name, old[name]) == old[name] for name in old.keys() - {"file_name", "text"})
+
+
+def parse_row(line: bytes) -> Row | None:
+    """The row of a line; None if it is not a JSON object with a file_name."""
+    row = None
+    with suppress(ValueError, RecursionError):
+        row = PARSE.decode(line.decode())
+    return row if isinstance(row, dict) and isinstance(row.get("file_name"), str) else None
+
+
+def is_torn_row(line: bytes) -> bool:
+    """True if a line is the beginning of a row of ours, which a kill or a full disk can leave."""
+    text = line.decode("utf-8", "replace")
+    try:
+        PARSE.decode(text)
+        return False
+    except json.JSONDecodeError as error:
+        is_cut = error.msg.startswith("Unterminated") or error.pos > len(text) - len(r"\ud800")
+    except RecursionError:
+        return False
+    name = TORN_NAME.match(text)
+    rest, start = (text[name.end() :], ', "text": "') if name else (text, '{"file_name": "')
+    return bool(text) and is_cut and (rest.startswith(start) or start.startswith(rest))
+
+
+def merged(old: bytes, new: bytes) -> bytes:
+    """The line of an old row with the columns of a new one; values of other columns stay as they are written."""
+    before, after = (members(line.decode()) for line in (old, new))
+    kept = {name: value for name, value in before.items() if name in after or name not in MADE}
+    values = kept | after | {name: kept[name] for name in ("file_name",) if name in kept}
+    values.pop(REPLACES, None)
+    pairs = (f"{json.dumps(name, ensure_ascii=False)}: {value}" for name, value in values.items())
+    return f"{{{', '.join(pairs)}}}".encode("utf-8", "backslashreplace")
+
+
+def members(text: str) -> dict[str, str]:
+    """The values of a valid JSON object as they are written, by name: 1e400 and 1.50 stay."""
+    values = {}
+    end = text.index("{") + 1
+    while text[start := _after_space(text, end)] != "}":
+        name, end = PARSE.raw_decode(text, _after_space(text, start + (text[start] == ",")))
+        start = _after_space(text, _after_space(text, end) + 1)  # after the colon
+        _, end = PARSE.raw_decode(text, start)
+        values[name] = text[start:end]
+    return values
+
+
+def _after_space(text: str, start: int) -> int:
+    match = SPACE.match(text, start)
+    return match.end() if match else start
+
+
+def json_line(row: Row) -> bytes:
+    text = json.dumps(row, ensure_ascii=False) + "\n"
+    return text.encode("utf-8", "backslashreplace")  # \udcff in a file's name is JSON's escape, too

@@ -1,0 +1,297 @@
+"""The review of captions: its API without a browser, and its page in headless Chromium."""
+
+import io
+import json
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import uvicorn
+from PIL import Image
+from starlette.testclient import TestClient
+
+from models import files
+from nanovlm import SAMPLE
+from nanovlm.bulk import caption_files
+from nanovlm.cli import main as cli
+from nanovlm.errors import UsageError
+from nanovlm.options import CaptionOptions
+from nanovlm.outputs import Sidecars, Table, text_hash
+from nanovlm.serving.review import Review, make_review_app, marks
+from support import noise_image
+from support.serving import until
+
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
+
+NAMES = ("a.png", "b.png", "sub/c.png")
+MADE = {"finish_reason": "stop", "model": "m", "prompt": "p"}
+
+
+@pytest.fixture(params=["folder", "table"])
+def target(request):
+    """A folder of three images and their captions, one of which was cut, as text files or as a table."""
+    for i, name in enumerate(NAMES):
+        path = Path("photos", name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        noise_image(400 + i, 300, seed=i).save(path)
+    output = Sidecars() if request.param == "folder" else Table("photos/m.jsonl")
+    with output.opened(["photos"]):
+        for name in NAMES:
+            reason = {"finish_reason": "length"} if name == "b.png" else {}
+            output.write(f"photos/{name}", {"text": f"a dog, {name}"} | MADE | reason)
+    return "photos" if request.param == "folder" else "photos/m.jsonl"
+
+
+def text_of(target, name):
+    if target == "photos":
+        return Path("photos", name).with_suffix(".txt").read_text().rstrip("\n")
+    rows = [json.loads(line) for line in Path(target).read_text().splitlines()]
+    return next(row["text"] for row in rows if row["file_name"] == name)
+
+
+def set_text(target, name, text):
+    """What another program does."""
+    if target == "photos":
+        Path("photos", name).with_suffix(".txt").write_text(text)
+    else:
+        Path(target).write_text(Path(target).read_text().replace(f"a dog, {name}", text))
+
+
+def client(review, token="t"):
+    return TestClient(make_review_app(review, token), base_url="http://127.0.0.1:1234", raise_server_exceptions=False)
+
+
+def change(number, text, old):
+    return {"id": number, "text": text, "version": text_hash(old)}
+
+
+def test_captions_are_listed_with_what_a_person_should_look_at(target):
+    api = client(Review(target))
+    listed = api.get("/t/captions").json()["captions"]
+    assert [(item["name"], item["text"]) for item in listed] == [(name, f"a dog, {name}") for name in NAMES]
+    assert [item["marks"] for item in listed] == [[], ["cut"], []]
+    assert listed[0]["made"] == "model 'm', prompt 'p'" and listed[2]["folder"] == "sub"
+    picture = Image.open(io.BytesIO(api.get("/t/thumbnails/1.jpg").content))
+    assert picture.format == "JPEG" and picture.size == (256, 192)
+    assert Image.open(io.BytesIO(api.get("/t/images/1.jpg").content)).size == (401, 300)
+
+
+@pytest.mark.parametrize(
+    ("row", "found"),
+    [
+        ({}, ["empty"]),
+        ({"text": " "}, ["empty"]),
+        ({"text": "a", "finish_reason": "repetition"}, ["repeated"]),
+        ({"text": "the sea and " * 8}, ["repeated"]),
+        ({"text": "a", "finish_reason": "length"}, ["cut"]),
+        ({"text": "cat", "probability": 0.4}, ["improbable"]),
+        ({"text": "cat", "probability": 0.9}, []),
+        ({"text": "a", "finish_reason": "edited"}, ["edited"]),
+    ],
+)
+def test_marks(row, found):
+    assert marks(row) == found
+
+
+def test_an_edit_is_kept_undone_and_seen_by_the_next_run(target, embedded):
+    api = client(Review(target))
+    (state,) = api.post("/t/captions", json=[change(1, " a cat \n", "a dog, b.png")]).json()
+    assert (state["text"], state["marks"], state["conflict"]) == (
+        "a cat" if target == "photos" else " a cat \n",
+        ["edited"],
+        False,
+    )
+    assert text_of(target, "b.png").strip() == "a cat"
+    output = Sidecars(overwrite=True) if target == "photos" else Table(target, overwrite=True)
+    report = caption_files(embedded, [f"photos/{name}" for name in NAMES[:2]], output, CaptionOptions(max_new_tokens=2))
+    assert report.kept == ["photos/b.png"] and text_of(target, "b.png").strip() == "a cat"
+    (state,) = api.post("/t/undo", json={}).json()
+    assert (state["text"], state["marks"]) == ("a dog, b.png", ["cut"]) and text_of(target, "b.png") == "a dog, b.png"
+    assert api.post("/t/undo", json={}).json() == []
+    (state,) = api.post("/t/captions", json=[change(0, "", text_of(target, "a.png"))]).json()
+    assert state["marks"] == ["empty"] and text_of(target, "a.png") == ""
+
+
+def test_many_are_replaced_at_once_but_not_what_others_changed(target):
+    api = client(Review(target))
+    set_text(target, "b.png", "mine")
+    wanted = [change(i, f"a cat, {name}", f"a dog, {name}") for i, name in enumerate(NAMES)]
+    states = api.post("/t/captions", json=wanted).json()
+    assert [state["conflict"] for state in states] == [False, True, False] and states[1]["text"] == "mine"
+    assert [text_of(target, name) for name in NAMES] == ["a cat, a.png", "mine", "a cat, sub/c.png"]
+    set_text(target, "a.png", "mine, too") if target == "photos" else None
+    states = api.post("/t/undo", json={}).json()
+    assert [state["conflict"] for state in states] == [target == "photos", False]
+    assert text_of(target, "sub/c.png") == "a dog, sub/c.png" and text_of(target, "b.png") == "mine"
+
+
+def test_a_run_that_writes_keeps_the_page_from_writing(target):
+    api = client(Review(target))
+    with files.locked(target):
+        answer = api.post("/t/captions", json=[change(0, "a cat", "a dog, a.png")])
+    assert answer.status_code == 409 and "another run writes there" in answer.json()["error"]["message"]
+    assert text_of(target, "a.png") == "a dog, a.png"
+
+
+def test_an_image_is_captioned_again_with_another_prompt_and_its_prefix(target, embedded):
+    output = Sidecars(overwrite=True) if target == "photos" else Table(target, overwrite=True)
+    caption_files(embedded, ["photos/a.png"], output, CaptionOptions(prefix="x ", max_new_tokens=3))
+    old = text_of(target, "a.png")
+    api = client(Review(target, load=lambda: embedded, options=CaptionOptions(max_new_tokens=6), model="n"))
+    (state,) = api.post("/t/again", json={"id": 0, "prompt": "What?", "version": text_hash(old)}).json()
+    assert state["text"] == "x " + embedded.caption("photos/a.png", "What?", max_new_tokens=6).strip()
+    assert state["made"] == "model 'n', prompt 'What?', prefix 'x '" and state["marks"] == ["cut"]
+    api.post("/t/undo", json={})
+    assert text_of(target, "a.png") == old
+    answer = client(Review(target)).post("/t/again", json={"id": 0, "prompt": "What?", "version": text_hash(old)})
+    assert answer.status_code == 409 and "--model" in answer.json()["error"]["message"]
+
+
+REFUSED = {  # method, path, keywords -> status
+    "no token": ("GET", "/captions", {}, 404),
+    "another token": ("GET", "/u/captions", {}, 404),
+    "a host name": ("GET", "/t/captions", {"headers": {"Host": "evil.example"}}, 403),
+    "a page elsewhere": ("POST", "/t/undo", {"json": {}, "headers": {"Origin": "http://evil.example"}}, 403),
+    "a form": ("POST", "/t/captions", {"content": b"[]", "headers": {"Content-Type": "text/plain"}}, 415),
+    "no JSON": ("POST", "/t/captions", {"content": b"[" * 9999, "headers": {"Content-Type": "application/json"}}, 400),
+    "an object": ("POST", "/t/captions", {"json": {}}, 400),
+    "no change": ("POST", "/t/captions", {"json": [5]}, 400),
+    "no text": ("POST", "/t/captions", {"json": [{"id": 0, "version": ""}]}, 400),
+    "no such image": ("POST", "/t/captions", {"json": [{"id": 99, "text": "a", "version": ""}]}, 400),
+    "a negative number": ("GET", "/t/thumbnails/-1.jpg", {}, 404),
+    "not in the list": ("GET", "/t/images/3.jpg", {}, 404),
+    "another kind": ("GET", "/t/files/0.jpg", {}, 404),
+    "a path": ("GET", "/t/..%2f..%2fetc/passwd", {}, 404),
+    "an empty prompt": ("POST", "/t/again", {"json": {"id": 0, "prompt": " ", "version": ""}}, 400),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("target", ["folder"], indirect=True)
+def test_only_the_page_reads_and_writes_and_only_what_is_listed(name, target):
+    method, path, keywords, status = REFUSED[name]
+    assert client(Review(target)).request(method, path, **keywords).status_code == status
+    assert text_of(target, "a.png") == "a dog, a.png"
+
+
+@pytest.mark.parametrize("target", ["folder"], indirect=True)
+def test_what_cannot_be_read_or_written_has_a_reason(target):
+    Path("photos/bad.jpg").write_text("no image")
+    Path("photos/bad.eps").write_text("%!PS")
+    Path("photos/d.png").write_bytes(SAMPLE.read_bytes())
+    Path("photos/d.txt").mkdir()
+    os.rename("photos/a.png", b"photos/a\xff.png")
+    api = client(Review(target))
+    states = {state["name"]: state for state in api.get("/t/captions").json()["captions"]}
+    assert "is a folder" in states["d.png"]["problem"] and r"a\udcff.png" in states and "bad.eps" not in states
+    answer = api.get(f"/t/thumbnails/{states['bad.jpg']['id']}.jpg")
+    assert answer.status_code == 409 and "not an image" in answer.json()["error"]["message"]
+    answer = api.post("/t/captions", json=[change(states["d.png"]["id"], "x", "")])
+    assert answer.status_code == 409 and "is a folder" in answer.json()["error"]["message"]
+
+
+def test_targets_that_are_none_are_refused(capsys):
+    Path("empty").mkdir()
+    Path("notes.jsonl").write_text("buy milk")
+    for target, words in (
+        ("gone", "neither a folder nor"),
+        ("empty", "no images"),
+        ("notes.jsonl", "line 1, is no row"),
+    ):
+        assert cli.main(["review", target, "--no-browser"]) == 2
+        assert words in capsys.readouterr().err
+    with pytest.raises(UsageError):
+        Review("empty")
+
+
+@pytest.fixture
+def open_review(browser):
+    """Serves a review in a thread and opens its page; errors of the page's program are failures."""
+    opened, problems = [], []
+
+    def open_review(review, **options):
+        config = uvicorn.Config(make_review_app(review, "t"), port=0, log_level="critical")
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=server.run)
+        thread.start()
+        until(lambda: server.started)
+        context = browser.new_context(**options)
+        opened.append((context, server, thread))
+        page = context.new_page()
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.goto(f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/t/")
+        page.wait_for_selector("article")
+        return page
+
+    yield open_review
+    for context, server, thread in opened:
+        context.close()
+        server.should_exit = True
+        thread.join(30)
+    assert not problems
+
+
+def box(page, name):
+    return page.get_by_label(f"Caption of {name}", exact=True)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("size", [(360, 740), (1280, 800)])
+def test_the_page_edits_filters_replaces_undoes_and_captions_again(size, target, embedded, open_review):
+    expect = pytest.importorskip("playwright.sync_api").expect
+    Path("photos/sub/bad.jpg").write_text("no image")
+    if target != "photos":
+        with Path(target).open("a") as table:
+            table.write('{"file_name": "sub/bad.jpg"}\n')
+    review = Review(target, load=lambda: embedded, options=CaptionOptions(max_new_tokens=6, prompts=("What?",)))
+    page = open_review(review, viewport=dict(zip(("width", "height"), size)), color_scheme="dark")
+    names = page.locator("article:visible .name").all_inner_texts()
+    assert sorted(names) == ["a.png", "b.png", "sub/bad.jpg", "sub/c.png"] and names[:2] == ["sub/bad.jpg", "b.png"]
+    expect(page.get_by_text("not an image")).to_be_visible()
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+    box(page, "a.png").fill("a cat, <b>a.png</b>")
+    assert text_of(target, "a.png") == "a dog, a.png"
+    page.keyboard.press("Alt+ArrowDown")  # leaves the box
+    expect(page.locator("article:visible .mark.edited")).to_have_count(1)
+    assert text_of(target, "a.png") == "a cat, <b>a.png</b>"
+    expect(box(page, "sub/c.png")).to_be_focused()
+    page.keyboard.press("Escape")
+
+    page.keyboard.press("/")
+    page.keyboard.type("DOG")
+    expect(page.locator("article:visible")).to_have_count(2)
+    page.get_by_text("Find and replace").click()
+    page.get_by_label("Find", exact=True).fill("o")
+    page.get_by_label("Replace with").fill("$&0")
+    page.get_by_role("button", name="Replace 2 in 2 captions").click()
+    expect(box(page, "sub/c.png")).to_have_value("a d$&0g, sub/c.png")
+    assert [text_of(target, name) for name in NAMES[1:]] == ["a d$&0g, b.png", "a d$&0g, sub/c.png"]
+    page.get_by_role("button", name="Undo").click()
+    expect(box(page, "b.png")).to_have_value("a dog, b.png")
+    assert [text_of(target, name) for name in NAMES] == ["a cat, <b>a.png</b>", "a dog, b.png", "a dog, sub/c.png"]
+
+    set_text(target, "sub/c.png", "mine")
+    box(page, "sub/c.png").fill("a cat")
+    box(page, "b.png").focus()
+    expect(page.get_by_text("Changed outside of this page to: “mine”")).to_be_visible()
+    assert text_of(target, "sub/c.png") == "mine"
+    page.get_by_role("button", name="Keep mine").click()
+    expect(page.get_by_role("status")).to_have_text("Saved")
+    assert text_of(target, "sub/c.png") == "a cat"
+
+    page.get_by_label("Filter by words").fill("")
+    page.get_by_label("Filter by mark").select_option("failed")
+    expect(page.locator("article:visible")).to_have_count(1)
+    page.get_by_label("Filter by mark").select_option("")
+    page.get_by_label("Filter by folder").select_option("/sub")
+    expect(page.locator("article:visible")).to_have_count(2)
+    page.get_by_label("Filter by folder").select_option("")
+    page.get_by_label("Prompt to caption").fill("Why?")
+    page.locator("article", has=box(page, "b.png")).get_by_role("button", name="Caption again").click()
+    expect(box(page, "b.png")).to_have_value(embedded.caption("photos/b.png", "Why?", max_new_tokens=6).strip())
+    page.get_by_role("button", name="Show b.png large").click()
+    expect(page.locator("dialog img")).to_be_visible()
+    page.keyboard.press("Escape")
+    expect(page.locator("dialog img")).to_be_hidden()
