@@ -29,7 +29,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from eval.lib.command import (
-    Measured, add_threads_flag, at_level, environment, levels_here, progress, relative_error, run, table,
+    Measured,
+    add_threads_flag,
+    at_level,
+    environment,
+    levels_here,
+    progress,
+    relative_error,
+    run,
+    table,
 )  # fmt: skip
 from eval.lib.smollm2 import write_smollm2
 from nanovlm.captioner import Captioner
@@ -93,7 +101,7 @@ def resized_positions(positions: Tensor, side: int) -> Tensor:
 
 
 def encode_with_class_token(state: dict[str, Tensor], pixels: Tensor) -> Tensor:
-    """DINOv2 as published, by plain operations: normalized class token and patches (N, 1 + L, D) of pixels in [0, 1]."""
+    """DINOv2 as published, by plain operations: class token and patches (N, 1 + L, D) of pixels in [0, 1]."""
     pixels = (pixels - MEAN[:, None, None]) / STD[:, None, None]
     kernel = "embeddings.patch_embeddings.projection"
     patches = F.conv2d(pixels, state[f"{kernel}.weight"], state[f"{kernel}.bias"], stride=PATCH).flatten(2).mT
@@ -238,7 +246,7 @@ def share(answers: Sequence[str], truths: Sequence[str]) -> dict[str, Any]:
 
 
 def calibration(probabilities: Sequence[float], is_right: Sequence[bool]) -> dict[str, Any]:
-    """Ten bins of probabilities with the share that was right, and the expected calibration error (Naeini et al. 2015)."""
+    """Ten bins of probabilities and the share that was right; the expected calibration error (Naeini et al. 2015)."""
     bins: list[dict[str, float]] = []
     for i in range(BINS):
         inside = [k for k, p in enumerate(probabilities) if min(int(p * BINS), BINS - 1) == i]
@@ -340,7 +348,7 @@ def measure(args: argparse.Namespace) -> Measured:
     started = time.perf_counter()
     answers = timed(results, "free answers", lambda: [*captioner.captions(tested[0])], truths)
     photos_per_s = len(truths) / (time.perf_counter() - started)
-    ranked = []
+    ranked: list[Any] = []
 
     def rank() -> list[str]:
         ranked.extend(captioner.classify(path, kinds)[0] for path in tested[0])
