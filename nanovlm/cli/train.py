@@ -12,11 +12,21 @@ from nanovlm.cli.options import check_data_names, flag_of, from_args, given, set
 from nanovlm.embedded import default_prompt
 from nanovlm.errors import FileError, UsageError
 from nanovlm.options import ModelOptions, ReadOptions
-from nanovlm.training.config import ADAPTERS, AUTOMATIC, FINETUNING, SCENES, FinetuneOptions, TrainConfig
+from nanovlm.training.config import (
+    ADAPTERS,
+    AUTOMATIC,
+    FINETUNING,
+    JOINED,
+    JOINED_ADAPTERS,
+    SCENES,
+    FinetuneOptions,
+    TrainConfig,
+)  # fmt: skip
 
 HELP = "Train a model. Rerun the same command to resume an interrupted run."
 EXAMPLE = "nanovlm train --data photos --out out/mine"
 NOT_WRITTEN = ("config", "debug", "prog", "run", "check_data")  # to run.json
+PRESETS = {"": FINETUNING, "LoRA": ADAPTERS, "backbones": JOINED, "scenes": SCENES}  # named in the help
 FOR_SCENES = ("out", "device")  # settings of FinetuneOptions that --recipe has, too
 EXCLUSIVE = (("data", "recipe"), ("epochs", "max_steps"), ("backbones", "model"))
 # In bfloat16 on a CPU, oneDNN compiles code for each sequence length and keeps that of 1024 calls in two caches, which
@@ -35,7 +45,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_record_flags(parser, ModelOptions, ["threads"])
     add_record_flags(parser, FinetuneOptions)
     add_record_flags(parser, ReadOptions)
-    add_record_flags(parser, TrainConfig, presets={"": FINETUNING, "LoRA": ADAPTERS, "scenes": SCENES})
+    add_record_flags(parser, TrainConfig, presets=PRESETS)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -82,7 +92,8 @@ def apply_run_file(args: argparse.Namespace) -> None:
 
 def config_from_args(args: argparse.Namespace) -> TrainConfig:
     """The settings of the run: the defaults of its kind, and those that were given."""
-    kind = SCENES if args.recipe else ADAPTERS if args.lora_rank else FINETUNING
+    whole, adapters = (JOINED, JOINED_ADAPTERS) if args.backbones else (FINETUNING, ADAPTERS)
+    kind = SCENES if args.recipe else adapters if args.lora_rank else whole
     return replace(kind, **given(TrainConfig, args))
 
 

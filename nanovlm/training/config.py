@@ -21,7 +21,8 @@ EPOCHS = 45  # by default each example is shown 45 times, in at least FINETUNING
 MAX_STEPS = 4500
 PATH = (str, os.PathLike)
 RUN_FILE = "run.json"  # beside a trained model: the flags of its training
-PARTS = {"vision": "vision_encoder", "projector": "MP", "language": "decoder"}  # as --freeze names them
+PROJECTOR = "MP"
+PARTS = {"vision": "vision_encoder", "projector": PROJECTOR, "language": "decoder"}  # as --freeze names them
 
 
 def setting(default: Any, help: str = "", **options: Any) -> Any:
@@ -62,6 +63,11 @@ class TrainConfig:
         f"peak learning rate; with --data the default, which is {MUON_LR:g} for muon, is multiplied by 192 / "
         "lm_hidden_dim of the model",
         above=0,
+    )
+    projector_lr: float = setting(
+        0.0,
+        "peak learning rate of the projector, which then learns in full also beside LoRA; 0 takes that of the others. "
+        "With --backbones, whose projector is new, 3e-3 by default",
     )
     freeze: Sequence[str] = setting(
         (),
@@ -176,3 +182,7 @@ FINETUNING = TrainConfig(max_steps=850, batch_size=8, augment=0.15, lr=8e-4, war
 AUTOMATIC = ("optimizer", "lr", "max_steps")
 REFERENCE_WIDTH = 192  # lm_hidden_dim of the embedded model, for which the default learning rates were tuned
 ADAPTERS = replace(FINETUNING, lr=3e-3)  # LoRA wants a higher learning rate (Schulman et al. 2025)
+# Backbones that are joined, weights or adapters, keep what they know; the new projector between them learns fast.
+# Their vocabulary was pretrained, so that adapters need no trained embeddings.
+JOINED = replace(FINETUNING, lr=1.5e-4, projector_lr=3e-3)
+JOINED_ADAPTERS = replace(ADAPTERS, projector_lr=3e-3, train_embeddings=False)

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from models.lora import adapt
 from models.vision_language_model import VisionLanguageModel
 from nanovlm.device import fast_bfloat16
-from nanovlm.training.config import PARTS, TrainConfig
+from nanovlm.training.config import PARTS, PROJECTOR, TrainConfig
 from nanovlm.training.cpu_ops import cpu_ops
 
 MUON_LR_SCALE = 3.0  # Muon takes larger steps than AdamW; the other parameters keep AdamW's learning rate
@@ -28,12 +28,15 @@ def freeze(model: VisionLanguageModel, cfg: TrainConfig) -> None:
 
     A frozen part gets no gradients, and a frozen encoder keeps no activations.
     """
+    in_full = cfg.trained_parts
     if cfg.lora_rank:
         torch.manual_seed(cfg.seed)
-        adapt(model, cfg.lora_rank, cfg.lora_alpha, cfg.trained_parts, cfg.train_embeddings)
-        return
+        in_full = [part for part in in_full if part == PROJECTOR and cfg.projector_lr]
+        adapted = [part for part in cfg.trained_parts if part not in in_full]
+        adapt(model, cfg.lora_rank, cfg.lora_alpha, adapted, cfg.train_embeddings)
     for part in PARTS.values():
-        getattr(model, part).requires_grad_(part in cfg.trained_parts)
+        if part in in_full or not cfg.lora_rank:
+            getattr(model, part).requires_grad_(part in in_full)
 
 
 def make_optimizer(model: VisionLanguageModel, cfg: TrainConfig) -> torch.optim.AdamW:
@@ -49,13 +52,14 @@ def make_optimizer(model: VisionLanguageModel, cfg: TrainConfig) -> torch.optim.
         trained = [p for p in getattr(model, part).parameters() if p.requires_grad]
         decayed = [p for p in trained if p.ndim >= 2 and id(p) not in embeddings]
         others = [p for p in trained if p.ndim < 2 or id(p) in embeddings]
+        part_scale = cfg.projector_lr / cfg.lr if part == PROJECTOR and cfg.projector_lr else 1.0
         for orthogonal in (True, False):
             params = [p for p in decayed if (is_muon and p.ndim == 2) == orthogonal]
-            scale = MUON_LR_SCALE if orthogonal else 1.0
+            scale = part_scale * (MUON_LR_SCALE if orthogonal else 1.0)
             groups.append(
                 {"params": params, "weight_decay": cfg.weight_decay, "lr_scale": scale, "orthogonal": orthogonal}
             )
-        groups.append({"params": others, "weight_decay": 0.0, "lr_scale": 1.0, "orthogonal": False})
+        groups.append({"params": others, "weight_decay": 0.0, "lr_scale": part_scale, "orthogonal": False})
     groups = [group for group in groups if group["params"]]
     optimizer = (Muon if is_muon else torch.optim.AdamW)(groups, lr=cfg.lr, betas=(0.9, cfg.beta2), fused=True)
     for group in groups:  # checkpoints hold the state of unused parameters, too

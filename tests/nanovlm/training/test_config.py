@@ -1,13 +1,24 @@
 """The settings of a run: the learning rate by its formula, and the limits of each setting."""
 
+import argparse
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from nanovlm.cli.train import add_flags, config_from_args
 from nanovlm.errors import InputError
-from nanovlm.training.config import FinetuneOptions, TrainConfig
+from nanovlm.training.config import (
+    ADAPTERS,
+    FINETUNING,
+    JOINED,
+    JOINED_ADAPTERS,
+    SCENES,
+    FinetuneOptions,
+    TrainConfig,
+)  # fmt: skip
 
 
 def test_the_learning_rate_rises_stays_constant_and_falls_to_0():
@@ -40,10 +51,24 @@ def test_a_value_out_of_range_is_named(wrong):
         (TrainConfig if name in TrainConfig.__dataclass_fields__ else FinetuneOptions)(**wrong)
 
 
+@pytest.mark.parametrize(
+    ("flags", "chosen"),
+    [
+        ("--model m", FINETUNING), ("--model m --lora-rank 4", replace(ADAPTERS, lora_rank=4)),
+        ("--backbones v l", JOINED), ("--backbones v l --lora-rank 4", replace(JOINED_ADAPTERS, lora_rank=4)),
+        ("--backbones v l --projector-lr 0", replace(JOINED, projector_lr=0.0)), ("--recipe scenes", SCENES),
+    ],
+)  # fmt: skip
+def test_the_defaults_are_those_of_the_kind_of_run(flags, chosen):
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    assert config_from_args(parser.parse_args(flags.split())) == chosen
+
+
 def test_checkpoints_are_a_tenth_of_the_run_apart_by_default():
     assert [TrainConfig(max_steps=n).interval for n in (3, 10, 850)] == [1, 1, 85]
 
 
-def test_train_has_at_most_30_flags(train):
+def test_train_has_at_most_40_flags(train):
     _, out, _ = train("--help")
-    assert len(set(re.findall(r"^  (--[a-z-]+)", out, re.MULTILINE)) - {"--debug"}) <= 30
+    assert len(set(re.findall(r"^  (--[a-z-]+)", out, re.MULTILINE)) - {"--debug"}) <= 40

@@ -10,12 +10,14 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from models.lora import adapters, merge
+from models.lora.files import read_adapters, write_adapters
 from nanovlm import device
 from nanovlm.errors import TrainingError
 from nanovlm.training.config import PARTS, TrainConfig
 from nanovlm.training.loop import Trainer, TrainingTask
 from nanovlm.training.metrics import read_metrics
-from nanovlm.training.optimizer import MUON_LR_SCALE, Muon, accelerated, make_optimizer, orthogonalized
+from nanovlm.training.optimizer import MUON_LR_SCALE, Muon, accelerated, freeze, make_optimizer, orthogonalized
 from support.training import train
 
 CFG = TrainConfig(
@@ -182,6 +184,39 @@ def test_steps_are_those_of_torch():
         reference.step()
     torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=1e-3)
     assert (ours - 1).abs().max() > 0.01
+
+
+def test_the_projector_has_a_rate_of_its_own(tiny_model):
+    for name in ("adamw", "muon"):
+        cfg = replace(CFG, optimizer=name, lr=1e-4, projector_lr=3e-3)
+        model = tiny_model()
+        of_projector = {id(p) for p in model.MP.parameters()}
+        scales = {
+            id(p): group["lr_scale"] for group in make_optimizer(model, cfg).param_groups for p in group["params"]
+        }
+        usual = MUON_LR_SCALE if name == "muon" else 1
+        assert [scale for p, scale in scales.items() if p in of_projector] == pytest.approx([30 * usual])
+        assert {scale for p, scale in scales.items() if p not in of_projector} == {1, usual}
+
+
+def test_beside_lora_a_projector_with_a_rate_learns_in_full_and_is_read_back(tiny_model, make_batch, tmp_path):
+    model, base = tiny_model(), tiny_model()
+    cfg = replace(CFG, lora_rank=2, projector_lr=1e-2, train_embeddings=False, freeze=["vision"])
+    freeze(model, cfg)
+    assert {name.split(".")[0] for name in adapters(model)} == {"decoder"}
+    assert {name for name, p in model.named_parameters() if p.requires_grad and ".lora_" not in name} == {
+        "MP.proj.weight"
+    }
+    optimizer = make_optimizer(model, cfg)
+    for i in range(2):
+        optimizer.zero_grad()
+        model(**make_batch(i))[1].backward()
+        optimizer.step()
+    assert not torch.equal(model.MP.proj.weight, base.MP.proj.weight)
+    write_adapters(tmp_path, model)
+    read_adapters(tmp_path, base)
+    for (name, ours), theirs in zip(merge(model).state_dict().items(), merge(base).state_dict().values()):
+        assert torch.equal(ours, theirs), name
 
 
 def test_linear_layers_learn_by_muon_and_all_else_by_adamw_and_matrices_decay(tiny_model, make_batch):

