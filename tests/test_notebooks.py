@@ -2,6 +2,7 @@
 
 import json
 import re
+import tempfile
 
 import pytest
 import torch
@@ -20,7 +21,8 @@ def cells(notebook, kind):
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys):
     """Runs all cells of docs/NAME, and returns what they print; temporary files are below tmp_path."""
-    monkeypatch.setattr("tempfile.mkdtemp", lambda: str(tmp_path))
+    make = tempfile.mkdtemp
+    monkeypatch.setattr("tempfile.mkdtemp", lambda *given: make(*given) if given else str(tmp_path))
 
     def run(name):
         names = {}
