@@ -159,8 +159,10 @@ class Captioner:
         check_format(VLMConfig(), format)  # before anything is downloaded
         backbones = find_backbones(vision, language, **options)
         tokenizer = Tokenizer.from_backbone(backbones.language, backbones.cfg)
-        model = read_backbones(backbones, tokenizer.image_token_id, choose_dtype(dtype, torch.device("cpu")))
-        if format == "smolvlm":
+        is_smolvlm = format == "smolvlm"  # whose pixels are SigLIP's
+        weights = choose_dtype(dtype, torch.device("cpu"))
+        model = read_backbones(backbones, tokenizer.image_token_id, weights, unit_pixels=not is_smolvlm)
+        if is_smolvlm:
             return cls(*convert_layout(model, tokenizer, rescale=False))
         return cls(model, Processor(backbones.cfg, tokenizer))
 

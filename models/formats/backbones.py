@@ -23,6 +23,7 @@ from models.modality_projector import ModalityProjector
 from models.vision_language_model import VisionLanguageModel, empty_model, init_weights
 
 FILES = (CONFIG, WEIGHTS, INDEX, "model-*.safetensors", TOKENIZER)
+CONVOLUTION = "vision_encoder.patch_embedding.conv"
 POSITIONS = "model.vision_model.embeddings.position_embedding.weight"
 
 # Both files have the names of SmolVLM's parts behind other prefixes, and tensors that are not used.
@@ -102,9 +103,15 @@ def find_backbones(
 
 
 def read_backbones(
-    backbones: Backbones, image_token_id: int | None = None, dtype: torch.dtype = torch.float32
+    backbones: Backbones,
+    image_token_id: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    unit_pixels: bool = True,
 ) -> VisionLanguageModel:
     """Load both backbones into a new model in eval mode; its projector is randomly initialized.
+
+    SigLIP was trained on pixels in [-1, 1]. With unit_pixels the model reads them in [0, 1], as nanoVLM's layout gives
+    them: the difference is folded into its patch convolution.
 
     image_token_id is the tokenizer's id of the image token, by default its index behind the base vocabulary. The
     projector and the rows of extra tokens, N(0, 0.02), are drawn from torch's global generator.
@@ -115,10 +122,22 @@ def read_backbones(
     model = empty_model(cfg, image_token_id)
     empty = model.state_dict()
     state = _read_siglip(backbones, empty, dtype) | _read_llama(backbones, empty, dtype)
+    if unit_pixels:
+        state |= for_unit_pixels(state)
     state["MP.proj.weight"] = ModalityProjector(cfg).apply(init_weights).proj.weight.detach().to(dtype)
     model.load_state_dict(state, assign=True)
     model.decoder.tie_weights()
     return model.eval()
+
+
+def for_unit_pixels(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Patch convolution for pixels x in [0, 1] instead of y = 2x - 1: W y + b = 2W x + (b - sum W).
+
+    `to_smolvlm.rescaled` is the inverse.
+    """
+    weight = state[f"{CONVOLUTION}.weight"]
+    bias = state[f"{CONVOLUTION}.bias"] - weight.sum((1, 2, 3))
+    return {f"{CONVOLUTION}.weight": 2 * weight, f"{CONVOLUTION}.bias": bias}
 
 
 def _siglip_settings(path: Path) -> dict:

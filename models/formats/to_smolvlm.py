@@ -12,12 +12,11 @@ from torch import Tensor
 from models.checkpoint import CONFIG, EMBEDDING, HEAD, MODEL_INPUT_NAMES, TOKENIZER_CONFIG
 from models.config import VLMConfig
 from models.errors import InputError
-from models.formats.backbones import grow
+from models.formats.backbones import CONVOLUTION, grow
 from models.formats.base import LLAMA_CONFIG, SIGLIP_CONFIG, format_of
 from models.formats.smolvlm import GENERATION, IMAGE_SETTINGS, PREPROCESSOR, PROCESSOR, TEMPLATE, TOKENS, SmolVLM
 from models.vision_language_model import VisionLanguageModel, empty_model
 
-CONVOLUTION = "vision_encoder.patch_embedding.conv"
 END_TOKEN = "<end_of_utterance>"
 # The layout that SmolVLM-256M-Instruct and its relatives were trained with; it takes plain texts, too.
 CHAT_TEMPLATE = (

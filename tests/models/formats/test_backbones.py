@@ -73,8 +73,9 @@ def copies(pair, tmp_path) -> tuple[Path, Path]:
 
 @torch.no_grad()
 def assert_sees(model, theirs):
+    """The features of pixels in [0, 1] are SigLIP's of the same pixels in [-1, 1]."""
     images = torch.rand(3, 3, model.cfg.vit_img_size, model.cfg.vit_img_size)
-    expected = theirs(images, interpolate_pos_encoding=True).last_hidden_state
+    expected = theirs(2 * images - 1, interpolate_pos_encoding=True).last_hidden_state
     torch.testing.assert_close(model.vision_encoder(images), expected, atol=1e-5, rtol=1e-5)
 
 
