@@ -44,7 +44,9 @@ logger = logging.getLogger(__name__)
 STATIC = Path(__file__).parent / "static"
 GET = ["GET", "HEAD"]
 PORT = re.compile(r":\d*$")  # in a Host header
-BODY_SECONDS = 10.0  # for the headers of a request, and for its body
+BODY_SECONDS = 10.0  # for the headers of a connection's first request, and for each body
+# Longer than clients keep a connection (httpx 5 s, nginx 60 s): one that closes as a request is sent loses its answer.
+KEEP_ALIVE_SECONDS = 75
 LOG_INTERVAL = 10.0  # seconds between lines about connections that cannot be accepted
 NO_DESCRIPTORS = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 MAX_PREPARED = 8  # requests that are preprocessed and not prefilled yet: memory holds their pixels
@@ -382,19 +384,31 @@ def listen(options: ServeOptions) -> socket.socket:
 
 
 class Protocol(H11Protocol):
-    """Closes a connection on which no request begins within BODY_SECONDS, as it holds a descriptor."""
+    """Closes a connection whose next request is late, as it holds a descriptor.
+
+    The first one's headers have BODY_SECONDS, those of another one KEEP_ALIVE_SECONDS since the last response.
+    """
+
+    waiting: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._await_request()
+        self._await_request_after(None, BODY_SECONDS)
 
     def on_response_complete(self) -> None:
+        last = self.cycle  # a request that was sent behind it starts in the next line
         super().on_response_complete()
-        self._await_request()
+        self._await_request_after(last, KEEP_ALIVE_SECONDS)
 
-    def _await_request(self) -> None:
-        last = self.cycle
-        self.loop.call_later(BODY_SECONDS, lambda: self.transport.close() if self.cycle is last else None)
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self.waiting is not None:
+            self.waiting.cancel()
+        super().connection_lost(exc)
+
+    def _await_request_after(self, last: Any, seconds: float) -> None:
+        if self.waiting is not None:
+            self.waiting.cancel()
+        self.waiting = self.loop.call_later(seconds, lambda: self.transport.close() if self.cycle is last else None)
 
 
 class AcceptErrors:
@@ -415,7 +429,10 @@ class Server(uvicorn.Server):
     """Finishes running answers at the first signal, and stops at once at the second."""
 
     def __init__(self, app: FastAPI, port: int = 0):
-        config = uvicorn.Config(app, port=port, http=Protocol, ws="none", log_level="critical", server_header=False)
+        config = uvicorn.Config(
+            app, port=port, http=Protocol, ws="none", log_level="critical", server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        )  # fmt: skip
         super().__init__(config)
         self.chats: Chats = app.state.chats
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import errno
+import json
 import logging
 import os
 import re
@@ -98,6 +99,17 @@ def test_half_bodies_take_no_place(embedded, monkeypatch):
         until(lambda: not server.chats.arriving)
         for connection in (*silent, slow):
             assert received(connection) == b""
+
+
+def test_an_answer_to_a_request_behind_another_is_whole(embedded, monkeypatch):
+    """Both requests are sent at once, and the second answer takes longer than a connection may be idle."""
+    monkeypatch.setattr(app_module, "BODY_SECONDS", 0.5)
+    monkeypatch.setattr(app_module, "KEEP_ALIVE_SECONDS", 0.5)
+    body = json.dumps({"messages": user_message("?", SAMPLE_URL), "max_tokens": 12}).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    with RunningServer(embedded, before_step=lambda: time.sleep(0.1)) as server, connected(server) as connection:
+        connection.sendall(2 * (head + body))
+        assert received(connection).count(b'"finish_reason"') == 2
 
 
 def test_bodies_that_arrive_have_a_limit_together(embedded):
