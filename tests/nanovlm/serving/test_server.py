@@ -105,7 +105,7 @@ def test_an_answer_to_a_request_behind_another_is_whole(embedded, monkeypatch):
     """Both requests are sent at once, and the second answer takes longer than a connection may be idle."""
     monkeypatch.setattr(app_module, "BODY_SECONDS", 0.5)
     monkeypatch.setattr(app_module, "KEEP_ALIVE_SECONDS", 0.5)
-    body = json.dumps({"messages": user_message("?", SAMPLE_URL), "max_tokens": 12}).encode()
+    body = json.dumps({"messages": user_message(QUESTIONS[0], SAMPLE_URL)}).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\n\r\n".encode()
     with RunningServer(embedded, before_step=lambda: time.sleep(0.1)) as server, connected(server) as connection:
         connection.sendall(2 * (head + body))
