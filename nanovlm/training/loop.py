@@ -25,7 +25,7 @@ from nanovlm.training.config import TrainConfig
 from nanovlm.training.distributed import DistributedContext
 from nanovlm.training.loader import Batch, TrainingInterrupted, catch_stop_signals, load_batches
 from nanovlm.training.metrics import LOSS, REPORT, MetricsLogger, report_run
-from nanovlm.training.optimizer import accelerated, freeze, make_optimizer
+from nanovlm.training.optimizer import accelerated, as_written, freeze, make_optimizer
 
 logger = logging.getLogger(__name__)
 
@@ -212,7 +212,8 @@ class Trainer:
         score = loss = self.validation_loss() if task.validation else None
         answers = None
         if task.answer_questions and self.context.is_main:
-            answers = task.answer_questions(self.model, False)
+            with as_written(self.model):
+                answers = task.answer_questions(self.model, False)
         metrics.log_evaluation(self.step, loss, answers)
         if task.metric != LOSS:  # known to the main process alone
             (score,) = self.context.sum(answers.scores.get(task.metric, math.nan) if answers else 0.0)

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from models.attention import attention
 from models.lora import adapt
 from models.vision_language_model import VisionLanguageModel
 from nanovlm.device import fast_bfloat16
 from nanovlm.training.config import PARTS, PROJECTOR, TrainConfig
-from nanovlm.training.cpu_ops import cpu_ops
+from nanovlm.training.cpu_ops import cpu_ops, matmul_attention
 
 MUON_LR_SCALE = 3.0  # Muon takes larger steps than AdamW; the other parameters keep AdamW's learning rate
 MOMENTUM = 0.95
@@ -139,3 +140,26 @@ def accelerated(model: VisionLanguageModel, cfg: TrainConfig) -> Iterator[None]:
     finally:
         for module in changed:
             del module.forward
+
+
+@contextmanager
+def as_written(model: VisionLanguageModel) -> Iterator[None]:
+    """Undo `accelerated` for a while: the kernels answer only for modules as the core has them."""
+    attentions: list[Any] = [
+        module for module in model.modules() if getattr(module, "attend", None) is matmul_attention
+    ]
+    recomputed = [
+        module for module in model.modules() if getattr(vars(module).get("forward"), "func", None) is checkpoint
+    ]
+    forwards = [module.forward for module in recomputed]
+    for module in attentions:
+        module.attend = attention
+    for module in recomputed:
+        del module.forward
+    try:
+        yield
+    finally:
+        for module in attentions:
+            module.attend = matmul_attention
+        for module, forward in zip(recomputed, forwards):
+            module.forward = forward

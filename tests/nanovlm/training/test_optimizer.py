@@ -10,14 +10,24 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from models.inference.proof import Proof
 from models.lora import adapters, merge
 from models.lora.files import read_adapters, write_adapters
 from nanovlm import device
 from nanovlm.errors import TrainingError
 from nanovlm.training.config import PARTS, TrainConfig
+from nanovlm.training.cpu_ops import matmul_attention
 from nanovlm.training.loop import Trainer, TrainingTask
 from nanovlm.training.metrics import read_metrics
-from nanovlm.training.optimizer import MUON_LR_SCALE, Muon, accelerated, freeze, make_optimizer, orthogonalized
+from nanovlm.training.optimizer import (
+    MUON_LR_SCALE,
+    Muon,
+    accelerated,
+    as_written,
+    freeze,
+    make_optimizer,
+    orthogonalized,
+)
 from support.training import train
 
 CFG = TrainConfig(
@@ -184,6 +194,17 @@ def test_steps_are_those_of_torch():
         reference.step()
     torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=1e-3)
     assert (ours - 1).abs().max() > 0.01
+
+
+def test_answers_between_steps_come_from_the_core_as_it_is_written(tiny_model, make_batch):
+    model = tiny_model()
+    with accelerated(model, replace(CFG, gradient_checkpointing=True)):
+        assert Proof(model.cfg).difference(model)
+        with as_written(model):
+            assert not Proof(model.cfg).difference(model)
+        assert {block.attn.attend for block in model.decoder.blocks} == {matmul_attention}
+        assert all("forward" in vars(block) for block in model.decoder.blocks)
+    assert not Proof(model.cfg).difference(model)
 
 
 def test_the_projector_has_a_rate_of_its_own(tiny_model):
