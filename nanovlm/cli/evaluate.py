@@ -121,7 +121,10 @@ def open_asked(
             f"--validation: the model was not trained on {', '.join(others)}; ask that apart, without --validation"
         )
     else:
-        everything, held_out = open_data(training.data, read, training.validation)
+        names = {_place(text): text for text in data}  # as the person wrote them
+        everything, held_out = open_data(
+            [names.get(_place(text), text) for text in training.data], read, training.validation
+        )
         if parse_validation(training.validation)[0] is None:
             asked = set(map(_place, training.asked))
             everything = [one for one in everything if _place(one.source.path) in asked]
