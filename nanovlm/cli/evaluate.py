@@ -5,6 +5,7 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from nanovlm.options import ModelOptions, ReadOptions, check_positive
 from nanovlm.training.config import RUN_FILE
 
 if TYPE_CHECKING:
+    from nanovlm.data import Subset
     from nanovlm.evaluation import Evaluation
 
 HELP = "Score a model's answers to the examples of a data set."
@@ -30,8 +32,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--data", nargs="+", action="extend", required=True, metavar="PATH", help="data as `nanovlm train` reads it")
     add_record_flags(parser, ModelOptions)
     add_record_flags(parser, ReadOptions)
-    ask = "ask only what training with the same --validation holds out; without a value, what it holds out by "
-    ask += "default (default: all examples)"
+    ask = "ask only what training with the same --validation holds out; without a value, what the model's run.json "
+    ask += "says was held out, else what training holds out by default (default: all examples)"
     add("--validation", nargs="?", const=True, metavar="N_OR_SHARE_OR_PATH", help=ask)
     add("--limit", type=int, metavar="N", help="ask of each source at most the first N examples")
     names = "exact_match, f1, vqa_accuracy, anls, cider, or module:function(answer, references) of your own"
@@ -48,22 +50,17 @@ def run(args: argparse.Namespace) -> int:
     check_data_names(args.data)
     model = model_options(args)
 
-    from nanovlm.data import open_data
     from nanovlm.data.mixture import source_lines
     from nanovlm.evaluation import METRICS, EvaluationOptions, evaluate, in_words, load_metric, questions_of
 
     metrics = dict(map(load_metric, args.metric or ())) or METRICS
     read = from_args(ReadOptions, args, model_prompt=model.prompt)
-    everything, held_out = open_data(args.data, read, None if args.validation is True else args.validation or 0)
-    if args.validation and not held_out:
-        raise UsageError("--validation: nothing of these data is held out; name a number or a share, or omit it")
+    training = training_run(Path(model.adapter or model.model), args.data)
+    everything, held_out = open_asked(args.data, read, args.validation, training)
     for line in source_lines(everything, held_out):
         print_error(line)
-    if not args.validation and (seen := trained_on(Path(model.model), args.data)):
-        print_error(
-            f"note: {model.model} was trained on {', '.join(seen)}: scores on these examples say what it remembers; "
-            "--validation asks what that run held out"
-        )
+    if note := note_of_training(args.validation, training):
+        print_error(f"note: {model.adapter or model.model} {note}")
     questions = questions_of(held_out if args.validation else everything, args.limit, read.skip_errors)
     options = EvaluationOptions(metrics, args.batch_size, args.max_new_tokens, read.skip_errors)
     result = evaluate(load_captioner(model), questions, options)
@@ -80,19 +77,80 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def trained_on(folder: Path, data: Sequence[str]) -> list[str]:
-    """Paths of the data that run.json in a model's folder names as its training data."""
+@dataclass(frozen=True)
+class TrainingRun:
+    """What run.json beside a model says: all its data, those among the ones to ask, and what was held out."""
 
-    def source(text: str) -> str:
-        """A name of data without its share, absolute if it is a path."""
-        path = text if os.path.exists(text) else text.rpartition("@")[0] or text
-        return os.path.realpath(path) if os.path.exists(path) else path
+    data: Sequence[str] = ()
+    asked: Sequence[str] = ()
+    validation: Any = None  # as --validation takes it; None is the default of training
 
+
+def training_run(folder: Path, data: Sequence[str]) -> TrainingRun:
+    """The run that trained the model in a folder; an empty one without a run.json or with other data."""
     try:
-        trained = set(map(source, json.loads(files.read_text(folder / RUN_FILE))["data"]))
-    except (OSError, ValueError, KeyError, TypeError):
-        return []
-    return [text for text in data if source(text) in trained]
+        content = json.loads(files.read_text(folder / RUN_FILE))
+        trained = list(map(str, content["data"]))
+        names = set(map(_place, trained))
+        return TrainingRun(trained, [text for text in data if _place(text) in names], content.get("validation"))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return TrainingRun()
+
+
+def _place(text: str) -> str:
+    """A name of data without its share, absolute if it is a path."""
+    path = text if os.path.exists(text) else text.rpartition("@")[0] or text
+    return os.path.realpath(path) if os.path.exists(path) else path
+
+
+def open_asked(
+    data: Sequence[str], read: ReadOptions, validation: Any, training: TrainingRun
+) -> tuple[list["Subset"], list["Subset"]]:
+    """All examples, and those that --validation asks; without a value those that the model's own run held out.
+
+    Of all sources of that run, as a number of examples to hold out is one of all. UsageError if there are none.
+    """
+    from nanovlm.data import open_data
+    from nanovlm.data.mixture import parse_validation
+
+    if validation is not True or not training.asked:
+        everything, held_out = open_data(data, read, None if validation is True else validation or 0)
+        advice = "name a number or a share, or omit it"
+    elif others := [text for text in data if text not in training.asked]:
+        raise UsageError(
+            f"--validation: the model was not trained on {', '.join(others)}; ask that apart, without --validation"
+        )
+    else:
+        names = {_place(text): text for text in data}  # as the person wrote them
+        everything, held_out = open_data(
+            [names.get(_place(text), text) for text in training.data], read, training.validation
+        )
+        if parse_validation(training.validation)[0] is None:
+            asked = set(map(_place, training.asked))
+            everything = [one for one in everything if _place(one.source.path) in asked]
+            held_out = [one for one in held_out if _place(one.source.path) in asked]
+        advice = "the model was trained on all of them; omit --validation to ask what it remembers"
+    if validation and not held_out:
+        raise UsageError(f"--validation: nothing of these data is held out; {advice}")
+    return everything, held_out
+
+
+def note_of_training(validation: Any, training: TrainingRun) -> str | None:
+    """What a person must know of the scores: that the model may have been trained on what it is asked."""
+    from nanovlm.data.mixture import parse_validation
+
+    if not training.asked:
+        return None
+    if not validation:
+        names = ", ".join(training.asked)
+        return f"was trained on {names}: scores on these examples say what it remembers; --validation asks the others"
+    own = training.validation
+    if validation is True or own is None:
+        return None
+    (one, number), (other, n) = parse_validation(validation), parse_validation(own)
+    if number == n and (one and os.path.realpath(one)) == (other and os.path.realpath(other)):
+        return None
+    return f"held out {own}, not {validation}: it may have learned these examples; --validation alone asks its own"
 
 
 def check_flags(args: argparse.Namespace) -> None:

@@ -120,7 +120,7 @@ def questions_of(subsets: Sequence[Subset], limit: int | None = None, skip_error
 
 
 def evaluate(captioner: Captioner, listed: QuestionList, options: EvaluationOptions) -> Evaluation:
-    """Answer all questions, greedily, and score the answers.
+    """Answer all questions, greedily and without an early end, and score the answers.
 
     DataError for a question that cannot be used, such as one with a broken image, unless options.skip_errors.
     """
@@ -128,7 +128,8 @@ def evaluate(captioner: Captioner, listed: QuestionList, options: EvaluationOpti
     if limit is None:
         lengths = (len(captioner.tokenizer.encode(text)) for q in listed.questions for text in q.references)
         limit = max(lengths, default=0) + SPARE_TOKENS
-    changes = {"max_new_tokens": limit, "temperature": 0.0}  # a score that can be repeated
+    # a score that can be repeated; and an answer may repeat itself, as a reference may
+    changes = {"max_new_tokens": limit, "temperature": 0.0, "repetition_detection": (0, 0, 0)}
     how = generation_options(None, changes, captioner.defaults)
     answered: list[tuple[Question, str]] = []
     skipped = list(listed.skipped)

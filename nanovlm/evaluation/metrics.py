@@ -8,6 +8,7 @@ import math
 import re
 import string
 import sys
+import unicodedata
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -19,9 +20,12 @@ from nanovlm.errors import InputError
 Metric = Callable[[Sequence[str], Sequence[Sequence[str]]], list[float]]
 PairMetric = Callable[[str, Sequence[str]], float]  # of one answer and its references
 
-ARTICLES = re.compile(r"\b(a|an|the)\b")
-NUMBER = re.compile(r"[^\w\s+-]*([+-]?\d[\d,]*(?:\.\d+)?)[^\w\s]*")  # with what may stand around it, as in ($1,000.50)
-WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation)
+PUNCTUATION = re.escape(string.punctuation)
+ARTICLES = re.compile(rf"(?<![{PUNCTUATION}])\b(a|an|the)\b(?![{PUNCTUATION}])")  # not the A of A-5
+THOUSANDS = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(,\d{2,3})*,\d{3}(?![\d,])")  # 1,000 and India's 1,00,000
+CURRENCIES = "$€£¥₹"
+DASHES = re.compile(rf"[‐-–−﹣－](?=[.{CURRENCIES}]*\d)|(?<=\d)[‐-–−﹣－]")  # a minus or a hyphen, not the long dash
+AROUND_NUMBERS = {"Sc", "So", "Pi", "Pf", "Ps", "Pe", "Po"}  # categories of what may stand at one, as in “€5”
 Z_95 = 1.96  # standard deviations to either side that hold 95% of a normal distribution
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 NUMBERS = {"none": 0} | {word: i for i, word in enumerate(DIGITS)}
@@ -54,7 +58,8 @@ def exact_match(answer: str, references: Sequence[str]) -> float:
 def token_f1(answer: str, references: Sequence[str]) -> float:
     """SQuAD's F1 (Rajpurkar et al. 2016): the overlap of words, without case, punctuation, articles; the best one.
 
-    Unlike SQuAD's, a number keeps its sign and its point: 3.50 is not 350, and -5 is not 5.
+    Unlike SQuAD's, signs and points stand beside digits: 2.5cm is not 25cm, -5 is not 5. A text of punctuation or of
+    articles alone keeps them.
     """
     words, *truths = map(_squad_words, (answer, *references))
     overlaps = [2 * (words & truth).total() / max(1, words.total() + truth.total()) for truth in truths]
@@ -62,11 +67,36 @@ def token_f1(answer: str, references: Sequence[str]) -> float:
 
 
 def _squad_words(text: str) -> Counter[str]:
-    words = []
-    for word in text.lower().split():
-        number = NUMBER.fullmatch(word)
-        words.append(number[1].replace(",", "") if number else word.translate(WITHOUT_PUNCTUATION))
-    return Counter(ARTICLES.sub(" ", " ".join(words)).split())
+    text = _plain_numbers(text.lower())
+    marks = {i for i, mark in enumerate(text) if mark in string.punctuation and not _is_part_of_number(text, i)}
+    for word in re.finditer(r"\S+", text):
+        if any(map(str.isnumeric, word[0])):
+            around = range(*word.span())
+            marks.update(
+                i for i in around if unicodedata.category(text[i]) in AROUND_NUMBERS and not _is_part_of_number(text, i)
+            )
+    words = "".join(char for i, char in enumerate(text) if i not in marks).split() or text.split()
+    return Counter(ARTICLES.sub(" ", " ".join(words)).split() or words)
+
+
+def _plain_numbers(text: str) -> str:
+    """The text with 1000 for 1,000, and the hyphen for every minus and dash at a number."""
+    return DASHES.sub("-", THOUSANDS.sub(lambda number: number[0].replace(",", ""), text))
+
+
+def _is_part_of_number(text: str, i: int) -> bool:
+    """Check whether without the mark at i a number would be another one."""
+    before, after = text[i - 1 : i], text[i + 1 : i + 2]
+    if before.isnumeric() and after.isnumeric():
+        return True
+    match text[i]:
+        case ".":
+            return after.isnumeric() and before != "."
+        case "+" | "-":  # also those of -$5 and -.5
+            return before.isnumeric() or text[i + 1 : i + 4].lstrip(f".{CURRENCIES}")[:1].isnumeric()
+        case "/":
+            return before.isnumeric() or after.isnumeric()
+    return text[i] in "<>" and after.isnumeric()
 
 
 def vqa_accuracy(answer: str, references: Sequence[str]) -> float:
@@ -74,7 +104,8 @@ def vqa_accuracy(answer: str, references: Sequence[str]) -> float:
 
     Meant for ten human answers; with fewer than four references one match is enough. Articles, case and punctuation,
     which "$%&:*#" are not, do not count, and number words are digits, as in the official script (vqaEval.py). Its table
-    of contractions is not here: apostrophes are dropped.
+    of contractions is not here: apostrophes are dropped. Unlike there, signs and points stand beside digits, and a text
+    of punctuation or of articles alone keeps them.
     """
     answer = _vqa_normalize(answer)
     truths = [_vqa_normalize(reference) for reference in references]
@@ -85,14 +116,18 @@ def vqa_accuracy(answer: str, references: Sequence[str]) -> float:
 
 
 def _vqa_normalize(text: str) -> str:
-    text = text.strip().replace("'", "")
+    text = re.sub(r"'(?!\d)|(?<!\d)'", "", text.strip())
     has_thousands = re.search(r"\d,+\d", text)  # as 1,000
-    joined = text
-    for mark in VQA_PUNCTUATION:
-        is_outside = has_thousands or f"{mark} " in text or f" {mark}" in text
-        joined = joined.replace(mark, "" if is_outside else " ")
-    words = re.sub(r"\.(?!\d)", "", joined).lower().split()  # a decimal point stays
-    return " ".join(str(NUMBERS.get(word, word)) for word in words if word not in ("a", "an", "the"))
+    text = _plain_numbers(text)
+    outside = {mark for mark in VQA_PUNCTUATION if has_thousands or f"{mark} " in text or f" {mark}" in text}
+    kept = [
+        char if char not in VQA_PUNCTUATION or _is_part_of_number(text, i) else "" if char in outside else " "
+        for i, char in enumerate(text)
+    ]
+    plain = re.sub(r"\.(?!\d)", "", "".join(kept)).lower().split()  # a decimal point stays
+    words = plain or text.lower().split()
+    words = [word for word in words if word not in ("a", "an", "the")] or words
+    return " ".join(str(NUMBERS.get(word, word)) for word in words)
 
 
 def anls(answer: str, references: Sequence[str]) -> float:

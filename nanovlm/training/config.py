@@ -80,16 +80,26 @@ class TrainConfig:
     lora_rank: int = setting(0, "train LoRA adapters of this rank instead of the weights; 0 trains the weights")
     lora_alpha: float = setting(16.0, above=0)  # adapters are scaled by lora_alpha / lora_rank
     train_embeddings: bool = setting(True)  # LoRA: embeddings and head learn in full, as new words need it
-    warmup_steps: int = setting(100)
+    warmup_steps: int = setting(100, "steps in which the learning rate rises to its peak, at most a tenth of all steps")
     decay: float = setting(0.4, maximum=1)  # share of all steps, at the end, in which the learning rate falls to 0
-    optimizer: str = setting("adamw", choices=("adamw", "muon"))  # muon: matrices of linear layers; others by AdamW
-    weight_decay: float = setting(0.1)  # of matrices only
+    optimizer: str = setting(
+        "adamw",
+        "muon trains the matrices of linear layers, and AdamW the others; with --data the default is the one that "
+        "trained the model, if it says, and adamw with --lora-rank",
+        choices=("adamw", "muon"),
+    )
+    weight_decay: float = setting(0.1, "share of the learning rate by which matrices shrink each step")
     beta2: float = setting(0.99, below=1)
     max_grad_norm: float = setting(1.0, above=0)
-    # of autocast; weights and optimizer state stay float32. auto takes bfloat16 where the device is fast in it
-    dtype: str = setting("auto", choices=("auto", "float32", "bfloat16", "float16"))
-    gradient_checkpointing: bool = setting(False)  # recompute activations in the backward pass: less memory
-    seed: int = setting(0, below=2**63)  # of initial weights, data order and dropout
+    dtype: str = setting(
+        "auto",
+        "dtype of the computation; weights stay float32. auto is bfloat16 where the device is fast in it",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    gradient_checkpointing: bool = setting(
+        False, "recompute activations in the backward pass, which takes less memory and more time"
+    )
+    seed: int = setting(0, "seed of new weights, of the order of examples and of dropout", below=2**63)
     save_every: int = setting(
         0, "steps between checkpoints, each of which is scored on the held-out examples; 0 is a tenth of all steps"
     )
@@ -119,13 +129,19 @@ class TrainConfig:
         """Steps between checkpoints."""
         return self.save_every or max(1, self.max_steps // 10)
 
+    @property
+    def warmup(self) -> int:
+        """Steps of warm-up: warmup_steps, but at most a tenth of all, so that the peak is reached."""
+        return min(self.warmup_steps, self.max_steps // 10)
+
     def lr_at(self, step: int) -> float:
         """The learning rate of a step, counted from 0: warm-up, stable, linear decay (Hägele et al. 2024).
 
-        Until its decay, a run can be resumed with another max_steps as if it had had that from the start.
+        From the end of its warm-up until its decay, a run can be resumed with another max_steps as if it had had that
+        from the start; during its warm-up only if warmup_steps are at most a tenth of both numbers.
         """
         decay = (self.max_steps - step) / max(1.0, self.decay * self.max_steps)
-        return self.lr * min(1.0, (step + 1) / (self.warmup_steps + 1), decay)
+        return self.lr * min(1.0, (step + 1) / (self.warmup + 1), decay)
 
 
 @dataclass(frozen=True)

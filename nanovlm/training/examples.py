@@ -5,11 +5,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from hashlib import blake2b
 
+import torch
+
+from models.vision_language_model import VisionLanguageModel
 from nanovlm.console import count
 from nanovlm.data import Mixture, Source, StreamedSource, Subset, open_data
 from nanovlm.data.mixture import parse_data, source_lines
 from nanovlm.training.checkpointing import stored_settings
 from nanovlm.training.config import FinetuneOptions, TrainConfig
+
+DIGESTED = 256  # weights at either end of a tensor
 
 
 def resumed_options(options: FinetuneOptions) -> FinetuneOptions:
@@ -41,6 +46,15 @@ def fingerprint(training: Sequence[Subset], n_parts: int = 1) -> str:
         else:
             names.append(absolute(source.path) + share + (f" (in {n_parts} parts)" if n_parts > 1 else ""))
     return "; ".join(names)
+
+
+def digest(model: VisionLanguageModel) -> str:
+    """A digest of the ends of all weights, by which a model is known under another name."""
+    ends = blake2b(digest_size=4)
+    for parameter in model.parameters():
+        flat = parameter.detach().flatten()
+        ends.update(torch.cat((flat[:DIGESTED], flat[-DIGESTED:])).float().cpu().numpy().tobytes())
+    return ends.hexdigest()
 
 
 def examples_per_step(cfg: TrainConfig) -> int:

@@ -27,6 +27,7 @@ from models.checkpoint import (
 from models.lora.files import ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from models.vision_language_model import VisionLanguageModel
 from nanovlm.captioner import Captioner
+from nanovlm.console import count
 from nanovlm.data import ExampleBatches, ExampleError, Mixture, StreamedSource, Subset, check_data, parse_data
 from nanovlm.data.examples import questions as questions_about
 from nanovlm.data.mixture import parse_validation
@@ -105,11 +106,15 @@ def start(options: FinetuneOptions, cfg: TrainConfig) -> Trainer:
         chosen = [name for name in options.automatic if name != "max_steps" or options.epochs is None]
         settings = {**options.flags, **{name: getattr(cfg, name) for name in chosen}}
         if options.data:
-            settings["data"] = list(map(examples.absolute, options.data))
-        if own := parse_validation(options.validation)[0]:
-            settings["validation"] = os.path.abspath(own)
-        with write_errors(options.out):
-            files.replace(options.out / RUN_FILE, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
+            settings |= {"data": list(map(examples.absolute, options.data)), "validation": task.n_held_out}
+            settings.pop("model", None)
+            settings.pop("backbones", None)
+            settings |= run.origin
+        if options.read.images:
+            settings["images"] = os.path.abspath(options.read.images)
+        if run.step < cfg.max_steps or not (options.out / RUN_FILE).exists():  # of a finished run nothing changes
+            with write_errors(options.out):
+                files.replace(options.out / RUN_FILE, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
     return run
 
 
@@ -169,15 +174,18 @@ def prepare(options: FinetuneOptions, cfg: TrainConfig) -> tuple[VisionLanguageM
     ):  # each process that prepares batches reads a part
         n_parts = int(os.environ.get("WORLD_SIZE", 1)) * max(1, cfg.num_workers)
     own, number = parse_validation(options.validation)
+    n_held_out = sum(map(len, held_out)) if number is None else int(number) if number % 1 == 0 else number
     task = TrainingTask(
         ExampleBatches(mixture, processor, cfg.batch_size, options.read.skip_errors, cfg.pack, cfg.augment, n_parts),
         processor.tokenizer.to_json(),
         options.out,
         save_dtype=dtype,
         data_fingerprint=examples.fingerprint(training, n_parts),
-        n_held_out=os.path.abspath(own) if own else sum(map(len, held_out)) if number is None else number,
+        n_held_out=os.path.abspath(own) if own else n_held_out,
         base=base_model(options),
         prompt=options.read.question,
+        origin=origin(options),
+        model_digest=examples.digest(model),
         **(held_out_task(options, cfg, held_out, processor) if held_out else {}),
     )
     if is_main():
@@ -238,7 +246,10 @@ def choose_settings(
     elif "max_steps" in options.automatic and steps_per_epoch:
         chosen["max_steps"] = min(max(cfg.max_steps, math.ceil(EPOCHS * steps_per_epoch)), MAX_STEPS)
         reasons.append(f"{chosen['max_steps']:,} steps, {chosen['max_steps'] / steps_per_epoch:.0f} epochs")
-    return replace(cfg, **chosen), reasons
+    cfg = replace(cfg, **chosen)
+    if cfg.warmup < cfg.warmup_steps:
+        reasons.append(f"warm-up of {count(cfg.warmup, 'step')} instead of {cfg.warmup_steps}, at most a tenth of all")
+    return cfg, reasons
 
 
 def find_optimizer(options: FinetuneOptions) -> str | None:
@@ -260,6 +271,13 @@ def base_model(options: FinetuneOptions) -> str:
     """The model to start from, as adapters name it: a folder by its full path, or a Hub id."""
     folder = options.out / BASE if options.backbones else Path(options.model)
     return str(folder.resolve()) if options.backbones or folder.is_dir() else os.fspath(options.model)
+
+
+def origin(options: FinetuneOptions) -> dict[str, Any]:
+    """The flags that name what training starts from, folders by their full path; none for the embedded model."""
+    if options.backbones:
+        return {"backbones": [os.path.abspath(path) if os.path.isdir(path) else path for path in options.backbones]}
+    return {} if options.model == FinetuneOptions.model else {"model": base_model(options)}
 
 
 def load_start(options: FinetuneOptions) -> tuple[VisionLanguageModel, Processor, torch.dtype]:

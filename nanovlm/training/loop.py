@@ -3,9 +3,9 @@
 import logging
 import math
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,8 @@ class TrainingTask:
     n_held_out: float | str = 0  # a number, a share or a path, kept as well
     base: str | None = None  # the model that adapters belong to
     prompt: str | None = None  # becomes the model's default prompt
+    origin: Mapping[str, Any] = field(default_factory=dict)  # flags that name the model to start from
+    model_digest: str | None = None  # of its weights
 
 
 class Trainer:
@@ -68,6 +70,8 @@ class Trainer:
         self.busy = BusyMonitor(torch.get_num_threads())
         self.step = 0  # steps done
         self.scores: dict[int, float] = {}  # by step: task.metric on the held-out examples
+        self.model_digest = task.model_digest
+        self.origin = task.origin  # of the weights, also of a run that is resumed with another model
         self.streams: dict[str, Any] = {}  # where each stream of examples stands, see `load_batches`
         freeze(model, cfg)
         checkpointing.check_disk_space(task.folder, model, cfg)
@@ -247,6 +251,9 @@ class Trainer:
         state = {
             "step": self.step,
             "config": asdict(self.cfg) | {"data": task.data_fingerprint, "validation": task.n_held_out},
+            "origin": self.origin,
+            "model_digest": self.model_digest,
+            "prompt": task.prompt,
             "metric": task.metric,
             "scores": list(self.scores.items()),
             "scaler": self.scaler.state_dict(),
@@ -266,22 +273,46 @@ class Trainer:
         self.step = state["step"]
         if state["metric"] == task.metric:
             self.scores = dict(state["scores"])
+        is_finished = self.step >= self.cfg.max_steps
+        lines = self._changes(state, is_finished)
         stored = state["config"] | {"freeze": tuple(state["config"]["freeze"])}
         if stored["data"] == task.data_fingerprint:
             self.streams = state["streams"]
         if not self.context.is_main:
             return
-        settings = asdict(self.cfg).items()
-        changes = ", ".join(f"{k}={v} instead of {stored[k]}" for k, v in settings if stored.get(k, v) != v)
-        is_finished = self.step >= self.cfg.max_steps
+        now = asdict(self.cfg) | {"validation": task.n_held_out, "metric": task.metric}
+        before = stored | {"metric": state["metric"]}
+        changes = ", ".join(f"{k}={v} instead of {before[k]}" for k, v in now.items() if before.get(k, v) != v)
         logger.info(
             f"resumed {task.folder} at step {self.step}"
             + (f", with {changes}" if changes else "")
             + is_finished * "; the run is finished: to train on, raise --max-steps or --epochs, or name another --out"
         )
-        if stored["data"] != task.data_fingerprint:
-            use = "nothing is learned from it" if is_finished else "training goes on with it"
-            logger.warning(f"the data has changed: it is {task.data_fingerprint} instead of {stored['data']}; {use}")
+        for line in lines:
+            logger.warning(line)
+
+    def _changes(self, state: dict[str, Any], is_finished: bool) -> list[str]:
+        """A line each for another model, data or prompt than the checkpoint's, whose weights and origin are kept."""
+        task = self.task
+        lines = []
+        use = "nothing is learned from it" if is_finished else "training goes on with it"
+        known = state.get("model_digest")  # None in a checkpoint of an earlier version
+        if known and task.model_digest and known != task.model_digest:
+            ours, theirs = (
+                f"{next(iter(origin.values()), 'the embedded model')} ({digest})"
+                for origin, digest in ((task.origin, task.model_digest), (state["origin"], known))
+            )
+            self.origin, self.model_digest = state["origin"], known
+            lines.append(
+                f"the model has changed: it is {ours} instead of {theirs}; weights and run.json stay the latter's: to "
+                "start from the other, name another --out"
+            )
+        if state["config"]["data"] != task.data_fingerprint:
+            before = state["config"]["data"]
+            lines.append(f"the data has changed: it is {task.data_fingerprint} instead of {before}; {use}")
+        if "prompt" in state and state["prompt"] != task.prompt:
+            lines.append(f"the prompt has changed: it is {task.prompt!r} instead of {state['prompt']!r}; {use}")
+        return lines
 
     def _write_results(self, best: int, stopped: int) -> None:
         """Write the final model, of the step `best`; unless stopped, answer all held-out questions with it."""

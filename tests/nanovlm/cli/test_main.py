@@ -58,7 +58,7 @@ N_FLAGS = {
     "caption": 27,
     "review": 14,
     "chat": 13,
-    "train": 32,
+    "train": 38,
     "evaluate": 25,
     "export": 10,
     "serve": 23,

@@ -20,6 +20,7 @@ WRONG = {  # flags -> words of the error
     "--recipe scenes --out out --pack 9": "--pack has no effect",
     "--recipe scenes --out out --images .": "--images has no effect",
     "--recipe x --out out": "--recipe",
+    "--data . --out out --optimizer muon --lora-rank 4": "--optimizer muon trains whole matrices",
     "--config nowhere": "--config nowhere: No such file",
     "--config list.json": "must hold an object",
     "--config odd.json": "'nonsense', which is no setting of a run",
@@ -30,6 +31,7 @@ WRONG |= {
     for flags in (
         "--max-steps 0", "--max-steps 1.5", "--batch-size 0", "--lr nan", "--freeze head", "--augment 0.5",
         "--lora-rank -1", "--save-every -1", "--num-workers -1", "--device tpu",
+        "--seed -1", "--seed x", "--dtype int8", "--optimizer sgd", "--weight-decay -1", "--warmup-steps -1",
     )
 }  # fmt: skip
 

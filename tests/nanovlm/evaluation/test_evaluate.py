@@ -1,6 +1,8 @@
 """Questions of data sets and the model's answers to them, against the Captioner asked one by one."""
 
 import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -136,6 +138,70 @@ def test_answers_are_as_long_as_the_longest_reference_and_a_bit(embedded, monkey
     assert [asked for asked, _ in limits] == [
         expected(len(embedded.tokenizer.encode(reference)), room) for _, room in limits
     ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["| a | b |\n" + "| 0 | 0 |\n" * 12, "1, 2, 3, 4, " * 8 + "5", "ha" * 40, "<td>0</td>" * 9, "no " * 50 + "."],
+)
+def test_an_answer_that_repeats_itself_as_its_reference_does_is_right(embedded, monkeypatch, text):
+    def run(requests, batch_size):
+        for request in requests:
+            assert request.sampling.repetition_detection == (0, 0, 0), "or the engine would end it"
+            request.output = [*embedded.tokenizer.encode(text), embedded.tokenizer.eos_token_id]
+            yield request
+
+    write("table.json", [{"image": "cards/0.png", "text": text}])
+    monkeypatch.setattr(embedded, "run", run)
+    result = ask(embedded, "table.json", max_new_tokens=None)
+    assert result.answers[0].text.strip() == text.strip() and result.scores["exact_match"] == 1
+
+
+@pytest.fixture
+def trained():
+    """The embedded model in `out`, as a run on 12 pictures wrote it that held out what run.json says."""
+    for name in ("mine", "more"):
+        Path(name).mkdir()
+        for i in range(12):
+            noise_image(32, 32, seed=i + 50 * (name == "more")).save(f"{name}/{i}.png")
+            Path(f"{name}/{i}.txt").write_text(f"Picture {i}.")
+    shutil.copytree(EMBEDDED, "out")
+    return lambda data, validation: write("out/run.json", {"data": data, "validation": validation})
+
+
+@pytest.mark.parametrize(
+    ("data", "held_out", "given", "asked", "n", "word"),
+    [
+        (["mine"], 3, [], ["mine"], 3, None),
+        (["mine"], 0.4, [], ["mine"], None, None),
+        (["mine@0.5", "more"], 5, [], ["mine", "more"], 5, None),
+        (["mine@0.5", "more"], 5, [], ["more"], None, None),
+        (["mine"], "cards", [], ["mine"], 2, None),
+        (["mine"], 3, ["3"], ["mine"], 3, None),
+        (["mine"], 3, ["10"], ["mine"], 10, "held out 3, not 10: it may have learned"),
+        (["mine"], 3, ["0.5"], ["mine"], None, "held out 3, not 0.5"),
+        (["mine"], 3, ["cards"], ["mine"], 2, "held out 3, not cards"),
+        (["mine"], "cards", ["./cards"], ["mine"], 2, None),
+        (["mine"], 0, [], ["mine"], 0, "nothing of these data is held out; the model was trained on all of them"),
+        (["mine"], 3, [], ["mine", "more"], 0, "not trained on more; ask that apart"),
+        (["mine"], 3, [], ["more"], 0, "nothing of these data is held out"),
+    ],
+)
+def test_validation_asks_what_the_run_held_out(capsys, trained, data, held_out, given, asked, n, word):
+    trained([os.path.abspath(path) for path in data], held_out)
+    flags = ["--data", *asked, "--validation", *given, "--max-new-tokens", "1", "--device", "cpu", "--json"]
+    code = cli.main(["evaluate", "--model", "out", *flags])
+    out, err = capsys.readouterr()
+    assert code == (2 if n == 0 else 0), err
+    assert (word is None and "it may have learned" not in err) or word in err
+    if n != 0:
+        _, held = open_data(data, ReadOptions(), held_out if not given else given[0])
+        names = [example.name for subset in held for example in subset]
+        if held_out != "cards":
+            names = [name for name in names if name.split("/")[0] in asked or given == ["cards"]]
+        answers = json.loads(out)["answers"]
+        assert sorted(answer["name"].split("/")[-2:] for answer in answers) == sorted(n.split("/")[-2:] for n in names)
+        assert n in (None, len(answers)) and answers
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import random
 from functools import cache
+from itertools import combinations
 
 import pytest
 
@@ -16,6 +17,37 @@ REFERENCES = [
     ["nothing here"],
     ["the man's hat is blue", "a blue hat"],
 ]
+
+
+OTHER_NUMBERS = [  # pairs that are 1 without their signs and points
+    ("2.5cm", "25cm"), ("-5°C", "5°C"), ("$1.50/kg", "$150/kg"), ("12/5", "125"), ("3-4", "34"), ("v2.5", "v25"),
+    (".5", "5"), ("−5", "5"), ("–5 °C", "5 °C"), ("-$5", "$5"), ("-.5", ".5"), ("1,5", "15"), ("1.000", "1000"),
+    ("2020-01-05", "20200105"), ("1/2/2020", "122020"), ("(-5)", "(5)"), ("+5", "-5"), ("5+", "5"), ("A-5", "-5"),
+    ("5'10", "510"), ("2.5-3.5cm", "25-35cm"), ("it is -5.", "it is 5."), ("10.5%", "105%"), ("1e-5", "1e5"),
+    ("<5", ">5"), ("1_0", "10"), ("5%-10%", "5%10%"), ("-5,000", "5000"), ("-½", "½"), ("3·5", "35"),
+]  # fmt: skip
+SAME_NUMBERS = [
+    ("1,000", "1000"), ("$1,000.50", "$1000.50"), ("1,000,000 km", "1000000 km"), ("5.", "5"),
+    ("It is 2.5.", "it is 2.5"),
+    ("−5°C", "-5°C"), ("3–4", "3-4"), ("5, 6", "5 6"), ("May 5, 2020", "may 5 2020"), ("(5)", "5"), ("5!", "5"),
+    ("v2.5,", "v2.5"), ("the 1/2", "1/2"),
+]  # fmt: skip
+NEVER_EMPTY = ["the", "a", "an", "!", "?!", ".", "-", "/", ""]
+
+
+@pytest.mark.parametrize("metric", ["f1", "vqa_accuracy"])
+@pytest.mark.parametrize(("one", "other"), [*OTHER_NUMBERS, *SAME_NUMBERS, *combinations(NEVER_EMPTY, 2)])
+def test_signs_and_points_stand_beside_digits_and_no_text_becomes_empty(metric, one, other):
+    score = METRICS[metric]
+    is_same = (one, other) in SAME_NUMBERS
+    alike = score([one, other], [[other], [one]])
+    assert alike == [1, 1] if is_same else max(alike) < 1
+    assert score([one, other], [[one], [other]]) == [1, 1]
+
+
+@pytest.mark.parametrize("metric", ["f1", "vqa_accuracy"])
+def test_the_letter_of_a_choice_is_no_article(metric):
+    assert METRICS[metric](["A.", "the", "A"], [["a"], ["A"], ["B"]]) == [1, 0, 0]
 
 
 @pytest.mark.parametrize(

@@ -8,17 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from nanovlm.cli.train import add_flags, config_from_args
+from nanovlm.cli.train import add_flags, config_from_args, options_from_args
 from nanovlm.errors import InputError
 from nanovlm.training.config import (
     ADAPTERS,
+    AUTOMATIC,
     FINETUNING,
     JOINED,
     JOINED_ADAPTERS,
+    MUON_LR,
     SCENES,
     FinetuneOptions,
     TrainConfig,
 )  # fmt: skip
+from nanovlm.training.finetuning import choose_settings
 
 
 def test_the_learning_rate_rises_stays_constant_and_falls_to_0():
@@ -30,6 +33,21 @@ def test_the_learning_rate_rises_stays_constant_and_falls_to_0():
     assert {TrainConfig(max_steps=5, lr=2.0, warmup_steps=0, decay=0).lr_at(step) for step in range(5)} == {2.0}
     falling = TrainConfig(max_steps=4, lr=1.0, warmup_steps=0, decay=1)
     assert [falling.lr_at(step) for step in range(5)] == [1, 0.75, 0.5, 0.25, 0]
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5, 9, 10, 19, 25, 100, 200, 850])
+@pytest.mark.parametrize("warmup_steps", [0, 1, 20, 500])
+@pytest.mark.parametrize("decay", [0, 0.3, 0.6, 0.9])
+def test_the_peak_is_reached_after_a_tenth_of_all_steps(steps, warmup_steps, decay):
+    cfg = TrainConfig(max_steps=steps, lr=2.0, warmup_steps=warmup_steps, decay=decay)
+    assert cfg.warmup == min(warmup_steps, steps // 10)
+    assert cfg.lr_at(cfg.warmup) == max(map(cfg.lr_at, range(steps))) == pytest.approx(2)
+
+
+@pytest.mark.parametrize("step", range(20, 40))
+def test_a_run_resumed_between_warm_up_and_decay_goes_on_as_a_longer_one(step):
+    short, long = (TrainConfig(max_steps=n, warmup_steps=20, decay=0.6) for n in (100, 850))
+    assert short.lr_at(step) == long.lr_at(step)
 
 
 @pytest.mark.parametrize(
@@ -63,6 +81,28 @@ def test_the_defaults_are_those_of_the_kind_of_run(flags, chosen):
     parser = argparse.ArgumentParser()
     add_flags(parser)
     assert config_from_args(parser.parse_args(flags.split())) == chosen
+
+
+@pytest.mark.parametrize(
+    ("flags", "setting"),
+    [
+        ("--seed 7", {"seed": 7}), ("--seed 0", {"seed": 0}), ("--dtype float32", {"dtype": "float32"}),
+        ("--optimizer muon", {"optimizer": "muon"}), ("--optimizer adamw", {"optimizer": "adamw"}),
+        ("--weight-decay 0.01", {"weight_decay": 0.01}), ("--warmup-steps 3", {"warmup_steps": 3}),
+        ("--warmup-steps 0", {"warmup_steps": 0}), ("--gradient-checkpointing", {"gradient_checkpointing": True}),
+        ("--no-gradient-checkpointing", {"gradient_checkpointing": False}),
+    ],
+)  # fmt: skip
+def test_a_flag_sets_its_setting_and_is_not_chosen(flags, setting):
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    args = parser.parse_args(["--data", "photos", "--out", "out", *flags.split()])
+    assert config_from_args(args) == replace(FINETUNING, **setting)
+    options = options_from_args(args)
+    assert set(options.automatic) == set(AUTOMATIC) - setting.keys()
+    cfg, _ = choose_settings(options, config_from_args(args), 192, 10.0)
+    assert {name: getattr(cfg, name) for name in setting} == setting
+    assert cfg.lr == pytest.approx(FINETUNING.lr if cfg.optimizer == "adamw" else MUON_LR)
 
 
 def test_checkpoints_are_a_tenth_of_the_run_apart_by_default():

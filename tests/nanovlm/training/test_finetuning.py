@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from models.checkpoint import checkpoint_dtype, save_checkpoint
 from models.vision_language_model import VisionLanguageModel
@@ -192,6 +192,92 @@ def test_adapters_learn_and_the_result_is_a_plain_model(train):
     assert changed and all(name.endswith("weight") and not name.startswith("vision_encoder") for name in changed)
     fresh = draw(random_scene(random.Random(99)), 120, 90)
     assert Captioner.from_pretrained("out", "cpu", "float32").caption(fresh) == LABEL
+
+
+def other_model(folder, scale=1.01):
+    """A copy of the embedded model whose weights are scaled."""
+    shutil.copytree(EMBEDDED, folder)
+    path = Path(folder, "model.safetensors")
+    save_file({name: tensor * scale for name, tensor in load_file(path).items()}, path)
+    return folder
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("first", "then", "lines", "named"),
+    [
+        ([], [], [], {}),
+        ([], ["--model", "other"], ["the model has changed: it is {other}", "instead of the embedded model ("], {}),
+        (["--model", "other"], [], ["it is the embedded model (", "instead of {other} ("], {"model": "other"}),
+        (["--model", "other"], ["--model", "copy"], [], {"model": "copy"}),
+        (["--model", "other"], ["--model", "third"], ["it is {third}", "instead of {other}"], {"model": "other"}),
+        (
+            ["--prompt", "What?"],
+            ["--prompt", "Who?"],
+            ["the prompt has changed: it is 'Who?' instead of 'What?'; training goes on with it"],
+            {"prompt": "Who?"},
+        ),
+        ([], ["--weight-decay", "0.3"], ["weight_decay=0.3 instead of 0.1"], {"weight_decay": 0.3}),
+        ([], ["--seed", "4"], ["seed=4 instead of 0"], {"seed": 4}),
+        (["--validation", "2"], ["--validation", "3"], ["validation=3 instead of 2"], {"validation": 3}),
+        (["--validation", "2"], [], [], {"validation": 2}),
+        (
+            ["--validation", "2", "--metric", "anls"],
+            ["--metric", "f1"],
+            ["metric=f1 instead of anls"],
+            {"validation": 2, "metric": "f1"},
+        ),
+    ],
+)
+def test_a_resumed_run_says_what_changed_and_its_file_names_what_was_trained(train, first, then, lines, named):
+    scenes(6)
+    other_model("other")
+    shutil.copytree("other", "copy")
+    other_model("third", 1.02)
+    data = ["--data", "mine", *QUICK]
+    assert train(*data, *first)[0] == 0
+    for steps in ("5", "6"):
+        code, _, err = train(*data, *then, "--max-steps", steps)
+        assert code == 0, err
+        places = {name: os.path.abspath(name) for name in ("other", "third")}
+        for line in lines if steps == "5" or "model has" in str(lines) else ():
+            assert line.format(**places) in err, err
+        assert lines or "has changed" not in err
+        content = json.loads(Path("out/run.json").read_text())
+        named = {name: os.path.abspath(value) if name == "model" else value for name, value in named.items()}
+        assert {name: content.get(name) for name in named} == named
+        assert ("model" in content) == ("model" in named)
+    assert train(*data, *then, "--seed", "9", "--max-steps", "6")[0] == 0
+    assert json.loads(Path("out/run.json").read_text()) == content, "nothing was trained"
+
+
+@pytest.mark.full
+def test_adapters_of_another_model_are_refused(train):
+    scenes(6)
+    shutil.copytree(other_model("other"), "copy")
+    flags = ["--data", "mine", *QUICK, "--lora-rank", "2", "--freeze", "vision"]
+    assert train(*flags, "--model", "other")[0] == 0
+    assert train(*flags, "--model", "copy", "--max-steps", "4")[0] == 0
+    path = Path("copy/model.safetensors")
+    weights = load_file(path)
+    save_file({name: t * 1.1 if name.startswith("vision") else t for name, t in weights.items()}, path)
+    code, _, err = train(*flags, "--model", "copy", "--max-steps", "5")
+    assert code == 2 and "holds adapters of a model with another vision_encoder" in err, err
+
+
+def test_the_file_of_a_run_names_its_folders_in_full(train):
+    scenes(4)
+    other_model("other")
+    Path("table.csv").write_text("image,text\n" + "".join(f"{i}.png,word {i}\n" for i in range(4)))
+    flags = ["--data", "table.csv", "--images", "mine", "--model", "other", *QUICK, "--max-steps", "1"]
+    assert train(*flags)[0] == 0
+    content = json.loads(Path("out/run.json").read_text())
+    assert {name: content[name] for name in ("images", "model")} == {
+        name: os.path.abspath(path) for name, path in (("images", "mine"), ("model", "other"))
+    }
+    Path("elsewhere").mkdir()
+    os.chdir("elsewhere")
+    assert train("--config", "../out/run.json", "--out", "again")[0] == 0
 
 
 @pytest.mark.full
