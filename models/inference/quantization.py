@@ -28,7 +28,7 @@ class QuantizedLinear(nn.Module):
     """A linear layer with a quantized weight. Without kernels, each call dequantizes it: that saves memory, not time.
 
     int8: `data` (out, stride) uint8 holds 128 + value, and a row's values times its entry of `scale` (out,) float32 are
-    the weight. int4: `data` (out, stride / 2) uint8 holds 64 values of a row in 32 bytes, the first 32 in the lower
+    the mixed weight (see `mix`), by which the kernels multiply mixed activations. int4: `data` (out, stride / 2) uint8 holds 64 values of a row in 32 bytes, the first 32 in the lower
     halves; `groups` (out, stride / 32) int32 holds a scale and a minimum in bfloat16 for 32 values, the scale in the
     lower half. stride is in_features rounded up to a multiple of 64.
     """
@@ -65,7 +65,7 @@ class QuantizedLinear(nn.Module):
         """The weight (out, in) that the layer acts as."""
         n = self.out_features
         if self.scale is not None:
-            weight = (self.data.float() - 128) * self.scale[:, None]
+            weight = mix((self.data.float() - 128) * self.scale[:, None])
         else:
             assert self.groups is not None
             pairs = self.data.view(n, -1, 1, GROUP_SIZE)
@@ -75,11 +75,24 @@ class QuantizedLinear(nn.Module):
         return weight[:, : self.in_features].to(dtype)
 
 
+def mix(x: Tensor) -> Tensor:
+    """x (..., n), each ROW_MULTIPLE values times a Hadamard matrix / 8, which is its own inverse and keeps products.
+
+    It spreads a large value over its group, so that the values that share a scale in int8 differ less in size (QuaRot,
+    Ashkboos et al. 2024). n is a multiple of ROW_MULTIPLE.
+    """
+    matrix = x.new_ones(1, 1)
+    while len(matrix) < ROW_MULTIPLE:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return (x.unflatten(-1, (-1, ROW_MULTIPLE)) @ matrix / ROW_MULTIPLE**0.5).flatten(-2)
+
+
 def _fit_int8(weight: Tensor, padding: int) -> tuple[Tensor, Tensor]:
     """`data` and `scale` of a weight (n, in) float32."""
+    weight = mix(F.pad(weight, (0, padding)))
     scale = (weight.abs().amax(1) / 127).clamp_min(torch.finfo(torch.float32).tiny)
     values = (weight / scale[:, None]).round_().clamp_(-127, 127).add_(128)
-    return F.pad(values, (0, padding), value=128).to(torch.uint8), scale
+    return values.to(torch.uint8), scale
 
 
 def _fit_int4(weight: Tensor, padding: int) -> tuple[Tensor, Tensor]:

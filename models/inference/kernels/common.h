@@ -36,7 +36,8 @@
 #define HAS_INT16_DOT (LEVEL >= AVX2_VNNI && LEVEL < AMX)  // that attention uses
 #define INT8_PER_UNIT (LEVEL == AVX2 ? 2 : 4)  // AVX2 multiplies int8 as int16
 #define INT8_OFFSET (LEVEL == AVX2 ? 0 : 128)  // of stored int8 weights when they are multiplied
-#define QUANT_GROUP 64  // values of one token that share a scale when a single token is multiplied by int8 or int4
+#define QUANT_GROUP 64  // values of one token that share a scale when a single token is multiplied by int8 or int4;
+                        // and that int8 mixes by a Hadamard matrix
 #define INT4_GROUP 32   // weights that share a scale and a minimum
 
 #define INLINE static inline __attribute__((always_inline))
@@ -53,7 +54,7 @@ enum { FLOAT32, BFLOAT16, INT8, INT4, INT16 };  // how a weight, an operand or a
 
 // A matrix (n_rows, depth), row-major: a layer's weight, or the keys of an attention head.
 typedef struct {
-    const void *data;        // INT8: 128 + value in a byte; INT4: 64 values in 32 bytes, two halves of nibbles
+    const void *data;        // INT8: 128 + value of the mixed row in a byte; INT4: 64 values in 32 bytes, two halves of nibbles
     const float *scale;      // INT8: of each row
     const uint32_t *groups;  // INT4: (n_rows, stride / 32), bfloat16 scale below bfloat16 minimum
     const float *bias;       // (n_rows), or NULL

@@ -110,6 +110,53 @@ static float quantize_row(const float *x, long n, float limit, uint16_t *to) {
     return scale;
 }
 
+// Eight values or vectors times a Hadamard matrix of 8, whose entries are 1 and -1
+#define HADAMARD8(x) \
+    _Pragma("GCC unroll 3") \
+    for (int step = 1; step < 8; step *= 2) \
+        _Pragma("GCC unroll 8") \
+        for (int i = 0; i < 8; i++) \
+            if (!(i & step)) { \
+                const __typeof__(x[0]) sum = x[i] + x[i + step]; \
+                x[i + step] = x[i] - x[i + step]; \
+                x[i] = sum; \
+            }
+
+// Activations that int8 rounds are first mixed: each QUANT_GROUP of them times a Hadamard matrix / 8, as its weights
+// were (QuaRot, Ashkboos et al. 2024). The product is the same, but one large value is spread over 64 small ones, and
+// the steps of the token's scale become finer. With a matrix of 64 = 8 x 8, a group is mixed by rows, then by columns.
+
+// x (depth, LANES) is a vector of tokens with `stride` values from a feature to the next; y (depth rounded up, LANES)
+static void mix_panel(const float *x, long depth, long stride, float *y) {
+    for (long start = 0; start < depth; start += QUANT_GROUP)
+        for (int by_column = 0; by_column < 2; by_column++)
+            for (int k = 0; k < 8; k++) {
+                const int first = by_column ? k : 8 * k, step = by_column ? 8 : 1;
+                vec v[8];
+                for (int j = 0; j < 8; j++) {
+                    const long c = start + first + j * step;
+                    v[j] = by_column ? load(y + c * LANES) : c < depth ? load(x + c * stride) : (vec){0};
+                }
+                HADAMARD8(v)
+                for (int j = 0; j < 8; j++)
+                    store(y + (start + first + j * step) * LANES, by_column ? v[j] * 0.125f : v[j]);
+            }
+}
+
+// One group of a single token, in place
+static void mix_group(float *x) {
+    typedef float row __attribute__((vector_size(32)));
+    row v[8];
+    float transposed[QUANT_GROUP];
+    for (int by_column = 0; by_column < 2; by_column++) {
+        memcpy(v, x, sizeof v);
+        HADAMARD8(v)
+        for (int j = 0; j < 8 && by_column; j++) v[j] *= 0.125f;
+        memcpy(transposed, v, sizeof v);
+        transpose(transposed, FLOAT32, 8, 8, 8, x, FLOAT32, 8);
+    }
+}
+
 // Units of an operand from a panel x (depth, PANEL) of float32
 static void pack_panel(const float *x, operand *out, long panel) {
     const long depth = out->depth;
@@ -130,16 +177,20 @@ static void pack_panel(const float *x, operand *out, long panel) {
             for (long u = (depth + 1) / 2; u < out->units; u++) store_int(to + u * PANEL * 4, (ivec){0});
             continue;
         }
+        const long n_values = out->type == INT8 ? round_up(depth, QUANT_GROUP) : depth;
+        const long stride = out->type == INT8 ? LANES : PANEL;
+        float *mixed = out->type == INT8 ? allocate(n_values * LANES * 4) : NULL;
+        if (mixed) mix_panel(lane, depth, PANEL, mixed), lane = mixed;
         vec largest = splat(1e-30f);
-        for (long c = 0; c < depth; c++) largest = max_abs(largest, load(lane + c * PANEL));
+        for (long c = 0; c < n_values; c++) largest = max_abs(largest, load(lane + c * stride));
         const float limit = out->type == INT8 ? 127 : int16_limit(depth);
         vec inverse = limit / largest;
         ivec sum = {0};
         const int n = values_per_unit(out->type), bits = 32 / n, mask = bits == 8 ? 0xff : 0xffff;
         for (long u = 0; u < out->units; u++) {
             ivec unit = {0};
-            for (long j = 0; j < n && u * n + j < depth; j++) {
-                ivec q = round_to_int(load(lane + (u * n + j) * PANEL) * inverse);
+            for (long j = 0; j < n && u * n + j < n_values; j++) {
+                ivec q = round_to_int(load(lane + (u * n + j) * stride) * inverse);
                 sum += q;
                 unit |= (q & mask) << (int)(j * bits);
             }
@@ -147,16 +198,19 @@ static void pack_panel(const float *x, operand *out, long panel) {
         }
         store(out->scale + panel * PANEL + i, largest / limit);
         store_int(out->sum + panel * PANEL + i, sum);
+        release(mixed);
     }
 }
 
-// Round a single token x (depth) to int8, with a scale for each QUANT_GROUP values; data is padded with zeros
-static void quantize_token(const float *x, operand *out) {
+// Round a single token x (depth) to int8, with a scale for each QUANT_GROUP values, mixed for int8 weights; data is
+// padded with zeros
+static void quantize_token(const float *x, int is_mixed, operand *out) {
     int8_t *q = (int8_t *)out->data;
     out->offset = 0;
     for (long start = 0; start < out->depth; start += QUANT_GROUP) {
         float values[QUANT_GROUP] ALIGNED = {0};
         memcpy(values, x + start, min_long(QUANT_GROUP, out->depth - start) * 4);
+        if (is_mixed) mix_group(values);
         vec largest = splat(1e-30f);
         for (long i = 0; i < QUANT_GROUP; i += LANES) largest = max_abs(largest, load(values + i));
         const float scale = max_lanes(largest) / 127, inverse = 1 / scale;

@@ -20,7 +20,7 @@ static operand new_operand(long n_tokens, long depth, long type) {
         return x;
     }
     const long n = n_panels(n_tokens) * PANEL;
-    x.units = units_of(depth, type), x.panel_bytes = x.units * PANEL * 4;
+    x.units = units_of(type == INT8 ? round_up(depth, QUANT_GROUP) : depth, type), x.panel_bytes = x.units * PANEL * 4;
     x.data = allocate(n * x.units * 4);
     if (type == INT8 || type == INT16) x.scale = allocate(n * 4), x.sum = allocate(n * 4);
     return x;
@@ -138,7 +138,8 @@ INLINE void convert_int4(const uint8_t *from, const uint32_t *groups, long depth
 
 // One row of w in the form that `type` multiplies, with zeros up to `padded` values
 static void convert_row(const matrix *w, long row, long type, long padded, char *to) {
-    const long depth = w->depth, bytes = 4 / values_per_unit(type);  // of a converted value
+    const long depth = w->dtype == INT8 ? w->stride : w->depth;
+    const long bytes = 4 / values_per_unit(type);  // of a converted value
     const char *from = (const char *)w->data + row * w->stride * value_bytes(w) / (w->dtype == INT4 ? 2 : 1);
     long i = 0;
     const uint32_t *groups = w->groups + row * (w->stride / INT4_GROUP);

@@ -5,7 +5,8 @@
 static float dot_row(const matrix *w, long row, const operand *x) {
     float sum = 0;
     const char *data = w->data;
-    for (long i = 0; i < w->depth; i++) {
+    const long depth = w->dtype == INT8 ? w->stride : w->depth;
+    for (long i = 0; i < depth; i++) {
         const long at = row * w->stride + i;
         if (w->dtype == FLOAT32 || w->dtype == BFLOAT16) sum += get(data, w->dtype, at) * ((float *)x->data)[i];
         const float value = w->dtype < INT8 ? 0 : ((int8_t *)x->data)[i] * x->scale[i / INT4_GROUP];

@@ -32,7 +32,7 @@ static operand make_operand(const matrix *w, const activations *x, const norm_ar
         }
         if (width > 1) pack_panel(y, &out, p);
         else if (splits) split_token(y, depth, (float *)out.data);
-        else if (out.type == INT8) quantize_token(y, &out);
+        else if (out.type == INT8) quantize_token(y, w->dtype == INT8, &out);
         release(scratch);
     }
     return out;
