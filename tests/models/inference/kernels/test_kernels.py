@@ -73,6 +73,16 @@ def test_extreme_values(level, kind, n):
 
 
 @by_level
+@pytest.mark.parametrize("n", [1, 40])
+def test_one_large_value_does_not_make_the_steps_of_int8_coarse(level, n):
+    layer, weight = make_layer("int8", 32, 576)
+    x = torch.randn(n, 576)
+    x[:, 50] = 100  # is 127 steps: without mixing, a token's other values would have two or three
+    wanted = x.double() @ weight.T + layer.bias.detach().double()
+    assert error(product(level, layer, x), wanted) < TOLERANCES["int8"]
+
+
+@by_level
 @by_kind
 def test_neither_other_tokens_nor_threads_change_a_token(level, kind):
     """A scale belongs to one token."""
