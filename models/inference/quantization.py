@@ -29,9 +29,9 @@ class QuantizedLinear(nn.Module):
 
     int8: `data` (out, stride) uint8 holds 128 + value, and a row's values times its entry of `scale` (out,) float32 are
     the mixed weight (see `mix`), by which the kernels multiply mixed activations. int4: `data` (out, stride / 2) uint8
-    holds 64 values of a row in 32 bytes, the first 32 in the lower
-    halves; `groups` (out, stride / 32) int32 holds a scale and a minimum in bfloat16 for 32 values, the scale in the
-    lower half. stride is in_features rounded up to a multiple of 64.
+    holds 64 values of a row in 32 bytes, the first 32 in the lower halves; `groups` (out, stride / 32) int32 holds a
+    scale and a minimum in bfloat16 for 32 values, the scale in the lower half. stride is in_features rounded up to a
+    multiple of 64.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, format: str = "int8"):
