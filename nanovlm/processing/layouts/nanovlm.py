@@ -9,7 +9,8 @@ Each version of nanoVLM's format adds to the one before:
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,8 +21,9 @@ from torch import Tensor
 
 from models.config import VLMConfig
 from nanovlm.errors import InputError
+from nanovlm.processing.conversation import Chat, Turn, dialogue, images_of
 from nanovlm.processing.image_loading import as_tensor
-from nanovlm.processing.layouts.base import Grid, Message, check_size, split
+from nanovlm.processing.layouts.base import Grid, check_size, split
 
 if TYPE_CHECKING:
     from nanovlm.processing.tokenizer import Tokenizer
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
 class Layout:
     """How a format turns images into tiles, and lays out images and text in a prompt."""
 
-    images_in_turns = False  # images stand anywhere in the messages of any role; else all come before all text
+    images_in_turns = False  # images stand anywhere among the texts of a turn; else all come before all text
 
     def __init__(self, cfg: VLMConfig):
         self.cfg = cfg
@@ -94,11 +96,30 @@ class Layout:
         """The text that the chat template writes before an answer, and the ids of which any ends it."""
         return "", (tokenizer.special_id(self.cfg.end_token),)
 
-    def message_content(self, message: Message) -> Any:
-        """A message's content as the chat template takes it."""
-        return "".join(message.get("images", ())) + message["content"]
+    def arrange(self, chat: Chat, default: str | None = None) -> list[Turn]:
+        """A conversation as this format was trained: all images, then user and assistant by turns.
 
-    def insert_images(self, rendered: str, messages: Sequence[Message]) -> str:
+        There is no system role: its texts come before the first question. Consecutive turns of one role are joined, an
+        empty question precedes a greeting by the assistant, and default, if given, stands for a question without text.
+        """
+        said: list[tuple[str, str]] = []
+        for role, turns in groupby((turn for turn in chat if turn.role != "system"), lambda turn: turn.role):
+            text = "\n".join(filter(None, (turn.text for turn in turns)))
+            if default is not None and role == "user" and not text.strip():
+                text = default
+            said.append((role, text))
+        if said[0][0] == "assistant":
+            said.insert(0, ("user", ""))
+        texts = [text for _, text in said]
+        system = [turn.text for turn in chat if turn.role == "system"]
+        texts[0] = "\n\n".join(filter(None, [*system, texts[0]]))
+        return dialogue(texts, images_of(chat))
+
+    def content(self, turn: Turn, markups: Iterator[str]) -> Any:
+        """A turn's content as the chat template takes it; markups are those of the next images."""
+        return "".join(part if isinstance(part, str) else next(markups) for part in turn.parts)
+
+    def insert_images(self, rendered: str, markups: Sequence[str]) -> str:
         """A rendered chat in which each image is its markup."""
         return rendered
 
