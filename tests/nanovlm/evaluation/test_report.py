@@ -11,6 +11,7 @@ from PIL import Image
 from nanovlm.evaluation import Evaluation
 from nanovlm.evaluation.evaluate import Answer, Question
 from nanovlm.evaluation.report import write_report
+from nanovlm.processing.conversation import dialogue
 from support.training import answer_questions
 
 METRICS = [{"step": step, "loss": 4.0 - step} for step in range(1, 4)]
@@ -45,14 +46,16 @@ def test_a_table_says_what_was_taken_for_what_if_answers_recur(tmp_path):
     assert rows[1:] == [["blue", "", "1", "", ""], ["gray", "", "1", "", ""], ["red", "", "", "1", "1"]]
     for n, has_table in ((3, False), (80, True), (82, False)):
         texts = range(n) if n == 3 else [i // 2 for i in range(n)]
-        answers = [Answer(Question("s", "n", [], "q", [str(i)]), "a", {}) for i in texts]
+        answers = [Answer(Question("s", "n", [], dialogue(["q"]), [str(i)]), "a", {}) for i in texts]
         page = written(tmp_path, "mine", Evaluation(answers))
         assert ("<table" in page) == has_table, "at most 40 different ones"
         assert page.count("<article>") == min(n, 60) and (", the first 60" in page) == (n > 60)
 
 
 def test_a_report_is_a_page_whatever_names_and_texts_hold(tmp_path):
-    question = Question("s", "a\udcff\"'>.png", [], "q\0\x1b[31m", ["</script><img src=x onerror=alert(1)>"])
+    question = Question(
+        "s", "a\udcff\"'>.png", [], dialogue(["q\0\x1b[31m"]), ["</script><img src=x onerror=alert(1)>"]
+    )
     page, tags = written(tmp_path, "t\udcff", Evaluation([Answer(question, "a", {})])), set()
     parser = HTMLParser()
     parser.handle_starttag = lambda tag, attributes: tags.add(tag)
