@@ -11,7 +11,7 @@ from models.inference.request import Request
 from nanovlm.captioner import NO_IMAGE, Captioner, ImageInputs, Stats
 from nanovlm.errors import InputError
 from nanovlm.options import CHAT_MAX_NEW_TOKENS, GenerationOptions, generation_options
-from nanovlm.processing.conversation import Turn, dialogue, images_of
+from nanovlm.processing.conversation import dialogue, images_of
 
 
 class ChatSession:
@@ -25,7 +25,6 @@ class ChatSession:
     def __init__(self, captioner: Captioner, images: ImageInputs = None):
         self.captioner = captioner
         self.shown = captioner.processor.prepare(captioner.load_images(images))
-        self.images = images_of([Turn("user", self.shown)])
         self.batch = captioner.batch(1, prefix_cache=PrefixCache(sys.maxsize, max_entries=1))  # of the last turn
         self.history: list[tuple[str, str]] = []
         self.stats = Stats()  # of the last question
@@ -48,16 +47,17 @@ class ChatSession:
         options = generation_options(options, changes, defaults)
         if options.start_with:
             raise InputError("start_with is for captions; ask a chat without it")
-        if not self.images:
+        if not self.shown:
             warnings.warn(NO_IMAGE, stacklevel=2)
-        ids = captioner.processor.encode(dialogue([*chain(*self.history), question], self.shown))
+        chat = dialogue([*chain(*self.history), question], self.shown)
+        ids = captioner.processor.encode(chat)
         limit = captioner.inference.cfg.lm_max_position_embeddings
         if len(ids) > limit:
             raise InputError(
                 f"{len(ids)} tokens with this question exceed lm_max_position_embeddings={limit}; shorten it, or reset "
                 "the chat"
             )
-        request = Request(ids, self.images, options.sampling, min(options.max_new_tokens, limit - len(ids) + 1))
+        request = Request(ids, images_of(chat), options.sampling, min(options.max_new_tokens, limit - len(ids) + 1))
         if options.schema is not None:
             (request.grammar,) = captioner.structured_output.make_processors(options.schema, 1)
         outputs = captioner.generate([request], stats := Stats(), self.batch)

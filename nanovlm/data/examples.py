@@ -12,7 +12,7 @@ from torch import Tensor
 from models.language_model import PACK_STRIDE
 from models.vision_language_model import IGNORE_INDEX
 from nanovlm.errors import DataError, ImageError, PromptTooLongError
-from nanovlm.processing.conversation import Chat, texts_by_role, with_images
+from nanovlm.processing.conversation import Chat, with_images
 from nanovlm.processing.image_loading import load_image
 from nanovlm.processing.processor import Processor
 
@@ -85,32 +85,20 @@ def encode(example: Example, processor: Processor, augment: Augment | None = Non
     images = [_load(image, example.name) for image in example.images]
     shown = processor.prepare(images if augment is None else list(map(augment, images)))
     row = EncodedExample(images=[image.tiles for image in shown])
-    shared: list[int] = []
     for number, chat in enumerate(example.chats):
-        placed = with_images(chat, shown)
-        answers = [i for i, turn in enumerate(chat) if turn.role == "assistant"]
-        read = shared  # ids that this conversation has so far
-        start = len(shared)  # of those that are to be added
-        for i in answers if any(chat[i].learned for i in answers) else ():
-            try:
-                ids = processor.encode(placed[:i])
-            except PromptTooLongError as error:
-                raise ExampleError(f"{example.name}: {error}") from None
-            if not row.ids:
-                start = _end_of_images(ids, processor.tokenizer.image_token_id)
-                shared = read = ids[:start]
-                row.add(shared, [IGNORE_INDEX] * start, [1] * start)
-            if ids[: len(read)] != read:
-                raise ExampleError(
-                    f"{example.name}: in turn {i} the model would read what is before it differently than it learned "
-                    "it, as the chat template or the tokenizer changes it; split it into single questions"
-                )
-            answer = processor.tokenizer.encode_answer(chat[i].text)
-            learned = answer if chat[i].learned else [IGNORE_INDEX] * len(answer)
-            targets = [*[IGNORE_INDEX] * (len(ids) - start - 1), *learned]
-            row.add([*ids[start:], *answer[:-1]], targets, [number + 2] * len(targets))
-            read = ids + answer
-            start = len(read) - 1  # the answer's last id is a target only
+        if not any(turn.learned for turn in chat if turn.role == "assistant"):
+            continue
+        try:
+            ids, targets = _encode_chat(with_images(chat, shown), processor)
+        except (ExampleError, PromptTooLongError) as error:
+            raise ExampleError(f"{example.name}: {error}") from None
+        image_token = processor.tokenizer.image_token_id
+        n = len(ids) - ids[::-1].index(image_token) if image_token in ids else 0
+        if not row.ids:
+            row.add(ids[:n], targets[:n], [1] * n)
+        elif ids[:n] != row.ids[:n]:
+            raise ExampleError(f"{example.name}: its conversations begin differently; split it")
+        row.add(ids[n:], targets[n:], [number + 2] * len(ids[n:]))
     limit = processor.cfg.lm_max_position_embeddings
     if len(row.ids) > limit:
         image_tokens = sum(map(len, row.images)) * processor.cfg.mp_image_token_length
@@ -121,8 +109,24 @@ def encode(example: Example, processor: Processor, augment: Augment | None = Non
     return row
 
 
-def _end_of_images(ids: list[int], image_token: int) -> int:
-    return len(ids) - ids[::-1].index(image_token) if image_token in ids else 0
+def _encode_chat(chat: Chat, processor: Processor) -> tuple[list[int], list[int]]:
+    """Ids of a conversation without the last one, and the targets."""
+    ids: list[int] = []
+    labels: list[int] = []
+    for i, turn in enumerate(chat):
+        if turn.role != "assistant":
+            continue
+        prompt = processor.encode(chat[:i])
+        if prompt[: len(ids)] != ids:
+            raise ExampleError(
+                f"in turn {i} the model would read an earlier answer differently than it learned it, as the chat "
+                "template or the tokenizer changes it; split it into single questions"
+            )
+        answer = processor.tokenizer.encode_answer(turn.text)
+        labels += [IGNORE_INDEX] * (len(prompt) - len(ids))
+        labels += answer if turn.learned else [IGNORE_INDEX] * len(answer)
+        ids = prompt + answer
+    return ids[:-1], labels[1:]
 
 
 def _load(image: ImageSource, name: str) -> Image.Image:
@@ -195,7 +199,7 @@ def questions(examples: Iterable[tuple[str, Example]]) -> list[Question]:
     for number, (source, example) in enumerate(examples):
         images = tuple(number if isinstance(image, Image.Image) else image for image in example.images)
         for before, answer in example.learned():
-            key = (source, images or number, texts_by_role(before))
+            key = (source, images or number, tuple((turn.role, turn.text) for turn in before))
             question = Question(source, example.name, example.images, before, [])
             asked.setdefault(key, question).references.append(answer)
     return list(asked.values())

@@ -178,7 +178,8 @@ def _read(row: Row, columns: _Columns, options: ReadOptions) -> Example:
         if sorted(numbers) != list(range(len(images))):
             raise ExampleError(f"numbers its images {numbers}, which must name each of {len(images)} once, from 0")
         images = [images[number] for number in numbers]
-    turns = _with_places(turns, len(images))
+    first = next((turn for turn in turns if turn.role == "user"), None)
+    turns = [Turn("user", (*[None] * len(images), turn.text)) if turn is first else turn for turn in turns]
     others = [[*turns[:-1], Turn("assistant", (clean_text(text),))] for text in answers[1:]]
     example = Example(images, [turns, *others], row["__name__"])
     notes = _notes_on_answers(example, columns)
@@ -193,13 +194,6 @@ def _read(row: Row, columns: _Columns, options: ReadOptions) -> Example:
     notes += [f"not read: column {column}" for column in left if not is_empty(columns.row[column])]
     notes += [MOVED] * is_moved + [NO_IMAGE] * (not images)
     return replace(example, notes=tuple(notes))
-
-
-def _with_places(turns: list[Turn], n_images: int) -> list[Turn]:
-    """The turns with the places of all images before the first question."""
-    first = next((turn for turn in turns if turn.role == "user"), None)
-    places = [None] * n_images
-    return [Turn("user", (*places, turn.text)) if turn is first else turn for turn in turns]
 
 
 def _notes_on_answers(example: Example, columns: _Columns) -> list[str]:

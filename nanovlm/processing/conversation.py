@@ -55,11 +55,6 @@ def with_images(chat: Chat, images: Sequence[Any]) -> list[Turn]:
     return [Turn(turn.role, parts, turn.learned) for turn, parts in zip(chat, placed)]
 
 
-def texts_by_role(chat: Chat) -> tuple[tuple[str, str], ...]:
-    """The role and the text of each turn."""
-    return tuple((turn.role, turn.text) for turn in chat)
-
-
 def is_asked(chat: Chat) -> bool:
     """True if the user has said anything since the last answer."""
     asked = takewhile(lambda turn: turn.role != "assistant", reversed(chat))

@@ -245,10 +245,12 @@ class Tokenizer:
         return self.begin(self._encode(text))
 
     def render(self, chat: Chat, add_generation_prompt: bool, markups: Sequence[str] = ()) -> str:
-        """The conversation as text, images as their markups."""
-        rest = iter(markups)
-        messages = [{"role": turn.role, "content": self.layout.content(turn, rest)} for turn in chat]
-        return self.layout.insert_images(self._template.render(messages, add_generation_prompt), markups)
+        """The conversation as text, with markups in the places of the images."""
+        messages = [{"role": turn.role, "content": self.layout.content(turn)} for turn in chat]
+        pieces = self._template.render(messages, add_generation_prompt).split(self.cfg.special_tokens["image_token"])
+        if len(pieces) != len(markups) + 1:
+            raise CheckpointError(f"the chat template has places for {len(pieces) - 1} of {len(markups)} images")
+        return pieces[0] + "".join(markup + piece for markup, piece in zip(markups, pieces[1:]))
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of an answer, without special tokens but for those of a Docling model."""

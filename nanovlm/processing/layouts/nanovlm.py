@@ -9,7 +9,7 @@ Each version of nanoVLM's format adds to the one before:
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -102,26 +102,20 @@ class Layout:
         There is no system role: its texts come before the first question. Consecutive turns of one role are joined, an
         empty question precedes a greeting by the assistant, and default, if given, stands for a question without text.
         """
-        said: list[tuple[str, str]] = []
-        for role, turns in groupby((turn for turn in chat if turn.role != "system"), lambda turn: turn.role):
-            text = "\n".join(filter(None, (turn.text for turn in turns)))
-            if default is not None and role == "user" and not text.strip():
-                text = default
-            said.append((role, text))
-        if said[0][0] == "assistant":
-            said.insert(0, ("user", ""))
-        texts = [text for _, text in said]
         system = [turn.text for turn in chat if turn.role == "system"]
+        said = [turn for turn in chat if turn.role != "system"]
+        texts = [""] if said[0].role == "assistant" else []
+        for role, turns in groupby(said, lambda turn: turn.role):
+            text = "\n".join(filter(None, (turn.text for turn in turns)))
+            is_missing = role == "user" and not text.strip()
+            texts.append(text if default is None or not is_missing else default)
         texts[0] = "\n\n".join(filter(None, [*system, texts[0]]))
         return dialogue(texts, images_of(chat))
 
-    def content(self, turn: Turn, markups: Iterator[str]) -> Any:
-        """A turn's content as the chat template takes it; markups are those of the next images."""
-        return "".join(part if isinstance(part, str) else next(markups) for part in turn.parts)
-
-    def insert_images(self, rendered: str, markups: Sequence[str]) -> str:
-        """A rendered chat in which each image is its markup."""
-        return rendered
+    def content(self, turn: Turn) -> Any:
+        """A turn's content as the chat template takes it; each image is one token."""
+        image = self.cfg.special_tokens["image_token"]
+        return "".join(part if isinstance(part, str) else image for part in turn.parts)
 
 
 def resized_size(width: int, height: int, tile: int, max_side: int, to_max_side: bool) -> tuple[int, int]:

@@ -6,7 +6,7 @@ grids. Resizing is Pillow's, as in its PIL variant.
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -108,15 +108,8 @@ class SmolVLMLayout(Layout):
             next(parts for role, parts in reversed(turns) if role == "user").append(default)
         return [Turn(role, _joined(parts)) for role, parts in turns]
 
-    def content(self, turn: Turn, markups: Iterator[str]) -> list[dict[str, str]]:
+    def content(self, turn: Turn) -> list[dict[str, str]]:
         return [{"type": "text", "text": part} if isinstance(part, str) else {"type": "image"} for part in turn.parts]
-
-    def insert_images(self, rendered: str, markups: Sequence[str]) -> str:
-        """The templates write one image token for each image."""
-        pieces = rendered.split(self.cfg.special_tokens["image_token"])
-        if len(pieces) != len(markups) + 1:
-            raise CheckpointError(f"the chat template has places for {len(pieces) - 1} of {len(markups)} images")
-        return pieces[0] + "".join(markup + piece for markup, piece in zip(markups, pieces[1:]))
 
 
 def _joined(parts: Sequence[Any]) -> list[Any]:

@@ -102,7 +102,7 @@ def test_conversations_that_begin_differently_are_refused(tiled):
     _, smol = convert_layout(tiled[0], tiled[1].tokenizer)
     chats = [[Turn("system", [text]), *dialogue(["What?", "A."], [None])] for text in ("Be brief.", "Be long.")]
     assert encode(Example(ONE, chats[:1] * 2), smol).mask[-1] == 3
-    with pytest.raises(ExampleError, match="example: in turn 2 the model would read what is before it differently"):
+    with pytest.raises(ExampleError, match="example: its conversations begin differently"):
         encode(Example(ONE, chats), smol)
 
 
