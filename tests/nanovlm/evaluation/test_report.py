@@ -6,10 +6,12 @@ import re
 from html import unescape
 from html.parser import HTMLParser
 
-from PIL import Image
+from PIL import Image, ImageColor
 
+from nanovlm.choices import Choice
 from nanovlm.evaluation import Evaluation
 from nanovlm.evaluation.evaluate import Answer, Question
+from nanovlm.evaluation.labels import doubtful_labels
 from nanovlm.evaluation.report import write_report
 from nanovlm.processing.conversation import dialogue
 from support.training import answer_questions
@@ -62,3 +64,39 @@ def test_a_report_is_a_page_whatever_names_and_texts_hold(tmp_path):
     parser.feed(page)
     assert "article" in tags and not tags & {"img", "script"}
     assert all(c.isprintable() or c == "\n" for c in page) and "q\ufffd\ufffd[31m" in page
+
+
+class Classifier:
+    """A captioner that knows colors by name, and finds all labels of another color equally probable."""
+
+    def classify(self, images, labels, prompt):
+        found = images[0].getpixel((0, 0))
+        scores = {label: 1.0 + 9 * (ImageColor.getrgb(label) == found) for label in labels}
+        ranked = [Choice(label, score / sum(scores.values()), 0.0) for label, score in scores.items()]
+        return sorted(ranked, key=lambda choice: -choice.probability)
+
+
+def question(color, label, *earlier, source="mine"):
+    chat = dialogue([*earlier, "What color?"], [None])
+    return Question(source, f"{color} as {label}", [Image.new("RGB", (8, 8), color)], chat, [label])
+
+
+def test_wrong_labels_come_first(tmp_path):
+    """Of labels alone: a chat, and a source of as many answers as questions, have none."""
+    asked = [question(color, color) for color in ("red", "blue", "green") * 4]
+    wrong = [question("red", "blue"), question("green", "red"), question((1, 2, 3), "green")]
+    others = [question("red", "blue", "Hi", "Ho"), *(question("red", label, source="b") for label in ("blue", "red"))]
+    doubts = doubtful_labels(Classifier(), [*asked, *wrong, *others])
+    assert [(doubt.question.name, doubt.label, doubt.better) for doubt in doubts] == [
+        ("red as blue", "blue", "red"),
+        ("green as red", "red", "green"),
+        ("(1, 2, 3) as green", "green", "blue"),
+    ]
+    assert [round(doubt.probability, 3) for doubt in doubts] == [0.083, 0.083, 0.333]
+    page = unescape(written(tmp_path, "mine", Evaluation([]), doubts=doubts))
+    assert re.findall(r"<p>([^<]* \(probability [^<]*)<br>", page) == [
+        "blue (probability 0.083), the model's: red",
+        "red (probability 0.083), the model's: green",
+        "green (probability 0.33), the model's: blue",
+    ]
+    assert page.count("base64,") == 3 and doubtful_labels(Classifier(), []) == []
