@@ -55,9 +55,9 @@ def write_report(
     sections += [_chart(f"{metric} of held-out answers", {metric: curve}, best)] if curve else []
     sections.append(_confusion(evaluation.answers))
     if doubts:
-        lines = [f"{one.label} (probability {one.probability:.2g}), the model's: {one.better}" for one in doubts]
+        told = [f"{one.label} (probability {one.probability:.2g}), the model's: {one.better}" for one in doubts]
         sections.append("<h2>Your label against the model's, the least probable first</h2>")
-        sections.append(_gallery((one.question, line) for one, line in zip(doubts[:MAX_SHOWN], lines)))
+        sections.append(_gallery((one.question, line) for one, line in zip(doubts[:MAX_SHOWN], told)))
     right = [answer for answer in evaluation.answers if answer.is_right]
     for kind, answers in (("Wrong", evaluation.wrong()), ("Right", right)):
         shown = f", the first {MAX_SHOWN}" if len(answers) > MAX_SHOWN else ""
