@@ -18,7 +18,6 @@ import models.formats  # noqa: F401 (lets the core read other formats)
 from models.checkpoint import load_config, snapshot_path
 from models.config import VLMConfig
 from models.decoding import trim_repetition
-from models.inference.caches import TiledImage
 from models.inference.continuous_batching import ContinuousBatch
 from models.inference.inference_model import InferenceModel
 from models.inference.request import Request, TokenOutput
@@ -28,6 +27,7 @@ from nanovlm.embedded import EMBEDDED, PROMPT, default_prompt, write_prompt
 from nanovlm.errors import InputError
 from nanovlm.generation_config import read_generation_defaults
 from nanovlm.options import GenerationOptions, ModelOptions, generation_options, with_changes
+from nanovlm.processing.conversation import dialogue, images_of
 from nanovlm.processing.image_loading import is_array, load_or_fetch
 from nanovlm.processing.processor import Processor, pair_prompts
 from nanovlm.processing.tokenizer import Tokenizer
@@ -296,14 +296,13 @@ class Captioner:
         shown = self.load_images(image)
         if not shown:
             warnings.warn(NO_IMAGE, stacklevel=2)
-        tiles, grids, texts = self.processor.preprocess_all(shown)
-        images = [TiledImage(one) for one in tiles]
+        parts = self.processor.prepare(shown)
         requests = []
         for prompt in prompts:
-            text = self.prompt if prompt is None else prompt
-            ids = self.processor.encode_prompt(grids, text, frame_texts=texts) + self._start_ids(options)
+            chat = dialogue([self.prompt if prompt is None else prompt], parts)
+            ids = self.processor.encode(chat) + self._start_ids(options)
             self.inference.validate_length(len(ids), options.max_new_tokens)
-            requests.append(Request(ids, images, options.sampling, options.max_new_tokens))
+            requests.append(Request(ids, images_of(chat), options.sampling, options.max_new_tokens))
         if options.schema is not None:
             grammars = self.structured_output.make_processors(options.schema, len(requests))
             for request, grammar in zip(requests, grammars):
@@ -382,11 +381,13 @@ class Captioner:
 
     def check_prompt(self, prompt: str, max_new_tokens: int) -> None:
         """Raise InputError if the prompt and max_new_tokens exceed the model's context even without an image."""
-        self.inference.validate_length(len(self.processor.encode_prompt([], prompt)), max_new_tokens)
+        self.inference.validate_length(len(self.processor.encode(dialogue([prompt]))), max_new_tokens)
 
     def prepare(self, image: ImageInputs, prompt: str | None = None) -> tuple[list[int], list[Tensor]]:
         """Token ids of one prompt, and the tiles (n, 3, S, S) of each image."""
-        return self.processor.encode(self.load_images(image), self.prompt if prompt is None else prompt)
+        parts = self.processor.prepare(self.load_images(image))
+        chat = dialogue([self.prompt if prompt is None else prompt], parts)
+        return self.processor.encode(chat), [one.tiles for one in images_of(chat)]
 
     def load_images(self, images: Any) -> list[Any]:
         """Upright RGB images of one source or several, or the `Video`. Raises ImageError."""

@@ -3,13 +3,15 @@
 import sys
 import warnings
 from collections.abc import Generator
+from itertools import chain
 from typing import Any
 
-from models.inference.caches import PrefixCache, TiledImage
+from models.inference.caches import PrefixCache
 from models.inference.request import Request
 from nanovlm.captioner import NO_IMAGE, Captioner, ImageInputs, Stats
 from nanovlm.errors import InputError
 from nanovlm.options import CHAT_MAX_NEW_TOKENS, GenerationOptions, generation_options
+from nanovlm.processing.conversation import dialogue, images_of
 
 
 class ChatSession:
@@ -22,8 +24,7 @@ class ChatSession:
 
     def __init__(self, captioner: Captioner, images: ImageInputs = None):
         self.captioner = captioner
-        tiles, self.grids, self.frame_texts = captioner.processor.preprocess_all(captioner.load_images(images))
-        self.images = [TiledImage(one) for one in tiles]
+        self.shown = captioner.processor.prepare(captioner.load_images(images))
         self.batch = captioner.batch(1, prefix_cache=PrefixCache(sys.maxsize, max_entries=1))  # of the last turn
         self.history: list[tuple[str, str]] = []
         self.stats = Stats()  # of the last question
@@ -46,16 +47,17 @@ class ChatSession:
         options = generation_options(options, changes, defaults)
         if options.start_with:
             raise InputError("start_with is for captions; ask a chat without it")
-        if not self.grids:
+        if not self.shown:
             warnings.warn(NO_IMAGE, stacklevel=2)
-        ids = captioner.processor.encode_prompt(self.grids, question, self.history, self.frame_texts)
+        chat = dialogue([*chain(*self.history), question], self.shown)
+        ids = captioner.processor.encode(chat)
         limit = captioner.inference.cfg.lm_max_position_embeddings
         if len(ids) > limit:
             raise InputError(
                 f"{len(ids)} tokens with this question exceed lm_max_position_embeddings={limit}; shorten it, or reset "
                 "the chat"
             )
-        request = Request(ids, self.images, options.sampling, min(options.max_new_tokens, limit - len(ids) + 1))
+        request = Request(ids, images_of(chat), options.sampling, min(options.max_new_tokens, limit - len(ids) + 1))
         if options.schema is not None:
             (request.grammar,) = captioner.structured_output.make_processors(options.schema, 1)
         outputs = captioner.generate([request], stats := Stats(), self.batch)

@@ -31,6 +31,7 @@ from models.language_model import LanguageModel
 from models.vision_language_model import IGNORE_INDEX, PrefillState
 from nanovlm import PROMPT, SAMPLE
 from nanovlm.captioner import Captioner
+from nanovlm.processing.conversation import dialogue
 from nanovlm.processing.image_loading import load_image
 from nanovlm.synthetic import caption, questions, random_scene
 
@@ -188,12 +189,12 @@ def caption_draft(captioner: Captioner, n_scenes: int = 3000, steps: int = 400) 
     rng = Random("draft")
     processor = captioner.processor
     tokenizer = captioner.tokenizer
-    _, grid = processor.preprocess(load_image(SAMPLE))
+    shown = processor.prepare([load_image(SAMPLE)])
     rows = []
     for _ in range(n_scenes):
         scene = random_scene(rng)
         for question, answer in ((PROMPT, caption(scene)), questions(scene, rng)[0]):
-            rows.append((processor.encode_prompt([grid], question), tokenizer.encode_answer(answer)))
+            rows.append((processor.encode(dialogue([question], shown)), tokenizer.encode_answer(answer)))
     return train_decoder(rows, steps, small_config(captioner.model.cfg.lm_vocab_size, 64, 2, 1))
 
 

@@ -17,6 +17,7 @@ from nanovlm.cli.options import are_own, from_args, load_captioner, model_option
 from nanovlm.console import TileProgress, bold, is_terminal, print_error, print_text
 from nanovlm.errors import ImageError, NanoVLMError, UsageError, is_out_of_memory
 from nanovlm.options import CHAT_MAX_NEW_TOKENS, GenerationOptions, ModelOptions
+from nanovlm.processing.conversation import dialogue
 
 if TYPE_CHECKING:
     from nanovlm.captioner import Captioner
@@ -43,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     generation = from_args(GenerationOptions, args, max_new_tokens=CHAT_MAX_NEW_TOKENS)
     captioner = load_captioner(model, own_images=are_own(args.images))
     # raises for a model that has no template for a chat of several turns
-    captioner.tokenizer.encode_chat([{"role": role, "content": "?"} for role in ("user", "assistant", "user")])
+    captioner.tokenizer.encode_chat(dialogue(["?"] * 3))
     try:
         chat = Chat(captioner, generation, args.images)
     except ImageError as error:

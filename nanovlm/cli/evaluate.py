@@ -42,7 +42,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     length = "maximum length of an answer (default: that of the longest reference, and 16 more)"
     add("--max-new-tokens", type=int, metavar="N", help=length)
     add("--json", action="store_true", help="print a JSON object with all answers instead of a table")
-    add("--report", metavar="FILE.html", help="write a page of what was taken for what, and of the wrong answers")
+    add("--report", metavar="FILE.html", help="write a page of wrong answers and doubtful labels")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -63,17 +63,21 @@ def run(args: argparse.Namespace) -> int:
         print_error(f"note: {model.adapter or model.model} {note}")
     questions = questions_of(held_out if args.validation else everything, args.limit, read.skip_errors)
     options = EvaluationOptions(metrics, args.batch_size, args.max_new_tokens, read.skip_errors)
-    result = evaluate(load_captioner(model), questions, options)
+    captioner = load_captioner(model)
+    result = evaluate(captioner, questions, options)
     if result.skipped:
         print_error(f"{count(len(result.skipped), 'question')} skipped, the first: {result.skipped[0]}")
     print(as_json(str(model.model), result) if args.json else table(result))
     if advice := result.advice():
         print_error(f"note: {advice}")
     if args.report:
+        from nanovlm.evaluation.labels import doubtful_labels
         from nanovlm.evaluation.report import write_report
 
         facts = [in_words(result.scores, len(result.answers))]
-        write_report(Path(args.report), f"{model.model} on {', '.join(args.data)}", result, facts=facts)
+        doubts = doubtful_labels(captioner, [answer.question for answer in result.answers])
+        title = f"{model.model} on {', '.join(args.data)}"
+        write_report(Path(args.report), title, result, facts=facts, doubts=doubts)
     return 0
 
 

@@ -2,12 +2,11 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from itertools import islice
+from itertools import chain, islice
 
 from nanovlm.console import count, print_text, progress_bar
 from nanovlm.data.examples import IGNORE_INDEX, ExampleError, encode
 from nanovlm.data.mixture import MAX_LABELS, Subset, source_lines
-from nanovlm.data.source import learned_answers
 from nanovlm.processing.processor import Processor
 
 MAX_FROM_ENDLESS = 1000  # examples to read of a source that has no end
@@ -38,12 +37,13 @@ def check_data(train: Sequence[Subset], held_out: Sequence[Subset], processor: P
                     continue
                 lengths.append(len(row.ids))
                 n_tokens += sum(target != IGNORE_INDEX for target in row.targets)
-                labels.update(learned_answers(example))
+                labels.update(answer for _, answer in example.learned())
                 if len(shown) < N_SHOWN and subset in train:
                     shown.append(f"\n--- {example.name}: {count(len(row.images), 'image')}, {len(row.ids)} tokens")
-                    for k, (question, answer) in enumerate(example.qa_pairs):
-                        learned = "learned:" if example.is_learned(k) else "not learned:"
-                        shown[-1] += f"\n    asked:   {question}\n    {learned} {answer}"
+                    for turn in chain.from_iterable(example.chats):
+                        learned = "learned:" if turn.learned else "not learned:"
+                        role = {"user": "asked:  ", "assistant": learned}.get(turn.role, f"{turn.role}: ")
+                        shown[-1] += f"\n    {role} {turn.text}"
         role = "held out" if subset in held_out else "the first" if subset.source.endless else "trained on"
         print_text(
             f"{subset.source.path}: {role} {count(len(lengths), 'example')}, {count(n_tokens, 'answer token')}; "

@@ -12,6 +12,7 @@ from torch import Tensor
 from models.language_model import PACK_STRIDE
 from models.vision_language_model import IGNORE_INDEX
 from nanovlm.errors import DataError, ImageError, PromptTooLongError
+from nanovlm.processing.conversation import Chat, with_images
 from nanovlm.processing.image_loading import load_image
 from nanovlm.processing.processor import Processor
 
@@ -27,30 +28,29 @@ class ExampleError(DataError):
 
 @dataclass(frozen=True)
 class Example:
-    """Images, opened when the example is encoded, and (prompt, answer) pairs about them.
+    """Images, opened when the example is encoded, and conversations about them, each with all images.
 
-    The pairs are independent of each other or, if multi_turn, the turns of one conversation. learned says of each pair
-    whether its answer is trained on, or is context only; () is all.
+    The conversations do not see each other. In their turns None marks the place of an image.
     """
 
     images: Sequence[ImageSource]
-    qa_pairs: Sequence[tuple[str, str]]
+    chats: Sequence[Chat]
     name: str = "example"
-    multi_turn: bool = False
-    learned: tuple[bool, ...] = ()
     notes: tuple[str, ...] = ()  # what of its row was read, and what was not
 
-    def is_learned(self, k: int) -> bool:
-        """True if the k-th answer is trained on."""
-        return not self.learned or self.learned[k]
+    def learned(self) -> list[tuple[Chat, str]]:
+        """The answers that are trained on, each with the turns before it."""
+        turns = ((chat[:i], turn) for chat in self.chats for i, turn in enumerate(chat))
+        return [(before, turn.text) for before, turn in turns if turn.role == "assistant" and turn.learned]
 
 
 def check_answers(example: Example) -> None:
     """ExampleError for no answer or an empty one, which teaches nothing and is no reference."""
-    if not any(map(example.is_learned, range(len(example.qa_pairs)))):
+    if not example.learned():
         raise ExampleError(f"{example.name} has no answer to learn; write one, or remove it")
-    for k, (prompt, answer) in enumerate(example.qa_pairs):
-        if example.is_learned(k) and not answer.strip():
+    for before, answer in example.learned():
+        if not answer.strip():
+            prompt = before[-1].text
             raise ExampleError(f"{example.name} has an empty answer to {prompt!r}; write it, or remove the example")
 
 
@@ -77,38 +77,28 @@ class EncodedExample:
 def encode(example: Example, processor: Processor, augment: Augment | None = None) -> EncodedExample:
     """Encode an example so that each answer is predicted from exactly the ids that generation would have seen.
 
-    The images are the shared prefix (mask 1); each pair is a continuation of it (mask 2, 3, ...) that does not see the
-    others. A multi-turn example is one continuation, whose answers follow the turns before them. augment, if given, is
-    applied to each image. ExampleError if an image cannot be read, an answer is missing, or the row is too long.
+    What precedes the end of the last image is the shared prefix (mask 1); each conversation continues it (mask 2, 3,
+    ...) and does not see the others. augment, if given, is applied to each image. ExampleError if an image cannot be
+    read, an answer is missing, or the row is too long.
     """
     check_answers(example)
     images = [_load(image, example.name) for image in example.images]
-    tiles, grids, _ = processor.preprocess_all(images if augment is None else list(map(augment, images)))
-    row = EncodedExample(images=tiles)
-    image_token = processor.tokenizer.image_token_id
-    last_id: list[int] = []  # of the answer before, which is a target only
-    for k, (prompt, answer) in enumerate(example.qa_pairs):
-        if not (example.multi_turn or example.is_learned(k)):
+    shown = processor.prepare(images if augment is None else list(map(augment, images)))
+    row = EncodedExample(images=[image.tiles for image in shown])
+    for number, chat in enumerate(example.chats):
+        if not any(turn.learned for turn in chat if turn.role == "assistant"):
             continue
         try:
-            ids = processor.encode_prompt(grids, prompt, list(example.qa_pairs[:k]) if example.multi_turn else [])
-        except PromptTooLongError as error:
+            ids, targets = _encode_chat(with_images(chat, shown), processor)
+        except (ExampleError, PromptTooLongError) as error:
             raise ExampleError(f"{example.name}: {error}") from None
-        start = len(ids) - ids[::-1].index(image_token) if image_token in ids else 0  # behind the shared prefix
+        image_token = processor.tokenizer.image_token_id
+        n = len(ids) - ids[::-1].index(image_token) if image_token in ids else 0
         if not row.ids:
-            row.add(ids[:start], [IGNORE_INDEX] * start, [1] * start)
-        elif example.multi_turn:
-            start = len(row.ids)
-            if ids[: start + 1] != row.ids + last_id:
-                raise ExampleError(
-                    f"{example.name}: in turn {k + 1} the model would read an earlier answer differently than it "
-                    "learned it, as the chat template or the tokenizer changes it; split it into single questions"
-                )
-        answer_ids = processor.tokenizer.encode_answer(answer)
-        last_id = answer_ids[-1:]
-        learned_ids = answer_ids if example.is_learned(k) else [IGNORE_INDEX] * len(answer_ids)
-        targets = [*[IGNORE_INDEX] * (len(ids) - start - 1), *learned_ids]
-        row.add([*ids[start:], *answer_ids[:-1]], targets, [2 if example.multi_turn else k + 2] * len(targets))
+            row.add(ids[:n], targets[:n], [1] * n)
+        elif ids[:n] != row.ids[:n]:
+            raise ExampleError(f"{example.name}: its conversations begin differently; split it")
+        row.add(ids[n:], targets[n:], [number + 2] * len(ids[n:]))
     limit = processor.cfg.lm_max_position_embeddings
     if len(row.ids) > limit:
         image_tokens = sum(map(len, row.images)) * processor.cfg.mp_image_token_length
@@ -117,6 +107,26 @@ def encode(example: Example, processor: Processor, augment: Augment | None = Non
             f"lm_max_position_embeddings={limit}; shorten its text or split it"
         )
     return row
+
+
+def _encode_chat(chat: Chat, processor: Processor) -> tuple[list[int], list[int]]:
+    """Ids of a conversation without the last one, and the targets."""
+    ids: list[int] = []
+    labels: list[int] = []
+    for i, turn in enumerate(chat):
+        if turn.role != "assistant":
+            continue
+        prompt = processor.encode(chat[:i])
+        if prompt[: len(ids)] != ids:
+            raise ExampleError(
+                f"in turn {i} the model would read an earlier answer differently than it learned it, as the chat "
+                "template or the tokenizer changes it; split it into single questions"
+            )
+        answer = processor.tokenizer.encode_answer(turn.text)
+        labels += [IGNORE_INDEX] * (len(prompt) - len(ids))
+        labels += answer if turn.learned else [IGNORE_INDEX] * len(answer)
+        ids = prompt + answer
+    return ids[:-1], labels[1:]
 
 
 def _load(image: ImageSource, name: str) -> Image.Image:
@@ -167,29 +177,29 @@ def pack(rows: Sequence[EncodedExample], max_length: int) -> list[EncodedExample
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt about images, after earlier turns of a chat if any, and all reference answers to it."""
+    """A conversation about images that ends with a question, and all reference answers to it."""
 
     source: str
     name: str
     images: Sequence[ImageSource]
-    prompt: str
+    chat: Chat  # None marks the place of an image
     references: list[str]
-    history: Sequence[tuple[str, str]] = ()
+
+    @property
+    def prompt(self) -> str:
+        return self.chat[-1].text
 
 
 def questions(examples: Iterable[tuple[str, Example]]) -> list[Question]:
     """The questions of examples of named sources; all answers to one prompt about the same images are its references.
 
-    In a chat each turn is a question, with the reference answers before it as history. Masked answers are not asked.
+    In a chat each answer has a question, which follows the reference answers before. Masked answers are not asked.
     """
     asked: dict[Any, Question] = {}
     for number, (source, example) in enumerate(examples):
         images = tuple(number if isinstance(image, Image.Image) else image for image in example.images)
-        for k, (prompt, answer) in enumerate(example.qa_pairs):
-            if not example.is_learned(k):
-                continue
-            history = tuple(example.qa_pairs[:k]) if example.multi_turn else ()
-            key = (source, images or number, prompt, history)
-            question = Question(source, example.name, example.images, prompt, [], history)
+        for before, answer in example.learned():
+            key = (source, images or number, tuple((turn.role, turn.text) for turn in before))
+            question = Question(source, example.name, example.images, before, [])
             asked.setdefault(key, question).references.append(answer)
     return list(asked.values())

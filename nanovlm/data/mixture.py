@@ -230,7 +230,7 @@ def _choose(sources: Sequence[Source], validation: float, is_default: bool) -> s
         for keys, answers in zip(source.keys, source.answers):
             for answer in answers:
                 labels[answer].add(group_of[keys[0]])
-    if len(labels) > MAX_LABELS or 2 * len(labels) > len(examples):
+    if not are_labels(len(labels), len(examples)):
         labels.clear()
     learned = {max(groups, key=lambda group: ranks.get(group, "")) for groups in labels.values()}
     order = [group for group in order if group not in learned]
@@ -247,6 +247,11 @@ def _choose(sources: Sequence[Source], validation: float, is_default: bool) -> s
     if validation and (left := [label for label, groups in labels.items() if not groups & chosen]):
         sources[0].lines.append(f"nothing is held out of {count(len(left), 'answer')}, the first {left[0]!r}")
     return {key for group in chosen for key in members[group]}
+
+
+def are_labels(n_answers: int, n_examples: int) -> bool:
+    """True if so few different answers of examples count as classes."""
+    return n_answers <= MAX_LABELS and 2 * n_answers <= n_examples
 
 
 def _groups(examples: Sequence[Keys]) -> dict[str, str]:

@@ -12,6 +12,7 @@ from nanovlm.data.examples import Example, ExampleError, check_answers
 from nanovlm.data.values import MISSING, MISSING_IN_CSV, clean_text, has_names, is_empty, plain_value
 from nanovlm.errors import first_line
 from nanovlm.options import ReadOptions
+from nanovlm.processing.conversation import Turn
 from nanovlm.processing.image_loading import readable_extensions
 
 # By column, with the reader's own: "__folder__", where image paths start, "__name__", "__classes__", columns of names
@@ -166,8 +167,7 @@ def _read(row: Row, columns: _Columns, options: ReadOptions) -> Example:
             {"role": "assistant", "content": clean_text((*answers, "")[0])},
         ]
     system = columns.find("system")
-    pairs, learned, marked, is_moved = _read_chat(answer, [clean_text(columns.row[column]) for column in system])
-    pairs += [(pairs[0][0], clean_text(text)) for text in answers[1:]]
+    turns, marked, is_moved = _read_chat(answer, [clean_text(columns.row[column]) for column in system])
     named = [_locate(image, row["__folder__"]) for image in marked if not isinstance(image, int | None)]
     if named and images and named != images:
         raise ExampleError(f"names images in its messages and in {columns.read['image']}; remove either")
@@ -178,7 +178,11 @@ def _read(row: Row, columns: _Columns, options: ReadOptions) -> Example:
         if sorted(numbers) != list(range(len(images))):
             raise ExampleError(f"numbers its images {numbers}, which must name each of {len(images)} once, from 0")
         images = [images[number] for number in numbers]
-    notes = _notes_on_answers(pairs, learned, columns)
+    first = next((turn for turn in turns if turn.role == "user"), None)
+    turns = [Turn("user", (*[None] * len(images), turn.text)) if turn is first else turn for turn in turns]
+    others = [[*turns[:-1], Turn("assistant", (clean_text(text),))] for text in answers[1:]]
+    example = Example(images, [turns, *others], row["__name__"])
+    notes = _notes_on_answers(example, columns)
     places = {"image": "the chat" if named else "nowhere", "question": "the chat" if is_chat else "--prompt"}
     for role, column in columns.read.items():
         is_file = column in (FOLDER_NAME, IMAGE_FILE)
@@ -189,18 +193,16 @@ def _read(row: Row, columns: _Columns, options: ReadOptions) -> Example:
     left = [column for column in columns.row if column not in (*columns.read.values(), *system)]
     notes += [f"not read: column {column}" for column in left if not is_empty(columns.row[column])]
     notes += [MOVED] * is_moved + [NO_IMAGE] * (not images)
-    return Example(images, pairs, row["__name__"], is_chat and len(pairs) > 1, learned, tuple(notes))
+    return replace(example, notes=tuple(notes))
 
 
-def _notes_on_answers(pairs: list[tuple[str, str]], learned: tuple[bool, ...], columns: _Columns) -> list[str]:
+def _notes_on_answers(example: Example, columns: _Columns) -> list[str]:
     """Notes on answers that may stand for a missing value; ExampleError for one that can mean nothing else."""
     notes = []
     is_class = columns.read["answer"] in columns.classes
-    for k, (prompt, answer) in enumerate(pairs):
-        if is_class or not (all(learned) or learned[k]):
-            continue
+    for before, answer in () if is_class else example.learned():
         if answer in columns.missing:
-            problem = f"has the answer {answer!r} to {prompt!r}, which stands for a missing value"
+            problem = f"has the answer {answer!r} to {before[-1].text!r}, which stands for a missing value"
             raise ExampleError(f"{problem}; write it, or remove the example")
         if answer in MISSING_IN_CSV:
             notes.append(f"learned as a text: the answer {answer!r}")
@@ -251,18 +253,15 @@ def _locate(image: Any, folder: str) -> Any:
     return os.path.normpath(os.path.join(folder, image.removeprefix("file://")))
 
 
-def _read_chat(chat: Any, system: list[str]) -> tuple[list[tuple[str, str]], tuple[bool, ...], list[Any], bool]:
-    """Pairs of a chat, which of them are learned (() for all), its images, and if one was moved.
+def _read_chat(chat: Any, system: list[str]) -> tuple[list[Turn], list[Any], bool]:
+    """Turns of a chat after those of a system, their texts alone; the images, and if one was moved.
 
-    An image is None where the chat has only a mark, and a number where it has the position in the row's images.
-
-    The chat is the_cauldron's, LLaVA's and ShareGPT's, or OpenAI's. What a system says comes before the first question,
-    as in the chat templates of vision-language models.
+    An image is None where the chat has only a mark, and a number where it has the position in the row's images. The
+    chat is the_cauldron's, LLaVA's and ShareGPT's, or OpenAI's.
     """
     if not isinstance(chat, (list, tuple)):
         raise ExampleError(f"has {type(chat).__name__}, which must be a list of messages")
-    said: list[str] = []
-    learned: list[bool] = []
+    said: list[Turn] = []  # by user and assistant
     images: list[Any] = []
     is_moved = False
     cauldron = [
@@ -283,24 +282,25 @@ def _read_chat(chat: Any, system: list[str]) -> tuple[list[tuple[str, str]], tup
             if mark := OTHER_MARKS.search(text):
                 raise ExampleError(f"has the mark {mark[0]} in its question; write <image>, or remove it")
         if role == "system" and not said:
-            system.append(text)
+            system = [*system, text]
             continue
         if role != ("assistant" if len(said) % 2 else "user"):
             n = len(said) + 1
             raise ExampleError(f"has a message {n} of {role!r}; user and assistant must alternate, the user first")
+        learned = True
         if role == "assistant":
             if isinstance(content, list) and any("image" in str(part.get("type")) for part in content):
                 raise ExampleError("has an image in an answer; remove it")
             weights = [message[key] for key in WEIGHTS if message.get(key) is not None]
             if odd := [weight for weight in weights if weight not in (0, 1)]:
                 raise ExampleError(f"has the weight {odd[0]!r}; only 0 and 1, or false and true, are read")
-            learned.append(all(weights))
-        said.append(text if said else "\n\n".join(filter(None, [*system, text])))
+            learned = all(weights)
+        said.append(Turn(role, (text,), learned))
     if len(said) % 2:
         raise ExampleError("ends with a question; its answer is missing")
-    if learned and not any(learned):
+    if said and not any(turn.learned for turn in said[1::2]):
         raise ExampleError("learns none of its answers, as all have a weight of 0; remove it")
-    return list(zip(said[::2], said[1::2])), () if all(learned) else tuple(learned), images, is_moved
+    return [*(Turn("system", (text,)) for text in system if text), *said], images, is_moved
 
 
 def _read_parts(content: Any) -> tuple[str, list[Any]]:

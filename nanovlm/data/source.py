@@ -36,13 +36,8 @@ def digest_of(*parts: bytes) -> str:
 
 def text_digest(example: Example, *keys: str) -> str:
     """The hash of an example's texts, and of the keys of its images if they are passed."""
-    texts = repr((example.qa_pairs, example.multi_turn, example.learned))
+    texts = repr([[(turn.role, turn.text, turn.learned) for turn in chat] for chat in example.chats])
     return digest_of(texts.encode("utf-8", "surrogatepass"), *map(str.encode, keys))
-
-
-def learned_answers(example: Example) -> list[str]:
-    """The answers of an example that are trained on."""
-    return [answer for k, (_, answer) in enumerate(example.qa_pairs) if example.is_learned(k)]
 
 
 def keys_of(example: Example, known: dict[str, str]) -> Keys:
@@ -130,7 +125,7 @@ class Source:
                 usable.append(row)
                 self.keys.append(keys)
                 self.digests.append(text_digest(example, *keys))
-                self.answers.append([answer[:MAX_LABEL] for answer in learned_answers(example)])
+                self.answers.append([answer[:MAX_LABEL] for _, answer in example.learned()])
                 for note in example.notes:
                     notes[note].append(example.name)
         n = len(usable)

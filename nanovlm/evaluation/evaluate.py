@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from models.inference.caches import TiledImage
 from models.inference.request import Request
 from nanovlm.captioner import Captioner
 from nanovlm.console import progress_bar
@@ -14,6 +13,7 @@ from nanovlm.data.examples import Example, Question, questions
 from nanovlm.errors import DataError, ImageError, InputError
 from nanovlm.evaluation.metrics import METRICS, Metric, exact_match, intervals
 from nanovlm.options import GenerationOptions, generation_options
+from nanovlm.processing.conversation import with_images
 from nanovlm.processing.image_loading import load_image
 
 MAX_FROM_ENDLESS = 200  # examples to ask of a source that has no end
@@ -151,9 +151,8 @@ def evaluate(captioner: Captioner, listed: QuestionList, options: EvaluationOpti
 def _request(captioner: Captioner, question: Question, options: GenerationOptions) -> Request:
     """A request for the answer, as long as the context has room; its error is why the question cannot be asked."""
     try:
-        images = [load_image(image) for image in question.images]
-        tiles, grids, _ = captioner.processor.preprocess_all(images)
-        ids = captioner.processor.encode_prompt(grids, question.prompt, question.history)
+        images = captioner.processor.prepare([load_image(image) for image in question.images])
+        ids = captioner.processor.encode(with_images(question.chat, images))
         captioner.inference.validate_length(len(ids), 1)
     except (ImageError, InputError) as error:
         message = str(error)
@@ -161,4 +160,4 @@ def _request(captioner: Captioner, question: Question, options: GenerationOption
             (), error=DataError(message if message.startswith(question.name) else f"{question.name}: {message}")
         )
     room = captioner.processor.cfg.lm_max_position_embeddings - len(ids) + 1
-    return Request(ids, [TiledImage(one) for one in tiles], options.sampling, min(options.max_new_tokens, room))
+    return Request(ids, images, options.sampling, min(options.max_new_tokens, room))

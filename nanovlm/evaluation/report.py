@@ -11,7 +11,9 @@ from typing import Any
 
 from models import files
 from nanovlm.console import CONTROL, count
+from nanovlm.data.examples import Question
 from nanovlm.evaluation.evaluate import Answer, Evaluation
+from nanovlm.evaluation.labels import Doubt
 from nanovlm.processing.image_loading import load_image
 
 MAX_SHOWN = 60  # wrong answers, and right ones
@@ -40,10 +42,11 @@ def write_report(
     metrics: Sequence[Mapping[str, Any]] = (),
     facts: Sequence[str] = (),
     best: int | None = None,
+    doubts: Sequence[Doubt] = (),
 ) -> None:
     """Write the page. metrics are the objects of a metrics.jsonl, of which loss and one metric are drawn.
 
-    best is the step of the model, which is marked in the curves.
+    best is the step of the model, which is marked in the curves; doubts are those of `doubtful_labels`.
     """
     sections = [f"<h1>{escape(title)}</h1>", *(f"<p>{escape(fact)}</p>" for fact in facts)]
     lines = {"loss": _points(metrics, "loss"), "held out": _points(metrics, "validation_loss")}
@@ -51,28 +54,31 @@ def write_report(
     curve = _points(metrics, f"validation_{metric}") if metric != "loss" else []
     sections += [_chart(f"{metric} of held-out answers", {metric: curve}, best)] if curve else []
     sections.append(_confusion(evaluation.answers))
+    if doubts:
+        told = [f"{one.label} (probability {one.probability:.2g}), the model's: {one.better}" for one in doubts]
+        sections.append("<h2>Your label against the model's, the least probable first</h2>")
+        sections.append(_gallery((one.question, line) for one, line in zip(doubts[:MAX_SHOWN], told)))
     right = [answer for answer in evaluation.answers if answer.is_right]
     for kind, answers in (("Wrong", evaluation.wrong()), ("Right", right)):
         shown = f", the first {MAX_SHOWN}" if len(answers) > MAX_SHOWN else ""
         sections.append(f"<h2>{kind}: {len(answers):,} of {count(len(evaluation.answers), 'answer')}{shown}</h2>")
-        sections.append(_gallery(answers[:MAX_SHOWN]))
+        sections.append(_gallery((answer.question, f"answer: {answer.text}") for answer in answers[:MAX_SHOWN]))
     head = f"<!doctype html><html lang=en><meta charset=utf-8><title>{escape(title)}</title>"
     head += f'<meta name=viewport content="width=device-width"><style>{STYLE}</style>'
     page = CONTROL.sub("\N{REPLACEMENT CHARACTER}", "\n".join([head, *sections, "</html>\n"]))
     files.replace(path, page.encode(errors="replace"))  # names may hold bytes that are not Unicode
 
 
-def _gallery(answers: Iterable[Answer]) -> str:
-    """An image, the answer, and the references with question and file, of each answer."""
+def _gallery(shown: Iterable[tuple[Question, str]]) -> str:
+    """An image, a line, and the references with prompt and file, of each question."""
     articles = []
-    answers = list(answers)
+    shown = list(shown)
     with ThreadPoolExecutor() as threads:
-        images = threads.map(thumbnail, [next(iter(answer.question.images), None) for answer in answers])
-        for answer, image in zip(answers, images):
-            question = answer.question
+        images = threads.map(thumbnail, [next(iter(question.images), None) for question, _ in shown])
+        for (question, line), image in zip(shown, images):
             parts = (f"reference: {' | '.join(question.references)}", question.prompt, question.name)
             below = escape(" \N{MIDDLE DOT} ".join(parts))
-            articles.append(f"<article>{image}<p>answer: {escape(answer.text)}<br><small>{below}</small></p></article>")
+            articles.append(f"<article>{image}<p>{escape(line)}<br><small>{below}</small></p></article>")
     return "\n".join(articles)
 
 

@@ -4,7 +4,7 @@ How a format lays out images and prompts is its layout's, see `nanovlm.processin
 """
 
 from collections.abc import Iterable, Iterator, Sequence, Sized
-from itertools import cycle, islice, zip_longest
+from itertools import chain, zip_longest
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,8 +13,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from models.config import VLMConfig
+from models.inference.caches import TiledImage
 from nanovlm.errors import InputError, PromptTooLongError
-from nanovlm.processing.layouts import Grid, Message, layout_of
+from nanovlm.processing.conversation import Chat, dialogue, images_of
+from nanovlm.processing.layouts import Grid, layout_of
 from nanovlm.processing.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -55,20 +57,25 @@ class Processor:
         """Tiles of an RGB image, (n, 3, S, S) float32, and their grid; whatever the format adds to them is in n."""
         return self.layout.preprocess(image, max_tiles or self.max_tiles)
 
-    def preprocess_all(self, images: "Sequence[Image.Image | Video]") -> tuple[list[Tensor], list[Grid], list[str]]:
-        """Tiles and grids of images, or of one video's frames; and the texts around frames, as SmolVLM2 reads them.
+    def prepare(self, images: "Sequence[Image.Image | Video]") -> list[Any]:
+        """The parts of a turn that shows images, a `TiledImage` for each, or a video.
 
-        A frame is one tile. Other layouts than SmolVLM's have no texts: the frames are images.
+        A video's frame is one tile. SmolVLM2 reads texts around frames; in other layouts frames are images.
         """
-        texts: list[str] = []
-        if videos := [image for image in images if not isinstance(image, Image.Image)]:
-            if len(images) > 1:
-                raise InputError(f"{len(images)} images and videos together; ask about one video, or about images")
-            texts = videos[0].texts() if self.layout.images_in_turns else []
-            prepared = [self.preprocess(frame, 1) for frame in videos[0].frames]
-        else:
-            prepared = [self.preprocess(image) for image in images]  # type: ignore[arg-type]
-        return [tiles for tiles, _ in prepared], [grid for _, grid in prepared], texts
+        videos = [image for image in images if not isinstance(image, Image.Image)]
+        if not videos:
+            return [self._tiled(image) for image in images]  # type: ignore[arg-type]
+        if len(images) > 1:
+            raise InputError(f"{len(images)} images and videos together; ask about one video, or about images")
+        frames = [self._tiled(frame, 1) for frame in videos[0].frames]
+        if not self.layout.images_in_turns:
+            return frames
+        *before, last = videos[0].texts()
+        return [*chain.from_iterable(zip(before, frames)), last]
+
+    def _tiled(self, image: Image.Image, max_tiles: int | None = None) -> TiledImage:
+        tiles, grid = self.preprocess(image, max_tiles)
+        return TiledImage(tiles, grid=grid)
 
     def __call__(self, images: Sequence[Sequence[Image.Image]], questions: Sequence[str]) -> dict[str, Tensor | None]:
         """Inputs of `VisionLanguageModel.generate`: row i asks questions[i] about images[i], padded on the left.
@@ -77,9 +84,9 @@ class Processor:
         """
         if len(images) != len(questions):
             raise InputError(f"{len(images)} rows of images, but {len(questions)} prompts; pass one prompt a row")
-        rows = [self.encode(row, question) for row, question in zip(images, questions)]
-        ids = [torch.tensor(row) for row, _ in rows]
-        tiles = [image for _, row in rows for image in row]
+        chats = [dialogue([question], self.prepare(row)) for row, question in zip(images, questions)]
+        ids = [torch.tensor(self.encode(chat)) for chat in chats]
+        tiles = [image.tiles for chat in chats for image in images_of(chat)]
         pad = self.tokenizer.eos_token_id  # any id would do: the mask hides it
         return {
             "input_ids": pad_sequence(ids, batch_first=True, padding_value=pad, padding_side="left"),
@@ -87,55 +94,27 @@ class Processor:
             "images": torch.cat(tiles) if tiles else None,
         }
 
-    def encode(self, images: "Sequence[Image.Image | Video]", question: str) -> tuple[list[int], list[Tensor]]:
-        """Token ids of a question about images, any number of them, or a video; the tiles (n, 3, S, S) of each."""
-        tiles, grids, texts = self.preprocess_all(images)
-        return self.encode_prompt(grids, question, frame_texts=texts), tiles
+    def encode(self, chat: Chat, default: str | None = None) -> list[int]:
+        """Token ids of a conversation about `TiledImage`s up to where the answer begins.
 
-    def encode_prompt(
-        self,
-        grids: Sequence[Grid],
-        question: str,
-        history: Sequence[tuple[str, str]] = (),
-        frame_texts: Sequence[str] = (),
-    ) -> list[int]:
-        """Token ids of a question about images up to where the answer begins.
-
-        history holds the questions and answers before it, oldest first; the images come before the first question, and
-        frame_texts, if any, before each and after the last.
+        default, if given, stands for a question without text.
         """
-        if not isinstance(question, str):
-            raise InputError(f"a prompt is one string, not {type(question).__name__}; pass earlier turns as history")
-        self.check_bytes([question, *(text for pair in history for text in pair)])
+        turns = self.layout.arrange(chat, default)
+        self.check_bytes(part for turn in turns for part in turn.parts if isinstance(part, str))
         if not self.layout.has_chat:
-            return self._encode_completion(len(grids), question, history)
-        turns: list[list[Any]] = [[text] for pair in history for text in pair] + [[question]]
-        before = [part for text in frame_texts[:-1] for part in (text, None)] or [None] * len(grids)
-        turns[0] = [*before, "".join(frame_texts[-1:]) + turns[0][0]]
-        return self.encode_turns(grids, list(zip(cycle(("user", "assistant")), turns)))
+            return self._encode_completion(turns)
+        return self.tokenizer.encode_chat(turns, self.layout.image_markups([one.grid for one in images_of(turns)]))
 
-    def encode_turns(self, grids: Sequence[Grid], turns: Sequence[tuple[str, Sequence[str | None]]]) -> list[int]:
-        """Token ids of a chat of roles and parts: texts, and None for each image.
-
-        Images stand before all text in a message, unless the layout has images_in_turns.
-        """
-        self.check_bytes(part for _, parts in turns for part in parts if part is not None)
-        markups = iter(self.layout.image_markups(grids))
-        messages: list[Message] = []
-        for role, parts in turns:
-            images = list(islice(markups, parts.count(None)))
-            content = "\0".join(filter(None, parts))  # its special tokens are those of the parts
-            messages.append({"role": role, "content": content, "images": images, "parts": parts})
-        return self.tokenizer.encode_chat(messages)
-
-    def _encode_completion(self, n_images: int, question: str, history: Sequence[tuple[str, str]]) -> list[int]:
+    def _encode_completion(self, turns: Chat) -> list[int]:
         """The prompt of a layout without a chat."""
-        ids = [self.tokenizer.image_token_id] * (self.cfg.mp_image_token_length * n_images)
+        ids = [self.tokenizer.image_token_id] * (self.cfg.mp_image_token_length * len(images_of(turns)))
         ids = ids + self.tokenizer.begin([]) if self.cfg.vlm_extra_tokens is None else self.tokenizer.begin(ids)
-        for earlier, answer in history:
-            ids += self.tokenizer.encode(f"Question: {earlier} Answer:") + self.tokenizer.encode(answer)
-            ids.append(self.tokenizer.eos_token_id)
-        return ids + self.tokenizer.encode(f"Question: {question} Answer:")
+        for turn in turns:
+            if turn.role == "user":
+                ids += self.tokenizer.encode(f"Question: {turn.text} Answer:")
+            else:
+                ids += [*self.tokenizer.encode(turn.text), self.tokenizer.eos_token_id]
+        return ids
 
 
 def pair_prompts(images: Iterable[Any], prompt: str | Iterable[str]) -> Iterator[tuple[Any, str]]:

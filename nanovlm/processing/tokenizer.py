@@ -22,7 +22,8 @@ from models.checkpoint import (
 from models.config import VLMConfig
 from nanovlm.errors import CheckpointError, InputError
 from nanovlm.processing.chat_template import ChatTemplate
-from nanovlm.processing.layouts import Message, layout_of
+from nanovlm.processing.conversation import Chat, Turn
+from nanovlm.processing.layouts import layout_of
 
 DOCTAGS = "<doctag>"  # in the vocabularies of SmolDocling and granite-docling
 DOCUMENT_TAG = re.compile(r"</?[a-z]\w*>")  # as <loc_155> and <chart>
@@ -214,16 +215,15 @@ class Tokenizer:
         plain = self.typed.sub(self._twin, self.answer_prefix + text)
         return [*self._encode(self._start_of_answer + plain), self.eos_token_id]
 
-    def encode_chat(self, messages: Iterable[Message], add_generation_prompt: bool = True) -> list[int]:
-        """Ids of a rendered chat, the markups of a message's images before its content.
+    def encode_chat(self, chat: Chat, markups: Sequence[str] = (), add_generation_prompt: bool = True) -> list[int]:
+        """Ids of a rendered conversation, in which markups stand for the images.
 
-        Special tokens count as such in the template and in 'images'; in the content they are plain text. A model
-        without a template, as those before June 2025, was trained on single questions: a chat raises InputError.
+        Special tokens count as such in the template and in markups; in texts they are plain text. A model without a
+        template, as those before June 2025, was trained on single questions: a chat raises InputError.
         """
-        messages = list(messages)
         if not self.layout.has_chat:
             raise InputError(
-                f"a chat of {len(messages)} messages, but config.json has no lm_chat_template: this model was trained "
+                f"a chat of {len(chat)} messages, but config.json has no lm_chat_template: this model was trained "
                 "on single questions; ask it one at a time"
             )
         hidden: dict[str, str] = {}  # special tokens that a user spelled, by the mark that stands for each meanwhile
@@ -235,19 +235,22 @@ class Tokenizer:
             hidden[mark] = match[0]
             return mark
 
-        escaped: list[Message] = []
-        for message in messages:
-            parts = [part and self.special.sub(hide, part) for part in message.get("parts", ())]
-            escaped.append({**message, "content": self.special.sub(hide, message["content"]), "parts": parts})
-        text = self.special.sub(self._twin, self.render(escaped, add_generation_prompt))
+        escaped = []
+        for turn in chat:
+            parts = [self.special.sub(hide, part) if isinstance(part, str) else part for part in turn.parts]
+            escaped.append(Turn(turn.role, parts))
+        text = self.special.sub(self._twin, self.render(escaped, add_generation_prompt, markups))
         for mark, token in hidden.items():
             text = text.replace(mark, token)
         return self.begin(self._encode(text))
 
-    def render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
-        """The chat as text, images as their markup."""
-        chat = [{"role": message["role"], "content": self.layout.message_content(message)} for message in messages]
-        return self.layout.insert_images(self._template.render(chat, add_generation_prompt), messages)
+    def render(self, chat: Chat, add_generation_prompt: bool, markups: Sequence[str] = ()) -> str:
+        """The conversation as text, with markups in the places of the images."""
+        messages = [{"role": turn.role, "content": self.layout.content(turn)} for turn in chat]
+        pieces = self._template.render(messages, add_generation_prompt).split(self.cfg.special_tokens["image_token"])
+        if len(pieces) != len(markups) + 1:
+            raise CheckpointError(f"the chat template has places for {len(pieces) - 1} of {len(markups)} images")
+        return pieces[0] + "".join(markup + piece for markup, piece in zip(markups, pieces[1:]))
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of an answer, without special tokens but for those of a Docling model."""

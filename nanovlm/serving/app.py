@@ -32,9 +32,10 @@ from nanovlm.console import count
 from nanovlm.embedded import SAMPLE
 from nanovlm.errors import ImageError, NanoVLMError, PromptTooLongError, UsageError
 from nanovlm.options import generation_options
+from nanovlm.processing.conversation import Chat, check_chat, images_of, with_images
 from nanovlm.processing.image_urls import fetch
 from nanovlm.processing.tokenizer import StreamingDecoder
-from nanovlm.serving.chat_inputs import Chat, encode_chat, is_data_url, prepare_images, read_chat
+from nanovlm.serving.chat_inputs import check_length, is_data_url, prepare_images
 from nanovlm.serving.engine import Engine
 from nanovlm.serving.openai_api import APIError, ChatRequest, ImageURL, Response, StopStrings, event
 from nanovlm.serving.options import ServeOptions
@@ -238,10 +239,11 @@ class Chats:
             await response.pieces.aclose()
 
     async def _answer(self, request: ChatRequest, response: Response, state: State) -> HTTPResponse:
-        chat = read_chat(request.messages, self.captioner.processor.layout.images_in_turns, self.default_prompt)
+        chat = [message.turn for message in request.messages]
+        check_chat(chat)
         request.messages.clear()  # from here on only chat holds the encoded images
-        response.n_images = len(chat.images)
-        files = await self._files(chat.images)
+        response.n_images = len(images_of(chat))
+        files = await self._files(images_of(chat))
         async with self.prepared:
             prompt = await asyncio.to_thread(self._prepare, request, chat, files)
             del chat, files
@@ -273,11 +275,12 @@ class Chats:
         grammar = None
         defaults = self.captioner.defaults
         options = generation_options(request.options(), {}, defaults)
-        images = prepare_images(files, [image.detail for image in chat.images], processor, self.image_cache)
+        images = prepare_images(files, [image.detail for image in images_of(chat)], processor, self.image_cache)
         if options.schema is not None:
             structured_output = self.captioner.structured_output
             (grammar,) = structured_output.make_processors(options.schema, 1, "response_format")
-        ids = encode_chat(chat, images, processor)
+        ids = processor.encode(with_images(chat, images), self.default_prompt if images else "")
+        check_length(len(ids), processor, f"{len(ids)} tokens")
         room = processor.cfg.lm_max_position_embeddings - len(ids) + 1  # the last token is never read
         max_new_tokens = request.max_new_tokens(room, defaults.get("max_new_tokens"))
         return Prompt(ids, images, options.sampling, max_new_tokens, grammar)

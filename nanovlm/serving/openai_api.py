@@ -12,6 +12,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from models.errors import shortened
 from nanovlm.console import count
 from nanovlm.options import GenerationOptions
+from nanovlm.processing.conversation import Turn
 
 DEFAULT_MAX_TOKENS = 256
 NO_LIMIT = -1  # as max_tokens
@@ -100,23 +101,8 @@ class Message(Record):
         return self
 
     @property
-    def text(self) -> str:
-        return "\n".join(part.text for part in self.content if part.text is not None)
-
-    @property
-    def images(self) -> list[ImageURL]:
-        return [part.image_url for part in self.content if part.image_url is not None]
-
-    @property
-    def parts(self) -> list[str | None]:
-        """Texts, and None for an image. Adjacent texts are joined: together they could spell a special token."""
-        parts: list[str | None] = []
-        for part in self.content:
-            if part.text is not None and parts and parts[-1] is not None:
-                parts[-1] += part.text
-            else:
-                parts.append(part.text)
-        return parts or [""]
+    def turn(self) -> Turn:
+        return Turn(self.role, [getattr(part, part.type) for part in self.content])
 
 
 class ResponseFormat(Record):

@@ -7,6 +7,7 @@ the published weights; a change of anything here, even of the order of random dr
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from random import Random
 from typing import TypeVar
 
@@ -20,6 +21,7 @@ from models.vision_language_model import VisionLanguageModel
 from nanovlm.data.examples import IGNORE_INDEX, EncodedExample, Example, collate, encode
 from nanovlm.data.source import Source
 from nanovlm.embedded import PROMPT
+from nanovlm.processing.conversation import dialogue
 from nanovlm.processing.processor import Processor
 from nanovlm.processing.tokenizer import Tokenizer
 from nanovlm.synthetic.captions import RELATIONS, caption, questions, short_caption
@@ -89,8 +91,8 @@ def _corpus() -> Iterator[str]:
     rng = Random("corpus")
     for _ in range(2000):
         example = scene_example(random_scene(rng), rng, n_questions=20, size=None)
-        for prompt, answer in example.qa_pairs:
-            yield from ("user\n", prompt, "assistant\n", answer)
+        for turn in chain.from_iterable(example.chats):
+            yield from (f"{turn.role}\n", turn.text)
     yield from [*CAPTION_PROMPTS, *SHORT_PROMPTS, *READING_PROMPTS] * 100
 
 
@@ -146,7 +148,8 @@ def scene_example(
     else:
         asked = PROMPT if rng.random() < 0.4 else rng.choice(CAPTION_PROMPTS), caption(scene)
     images = [draw(scene, *size, varied)] if size else []
-    return Example(images, [(_as_typed(prompt, rng), answer) for prompt, answer in (asked, *first)])
+    places = [None] * len(images)
+    return Example(images, [dialogue((_as_typed(prompt, rng), answer), places) for prompt, answer in (asked, *first)])
 
 
 def _random_size(rng: Random) -> tuple[int, int]:
@@ -209,8 +212,8 @@ class SceneBatches:
         example = scene_example(scene, rng, n_questions, size, colorless, at(step, VARIED))
         dropout = at(step, WORD_DROPOUT)
         if multi_turn:  # the turns in random order
-            pairs = rng.sample(example.qa_pairs, len(example.qa_pairs))
-            example = replace(example, qa_pairs=pairs, multi_turn=True)
+            turns = chain.from_iterable(rng.sample(example.chats, len(example.chats)))
+            example = replace(example, chats=[dialogue([turn.text for turn in turns], [None])])
             dropout /= 2  # a masked word stays masked for all later turns
         row = drop_words(encode(example, self.processor), rng, dropout)
         return mask_tokens(row, color_token_ids(self.processor.tokenizer)) if colorless else row

@@ -67,9 +67,9 @@ def test_questions_are_counted_by_turn(results_of, tmp_path, monkeypatch):
     turns, embedded = [], Captioner.from_pretrained(dtype="float32")
 
     class Watched(Processor):
-        def encode_prompt(self, grids, question, history=(), frame_texts=()):
-            turns.append(len(history))
-            return super().encode_prompt(grids, question, history, frame_texts)
+        def encode(self, chat, default=None):
+            turns.append(len(chat) // 2)
+            return super().encode(chat, default)
 
     captioner = Captioner(embedded.inference, Watched(embedded.processor.cfg, embedded.tokenizer))
     monkeypatch.setattr(Captioner, "from_pretrained", lambda *args, **kwargs: captioner)

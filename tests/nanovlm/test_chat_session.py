@@ -1,6 +1,7 @@
 """Chat sessions: answers from the cache equal answers to the whole chat read anew; images are read once."""
 
 import io
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import torch
 from nanovlm import Captioner
 from nanovlm.chat_session import ChatSession
 from nanovlm.errors import InputError
+from nanovlm.processing.conversation import dialogue
 from support import noise_image, watch
 
 QUESTIONS = ["What is this?", "How many are there? <|image|>", "?", "And where is the ring, if there is any?", "?"]
@@ -25,7 +27,7 @@ def captioner(request, model_and_processor, tiled, monkeypatch):
 def chat_about(captioner, images):
     """A session that remembers its tiles, which it drops when they are encoded."""
     session = ChatSession(captioner, images)
-    session.pixels = [image.tiles for image in session.images]
+    session.pixels = [image.tiles for image in session.shown]
     return session
 
 
@@ -33,7 +35,8 @@ def check_answer(session, question, **options):
     """Ask, and compare with an answer without any cache: the whole chat is read again for every token."""
     history, captioner, eos = list(session.history), session.captioner, session.captioner.tokenizer.eos_token_id
     answer = "".join(session.ask(question, max_new_tokens=7, **options))
-    ids = torch.tensor([captioner.processor.encode_prompt(session.grids, question, history)])
+    shown = session.shown
+    ids = torch.tensor([captioner.processor.encode(dialogue([*chain(*history), question], shown))])
     images = torch.cat(session.pixels) if session.pixels else None
     sampling = captioner.request(None, "?", **options).sampling
     settings = {"max_new_tokens": 7, "eos_token_id": eos, "use_kv_cache": False, "sampling": sampling}
@@ -61,10 +64,10 @@ def test_one_image_is_a_list_of_one(captioner):
     one, array, data = ChatSession(captioner, [image]), np.asarray(image), file.getvalue()
     tensor = torch.from_numpy(array.copy()).permute(2, 0, 1)
     for same in (image, array, tensor, data, io.BytesIO(data), iter([image])):
-        (shown,) = ChatSession(captioner, same).images
-        assert torch.equal(shown.tiles, one.images[0].tiles)
-    assert len(ChatSession(captioner, np.stack([array] * 2)).images) == 2
-    assert ChatSession(captioner, None).images == []
+        (shown,) = ChatSession(captioner, same).shown
+        assert torch.equal(shown.tiles, one.shown[0].tiles)
+    assert len(ChatSession(captioner, np.stack([array] * 2)).shown) == 2
+    assert ChatSession(captioner, None).shown == []
 
 
 def test_images_are_encoded_once_and_turns_prefill_only_new_tokens(captioner):
@@ -74,9 +77,9 @@ def test_images_are_encoded_once_and_turns_prefill_only_new_tokens(captioner):
             assert "".join(session.ask("?", max_new_tokens=6)) == session.history[-1][1]
             prefilled.append(session.tokens_read)
     assert encoded == [tuple(session.pixels[0].shape)]
-    turn = len(captioner.processor.encode_prompt([], "?")) + 8  # 8 for the template's text after an answer
+    turn = len(captioner.processor.encode(dialogue(["?"]))) + 8  # 8 for the template's text after an answer
     longest = max(len(tokenizer.encode(answer)) for _, answer in session.history)
-    assert prefilled[0] == len(captioner.processor.encode_prompt(session.grids, "?"))
+    assert prefilled[0] == len(captioner.processor.encode(dialogue(["?"], session.shown)))
     assert max(prefilled[1:]) <= turn + longest, "more than the last answer and the new question"
 
 

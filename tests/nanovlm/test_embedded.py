@@ -45,7 +45,7 @@ def test_unnamed_colors_are_never_trained_as_words(embedded):
         scene = with_unnamed_colors(random_scene(rng), rng)
         assert all(math.dist(t.rgb, c) >= 50 for t in scene.shapes for c in recipe.COLORS.values())
         example = scene_example(scene, rng, 5, (96, 96), colorless=True)
-        texts = [f"{prompt} {answer}" for prompt, answer in example.qa_pairs[1:]]
+        texts = [f"{question.text} {answer.text}" for question, answer in example.chats[1:]]
         assert all(words.isdisjoint(re.findall(r"\w+", text)) for text in texts)
         row = encode(example, embedded.processor)
         masked = recipe.mask_tokens(row, names)

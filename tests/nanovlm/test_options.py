@@ -15,6 +15,7 @@ from nanovlm.errors import CheckpointError, InputError
 from nanovlm.generation_config import read_generation_defaults
 from nanovlm.options import ModelOptions, generation_options
 from nanovlm.processing.image_loading import load_image
+from support.generation import prompt_of
 
 PROMPT = "What is this?"
 
@@ -81,7 +82,7 @@ def test_an_answer_that_starts_with_its_own_beginning_is_the_same(embedded):
 def test_the_model_continues_the_start(random_captioner):
     """The ids are those that `generate` gives for the prompt's and the start's ids in one row."""
     start, eos = "A photo of two", random_captioner.tokenizer.eos_token_id
-    row, tiles = random_captioner.processor.encode([load_image(SAMPLE)], PROMPT)
+    row, tiles = prompt_of(random_captioner.processor, [load_image(SAMPLE)], PROMPT)
     start_ids = random_captioner.tokenizer.encode(start)
     prompt_ids = torch.tensor([row + start_ids])
     (ids,) = random_captioner.model.generate(prompt_ids, torch.cat(tiles), max_new_tokens=9).tolist()

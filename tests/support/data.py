@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from nanovlm.data import ReadOptions, open_source
+from nanovlm.data.examples import Example
 from nanovlm.errors import NanoVLMError
+from nanovlm.processing.conversation import dialogue
 from nanovlm.processing.image_loading import load_image
 from support import noise_image
 
@@ -41,12 +43,30 @@ def write(path, content):
     path.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
+def about(images, *chats, name="example"):
+    """An example of conversations about images, each of texts by user and assistant in turn."""
+    return Example(images, [dialogue(texts, [None] * len(images)) for texts in chats], name)
+
+
+def pairs_of(example):
+    """Of each answer a tuple: the texts since the answer before it, such as a question, and its own."""
+    pairs = []
+    for chat in example.chats:
+        texts = []
+        for turn in chat:
+            texts.append(turn.text)
+            if turn.role == "assistant":
+                pairs.append(tuple(texts))
+                texts = []
+    return pairs
+
+
 def summary(example):
-    return example.name, [seed_of(image) for image in example.images], list(example.qa_pairs), example.multi_turn
+    return example.name, [seed_of(image) for image in example.images], pairs_of(example)
 
 
 def read_all(path, options=OPTIONS):
-    """(name, seeds of the images, pairs, multi_turn) of every example, read after pickling the source or stream."""
+    """(name, seeds of the images, pairs) of every example, read after pickling the source or stream."""
     source = pickle.loads(pickle.dumps(open_source(str(path), options)))
     if options.stream:
         return [summary(example) for example, _ in source.examples_of(source.all_rows(), {})]

@@ -2,6 +2,8 @@
 
 import torch
 
+from nanovlm.processing.conversation import dialogue, images_of
+
 IMAGE, PER_IMAGE = 3, 4  # id of the image token, and number of image tokens per image
 IDS = torch.tensor([[5, 3, 3, 3, 3, 7, 9]])  # a prompt with one image
 IMAGES = torch.rand(1, 3, 16, 16, generator=torch.Generator().manual_seed(1))
@@ -53,7 +55,13 @@ def run(batch, *requests):
     return [request.output for request in requests]
 
 
+def prompt_of(processor, images, *texts):
+    """Ids of a conversation about images, of texts by user and assistant in turn; and the tiles of each image."""
+    chat = dialogue(texts, processor.prepare(images))
+    return processor.encode(chat), [image.tiles for image in images_of(chat)]
+
+
 def inputs_of(captioner, images, question):
     """Model inputs of one question about images: input_ids (1, T), and images (N, 3, S, S) or None."""
-    ids, tiles = captioner.processor.encode(images, question)
+    ids, tiles = prompt_of(captioner.processor, images, question)
     return {"input_ids": torch.tensor([ids]), "images": torch.cat(tiles) if tiles else None}

@@ -6,6 +6,7 @@ from PIL import Image
 
 from nanovlm.evaluation import Evaluation
 from nanovlm.evaluation.evaluate import Answer, Question
+from nanovlm.processing.conversation import dialogue
 from nanovlm.training.config import TrainConfig
 from nanovlm.training.loop import Trainer, TrainingTask
 
@@ -20,7 +21,7 @@ TEXTS = ["$\\frac{1}$ <b>", "gray", "gray", "red"]
 def answer_questions(model, everything=True):
     """Answers to four questions, half of them right."""
     questions = [
-        Question("mine", f"{i}.png", [Image.new(mode, (40, 30), color)], "What color?", [word])
+        Question("mine", f"{i}.png", [Image.new(mode, (40, 30), color)], dialogue(["What color?"], [None]), [word])
         for i, (mode, color, word) in enumerate(COLORS)
     ]
     scores = [float(text == question.references[0]) for text, question in zip(TEXTS, questions)]

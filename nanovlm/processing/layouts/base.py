@@ -1,7 +1,4 @@
-"""Shared by layouts: grids of tiles, messages with images, and splitting an image into tiles."""
-
-from collections.abc import Sequence
-from typing import NotRequired, TypedDict
+"""Shared by layouts: grids of tiles, and splitting an image into tiles."""
 
 from PIL import Image
 from torch import Tensor
@@ -10,18 +7,6 @@ from nanovlm.errors import InputError
 from nanovlm.processing.image_loading import MAX_PIXELS, as_tensor
 
 Grid = tuple[int, int]  # rows and columns of an image's tiles
-
-
-class Message(TypedDict):
-    """A message of a chat; images holds, for each image before its text, the markup that stands for it.
-
-    parts holds the text in pieces, with None where an image stands; without parts, images come first.
-    """
-
-    role: str
-    content: str
-    images: NotRequired[Sequence[str]]
-    parts: NotRequired[Sequence[str | None]]
 
 
 def check_size(image: Image.Image, width: int, height: int, setting: str) -> None:

@@ -10,6 +10,7 @@ Each version of nanoVLM's format adds to the one before:
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,8 +21,9 @@ from torch import Tensor
 
 from models.config import VLMConfig
 from nanovlm.errors import InputError
+from nanovlm.processing.conversation import Chat, Turn, dialogue, images_of
 from nanovlm.processing.image_loading import as_tensor
-from nanovlm.processing.layouts.base import Grid, Message, check_size, split
+from nanovlm.processing.layouts.base import Grid, check_size, split
 
 if TYPE_CHECKING:
     from nanovlm.processing.tokenizer import Tokenizer
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
 class Layout:
     """How a format turns images into tiles, and lays out images and text in a prompt."""
 
-    images_in_turns = False  # images stand anywhere in the messages of any role; else all come before all text
+    images_in_turns = False  # images stand anywhere among the texts of a turn; else all come before all text
 
     def __init__(self, cfg: VLMConfig):
         self.cfg = cfg
@@ -94,13 +96,26 @@ class Layout:
         """The text that the chat template writes before an answer, and the ids of which any ends it."""
         return "", (tokenizer.special_id(self.cfg.end_token),)
 
-    def message_content(self, message: Message) -> Any:
-        """A message's content as the chat template takes it."""
-        return "".join(message.get("images", ())) + message["content"]
+    def arrange(self, chat: Chat, default: str | None = None) -> list[Turn]:
+        """A conversation as this format was trained: all images, then user and assistant by turns.
 
-    def insert_images(self, rendered: str, messages: Sequence[Message]) -> str:
-        """A rendered chat in which each image is its markup."""
-        return rendered
+        There is no system role: its texts come before the first question. Consecutive turns of one role are joined, an
+        empty question precedes a greeting by the assistant, and default, if given, stands for a question without text.
+        """
+        system = [turn.text for turn in chat if turn.role == "system"]
+        said = [turn for turn in chat if turn.role != "system"]
+        texts = [""] if said[0].role == "assistant" else []
+        for role, turns in groupby(said, lambda turn: turn.role):
+            text = "\n".join(filter(None, (turn.text for turn in turns)))
+            is_missing = role == "user" and not text.strip()
+            texts.append(text if default is None or not is_missing else default)
+        texts[0] = "\n\n".join(filter(None, [*system, texts[0]]))
+        return dialogue(texts, images_of(chat))
+
+    def content(self, turn: Turn) -> Any:
+        """A turn's content as the chat template takes it; each image is one token."""
+        image = self.cfg.special_tokens["image_token"]
+        return "".join(part if isinstance(part, str) else image for part in turn.parts)
 
 
 def resized_size(width: int, height: int, tile: int, max_side: int, to_max_side: bool) -> tuple[int, int]:

@@ -7,7 +7,7 @@ grids. Resizing is Pillow's, as in its PIL variant.
 import math
 import re
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from PIL import Image
@@ -17,7 +17,8 @@ from torch import Tensor
 from models.config import VLMConfig
 from models.formats.smolvlm import SmolVLM
 from nanovlm.errors import CheckpointError
-from nanovlm.processing.layouts.base import Grid, Message, check_size, split
+from nanovlm.processing.conversation import Chat, Turn, dialogue, is_asked
+from nanovlm.processing.layouts.base import Grid, check_size, split
 from nanovlm.processing.layouts.nanovlm import Layout
 
 if TYPE_CHECKING:
@@ -87,10 +88,9 @@ class SmolVLMLayout(Layout):
 
     def answer_bounds(self, tokenizer: "Tokenizer") -> tuple[str, tuple[int, ...]]:
         """From the chat template, rendered with and without an answer, and generation_config.json."""
-        question: Message = {"role": "user", "content": "?"}
         answer = "\N{REPLACEMENT CHARACTER}"  # in no template
-        before = tokenizer.render([question], True)
-        after = tokenizer.render([question, {"role": "assistant", "content": answer}], False)
+        before = tokenizer.render(dialogue(["?"]), True)
+        after = tokenizer.render(dialogue(["?", answer]), False)
         prefix = ""
         ends = list(self.settings.end_token_ids)
         if after.startswith(before) and answer in after:
@@ -101,18 +101,25 @@ class SmolVLMLayout(Layout):
             raise CheckpointError("no end token: neither generation_config.json nor the chat template has one")
         return prefix, tuple(dict.fromkeys(ends))
 
-    def message_content(self, message: Message) -> list[dict[str, str]]:
-        """Text and images in their order, or images first."""
-        parts = message.get("parts") or [*(None for _ in message.get("images", ())), message["content"]]
-        return [{"type": "image"} if part is None else {"type": "text", "text": part} for part in parts]
+    def arrange(self, chat: Chat, default: str | None = None) -> list[Turn]:
+        """Turns as they are. Adjacent texts are joined, as together they could spell a special token."""
+        turns = [(turn.role, [*turn.parts]) for turn in chat]
+        if default and not is_asked(chat):
+            next(parts for role, parts in reversed(turns) if role == "user").append(default)
+        return [Turn(role, _joined(parts)) for role, parts in turns]
 
-    def insert_images(self, rendered: str, messages: Sequence[Message]) -> str:
-        """The templates write one image token for each image."""
-        pieces = rendered.split(self.cfg.special_tokens["image_token"])
-        markups = [markup for message in messages for markup in message.get("images", ())]
-        if len(pieces) != len(markups) + 1:
-            raise CheckpointError(f"the chat template has places for {len(pieces) - 1} of {len(markups)} images")
-        return pieces[0] + "".join(markup + piece for markup, piece in zip(markups, pieces[1:]))
+    def content(self, turn: Turn) -> list[dict[str, str]]:
+        return [{"type": "text", "text": part} if isinstance(part, str) else {"type": "image"} for part in turn.parts]
+
+
+def _joined(parts: Sequence[Any]) -> list[Any]:
+    joined: list[Any] = []
+    for part in parts:
+        if isinstance(part, str) and joined and isinstance(joined[-1], str):
+            joined[-1] += part
+        else:
+            joined.append(part)
+    return joined or [""]
 
 
 def _resize(image: Image.Image, edge: int | None, tile: int, resampling: Resampling) -> tuple[Image.Image, Grid]:

@@ -13,6 +13,8 @@ from nanovlm.chat_session import ChatSession
 from nanovlm.data import ReadOptions, open_source
 from support import ROOT
 from support.cli import FAST_FLAGS, assert_usage_error, set_stdin
+from support.data import pairs_of
+from support.generation import prompt_of
 
 pytestmark = pytest.mark.usefixtures("workdir")
 
@@ -65,7 +67,7 @@ def test_chat_is_saved_as_text_and_as_training_data(chat):
     assert [m["content"] for m in record["messages"]] == ["What?", first, "And <b>?", second]
     assert [m["role"] for m in record["messages"]] == ["user", "assistant"] * 2
     example = open_source("saved/chat.json", ReadOptions())[0]
-    assert [question for question, _ in example.qa_pairs] == ["What?", "And <b>?"] and len(example.images) == 2
+    assert [question for question, _ in pairs_of(example)] == ["What?", "And <b>?"] and len(example.images) == 2
 
 
 @pytest.mark.parametrize("name", ["two words.png", "ünï-🙂.png", "two\nlines.png", os.fsdecode(b"\xff.png")])
@@ -109,7 +111,7 @@ def test_chat_that_cannot_start_is_one_error_line(chat, changed_model):
 
 def test_a_full_context_is_one_line_with_a_way_on(chat, random_captioner):
     question = "word"
-    while len(random_captioner.processor.encode_prompt([], question)) < 1020:
+    while len(prompt_of(random_captioner.processor, [], question)[0]) < 1020:
         question += " word"
     code, _, err = chat(question + "\n", "--max-new-tokens", "256")
     assert code == 0 and "context of 1,024 tokens; /reset forgets" in err

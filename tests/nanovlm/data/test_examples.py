@@ -9,20 +9,24 @@ import torch
 
 from models.config import CHATML
 from nanovlm.data.examples import IGNORE_INDEX, EncodedExample, Example, ExampleError, collate, encode, pack
+from nanovlm.processing.conversation import Turn, dialogue
+from nanovlm.processing.convert import convert_layout
 from nanovlm.processing.processor import Processor
 from nanovlm.processing.tokenizer import Tokenizer
 from support import noise_image
+from support.data import about, pairs_of
+from support.generation import prompt_of
 
 ONE, TWO = [noise_image(16, 16)], [noise_image(30, 14, 2), noise_image(16, 16, 3)]
 PAIRS = [("What is this?", "A red star."), ("How many stars are there? " * 3, "one"), ("?", "-"), ("Is it red?", "yes")]
-TURNS = [("What is this?", "A red star."), ("Is it red?", "yes"), ("Where\nis it? <|im_end|>", "To the left.")]
+TURNS = ["What is this?", "A red star.", "Is it red?", "yes", "Where\nis it? <|im_end|>", "To the left."]
 EXAMPLES = {
-    "one tile": Example(ONE, PAIRS),
-    "tiles": Example([noise_image(30, 48, 1)], PAIRS[1:]),
-    "two images": Example(TWO, PAIRS[:2]),
-    "no image": Example([], PAIRS),
-    "one answer": Example([], PAIRS[3:]),
-    "special tokens as text": Example(ONE, [("What is <|image|>?", "It is <|im_end|>, as text.")]),
+    "one tile": about(ONE, *PAIRS),
+    "tiles": about([noise_image(30, 48, 1)], *PAIRS[1:]),
+    "two images": about(TWO, *PAIRS[:2]),
+    "no image": about([], *PAIRS),
+    "one answer": about([], *PAIRS[3:]),
+    "special tokens as text": about(ONE, ("What is <|image|>?", "It is <|im_end|>, as text.")),
 }
 
 
@@ -36,7 +40,7 @@ def test_continuation_equals_the_question_alone(example, processor):
     row = encode(example, processor)
     assert len(row.ids) == len(row.targets) == len(row.mask)
     assert sorted(row.mask) == row.mask, "the shared prefix, then one continuation after another"
-    for question, (prompt, answer) in enumerate(example.qa_pairs):
+    for question, (prompt, answer) in enumerate(pairs_of(example)):
         visible = [i for i, segment in enumerate(row.mask) if segment in (1, question + 2)]
         prompt_ids = processor([example.images], [prompt])["input_ids"][0].tolist()  # as generation reads it
         answer_ids = [*processor.tokenizer.encode(answer), processor.tokenizer.special_id("<|im_end|>")]
@@ -46,30 +50,30 @@ def test_continuation_equals_the_question_alone(example, processor):
 
 @pytest.mark.parametrize("images", [[], ONE, TWO])
 def test_turn_reads_what_generation_reads_after_the_turns_before(images, processor):
-    row = encode(Example(images, TURNS, multi_turn=True), processor)
+    row = encode(about(images, TURNS), processor)
     ids = [*row.ids, row.targets[-1]]
     assert set(row.mask) <= {1, 2} and row.mask == sorted(row.mask), "one continuation, causal within itself"
-    grids = [processor.preprocess(image)[1] for image in images]
     targets = [IGNORE_INDEX] * len(row.ids)
-    for k, (prompt, answer) in enumerate(TURNS):
-        said = [text for turn in TURNS[:k] for text in turn] + [prompt]
-        messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said)]
-        messages[0]["images"] = processor.layout.image_markups(grids)
-        prompt_ids = processor.tokenizer.encode_chat(messages)
-        answer_ids = [*processor.tokenizer.encode(answer), processor.tokenizer.eos_token_id]
+    for k in (1, 3, 5):
+        prompt_ids, _ = prompt_of(processor, images, *TURNS[:k])
+        answer_ids = [*processor.tokenizer.encode(TURNS[k]), processor.tokenizer.eos_token_id]
         assert ids[: len(prompt_ids) + len(answer_ids)] == prompt_ids + answer_ids
         targets[len(prompt_ids) - 1 : len(prompt_ids) + len(answer_ids) - 1] = answer_ids
     assert row.targets == targets
 
 
+def mask(example, texts):
+    """The example, in which answers of these texts are not learned."""
+    return replace(example, chats=[[replace(t, learned=t.text not in texts) for t in chat] for chat in example.chats])
+
+
 def test_a_masked_answer_is_read_but_not_learned(processor):
-    learned = (True, False, True)
-    everything, masked = (encode(Example(ONE, TURNS, multi_turn=True, learned=m), processor) for m in ((), learned))
+    everything, masked = (encode(mask(about(ONE, TURNS), texts), processor) for texts in ((), ["yes"]))
     assert masked.ids == everything.ids
     left = [target for target in masked.targets if target != IGNORE_INDEX]
-    assert left == [i for k in (0, 2) for i in processor.tokenizer.encode_answer(TURNS[k][1])]
-    alone = encode(Example(ONE, PAIRS[:1]), processor)
-    assert encode(Example(ONE, PAIRS[:2], learned=(True, False)), processor).ids == alone.ids
+    assert left == [i for k in (1, 5) for i in processor.tokenizer.encode_answer(TURNS[k])]
+    alone = encode(about(ONE, PAIRS[0]), processor)
+    assert encode(mask(about(ONE, *PAIRS[:2]), ["one"]), processor).ids == alone.ids
 
 
 REFUSED = {
@@ -84,14 +88,22 @@ REFUSED = {
 @pytest.mark.parametrize(("images", "pairs", "words"), REFUSED.values(), ids=REFUSED)
 def test_example_that_would_teach_something_else_is_refused(images, pairs, words, processor):
     with pytest.raises(ExampleError, match=f"^{words}[^\n]*$"):
-        encode(Example(images, pairs, "a.png"), processor)
+        encode(about(images, *pairs, name="a.png"), processor)
 
 
 def test_conversation_that_the_chat_template_changes_is_refused(processor):
     cfg = replace(processor.cfg, lm_chat_template=CHATML.replace("['content']", "['content'].lower()"))
     lowering = Processor(cfg, Tokenizer(processor.tokenizer.backend, cfg))
-    with pytest.raises(ExampleError, match=re.escape("7.json[1]: in turn 2 ")):
-        encode(Example([], [("a", "B"), ("c", "d")], "7.json[1]", multi_turn=True), lowering)
+    with pytest.raises(ExampleError, match=re.escape("7.json[1]: in turn 3 ")):
+        encode(about([], ["a", "B", "c", "d"], name="7.json[1]"), lowering)
+
+
+def test_conversations_that_begin_differently_are_refused(tiled):
+    _, smol = convert_layout(tiled[0], tiled[1].tokenizer)
+    chats = [[Turn("system", [text]), *dialogue(["What?", "A."], [None])] for text in ("Be brief.", "Be long.")]
+    assert encode(Example(ONE, chats[:1] * 2), smol).mask[-1] == 3
+    with pytest.raises(ExampleError, match="example: its conversations begin differently"):
+        encode(Example(ONE, chats), smol)
 
 
 def test_length_is_not_rounded_up_beyond_the_limit(processor):

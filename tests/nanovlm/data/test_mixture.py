@@ -3,6 +3,7 @@
 import pickle
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -23,14 +24,15 @@ from nanovlm.data.examples import questions
 from nanovlm.data.mixture import source_lines, split
 from nanovlm.data.source import digest_of, keys_of
 from nanovlm.errors import DataError, NanoVLMError
+from nanovlm.processing.conversation import dialogue
 from nanovlm.processing.image_loading import augment
 from support import noise_image
-from support.data import message, png, write
+from support.data import about, message, pairs_of, png, write
 
 
 def make_example(record):
     """An example whose answer is its record; one with an empty answer if the record is "bad"."""
-    return Example([Image.new("RGB", (16, 16))], [("?", "" if record == "bad" else f"{record}")], f"{record}")
+    return about([Image.new("RGB", (16, 16))], ("?", "" if record == "bad" else f"{record}"), name=f"{record}")
 
 
 def source(name, n, images=None, **options):
@@ -239,14 +241,15 @@ def test_a_flag_holds_for_the_sources_that_it_can_mean(cards, data, options, exp
         [{"left": "own/b.png", "image": "own/a.png", "ask": "Why?", "question": "What?", "answer": "A.", "say": "B."}],
     )
     train, _ = open_data(data, ReadOptions(**options), 0)
-    asked = [next(iter(one)).qa_pairs[0][0] for one in train if one.source.path.endswith(".json")]
+    asked = [pairs_of(next(iter(one)))[0][0] for one in train if one.source.path.endswith(".json")]
     assert asked == expected and len(train) == 2
 
 
 def test_turns_are_asked_in_order_and_masked_ones_are_not():
-    example = Example([], [("a", "b"), ("c", "d"), ("e", "f")], multi_turn=True, learned=(True, False, True))
-    asked = [(question.prompt, list(question.history)) for question in questions([("x", example)])]
-    assert asked == [("a", []), ("e", [("a", "b"), ("c", "d")])]
+    chat = [replace(turn, learned=turn.text != "d") for turn in dialogue("abcdef")]
+    asked = questions([("x", Example([], [chat]))])
+    assert ["".join(turn.text for turn in question.chat) for question in asked] == ["a", "abcde"]
+    assert [question.references for question in asked] == [["b"], ["f"]]
 
 
 @pytest.mark.parametrize(
@@ -302,7 +305,7 @@ def test_batches_are_a_pure_function_and_can_be_pickled(tiled):
 
 def test_only_images_shown_before_are_changed(tiled):
     image = noise_image(40, 30)
-    make = lambda record: Example([image], [("?", str(record))])  # noqa: E731
+    make = lambda record: about([image], ("?", str(record)))  # noqa: E731
     small, endless = Source("small", range(6), make), Source("endless", range(10**6), make, endless=True)
     mixture = Mixture([Subset(small, range(6)), Subset(endless, range(10**6), 0.4)], 0)
     plain, augmented = (ExampleBatches(mixture, tiled[1], 1, augment=amount) for amount in (0.0, 0.2))

@@ -14,7 +14,7 @@ import pytest
 from nanovlm import PROMPT
 from nanovlm.data import ReadOptions, open_source
 from support import ROOT
-from support.data import OPTIONS, check_refused, llava, message, png, read_all, text, write, write_tar
+from support.data import OPTIONS, check_refused, llava, message, pairs_of, png, read_all, text, write, write_tar
 
 
 @pytest.fixture(autouse=True)
@@ -117,9 +117,9 @@ READ = {
     "COCO": (table(COCO, "d.json"), "d.json", {}, [([1], [("What?", "x"), ("What?", "y")])], ["answer from column captions"]),
     "LLaVA": (rows(llava("<image>\nQ?", "A.", image="a.png")), "d.json", {}, ONE, ["question from the chat"]),
     "LLaVA's system": (rows(llava("Q?", "A.", image="a.png", system="Be brief.")), "d.json", {},
-                       [([1], [("Be brief.\n\nQ?", "A.")])], []),
+                       [([1], [("Be brief.", "Q?", "A.")])], []),
     "two systems": (chat(message("system", "One."), message("system", "Two."), ASK, SAY), "d.json", {},
-                    [([1], [("One.\n\nTwo.\n\nQ?", "A.")])], []),
+                    [([1], [("One.", "Two.", "Q?", "A.")])], []),
     "OpenAI": (rows({"messages": [message("user", text("Q?"), IMAGE), SAY]}), "d.json", {}, ONE, ["image from the chat"]),
     "the_cauldron": (rows({"images": ["a.png"], "texts": [{"user": "Q?", "assistant": "A.", "source": "s"}]}), "d.json", {},
                      ONE, []),
@@ -178,7 +178,7 @@ def test_read(files, path, options, expected, words):
     for name, content in files.items():
         write(name, content)
     options = replace(OPTIONS, **options)
-    assert [(seeds, pairs) for _, seeds, pairs, _ in read_all(path, options)] == expected
+    assert [(seeds, pairs) for _, seeds, pairs in read_all(path, options)] == expected
     lines = " | ".join(open_source(path, options).lines)
     assert all(part in lines for part in words), lines
 
@@ -275,9 +275,10 @@ def test_names_masks_and_the_default_question():
     for name, content in (captions("a") | chat(ASK, wrong, message("user", "Again."), SAY | {"loss": True})).items():
         write(f"mine/{name}", content)
     example = open_source("mine/d.json", ReadOptions())[0]
-    assert example.qa_pairs == [("Q?", "WRONG"), ("Again.", "A.")] and example.learned == (False, True)
+    assert pairs_of(example) == [("Q?", "WRONG"), ("Again.", "A.")]
+    assert [answer for _, answer in example.learned()] == ["A."]
     Path("mine/b.png").unlink()
-    assert read_all("mine", ReadOptions()) == [("mine/a.png", [1], [(PROMPT, "a!")], False)]
+    assert read_all("mine", ReadOptions()) == [("mine/a.png", [1], [(PROMPT, "a!")])]
 
 
 def test_a_pipe_is_no_file():
@@ -347,7 +348,7 @@ def test_tars(files, expected, words):
         return
     for stream in {False, expected != 6}:  # in a stream, `datasets` cannot cast a later type
         options = replace(OPTIONS, stream=stream)
-        found = [(seeds, pairs) for _, seeds, pairs, _ in read_all("a.tar", options)]
+        found = [(seeds, pairs) for _, seeds, pairs in read_all("a.tar", options)]
         assert found == expected or len(found) == expected
         assert words in " | ".join(open_source("a.tar", options).lines)
 
@@ -384,11 +385,11 @@ def test_parquet_arrow_and_folders_of_save_to_disk():
     expected = [([1], [("Q?", "A."), ("Why?", "So.")]), ([1, 2], [("Q?", "A.")])]
     address = Path("rows/train-0.parquet").resolve().as_uri()
     for path in ("saved", "split", "rows", "rows/train-0.parquet", address, "mine"):
-        found = [(seeds, pairs) for _, seeds, pairs, _ in read_all(path)]
+        found = [(seeds, pairs) for _, seeds, pairs in read_all(path)]
         assert found == (CAPTION if path == "mine" else expected), path
     assert any("not read: test" in line for line in open_source("split", OPTIONS).lines)
     named = open_source("saved", replace(OPTIONS, text_column="kind"))
-    assert [named[i].qa_pairs for i in (0, 1)] == [[("What?", "x")], [("What?", "y")]]
+    assert [pairs_of(named[i]) for i in (0, 1)] == [[("What?", "x")], [("What?", "y")]]
     check_refused("none", "has no split 'train', only a, test")
 
 

@@ -24,7 +24,7 @@ from nanovlm.data.records import example_of_table
 from nanovlm.data.source import keys_of
 from nanovlm.errors import DataError, TrainingError
 from nanovlm.training.loader import load_batches
-from support.data import OPTIONS, png, write, write_tar
+from support.data import OPTIONS, pairs_of, png, write, write_tar
 
 pytestmark = pytest.mark.full
 
@@ -39,7 +39,7 @@ def stream(n=600, n_shards=1):
 
 
 def answers(reader, n):
-    return [example.qa_pairs[0][1] for example, _ in islice(reader, n)]
+    return [pairs_of(example)[0][1] for example, _ in islice(reader, n)]
 
 
 @pytest.mark.parametrize(("n_shards", "n_parts"), [(1, 1), (3, 1), (4, 2), (3, 2), (1, 3)])
@@ -204,7 +204,7 @@ def test_a_stream_and_its_file_have_the_same_sides(library, share):
     sides = {}
     for is_on in (False, True):
         split_data = open_data(["a.parquet"], ReadOptions(stream=is_on), share)
-        sides[is_on] = [{example.qa_pairs[0][1] for subset in side for example in subset} for side in split_data]
+        sides[is_on] = [{pairs_of(example)[0][1] for subset in side for example in subset} for side in split_data]
     assert sides[False] == sides[True] and not set.intersection(*sides[True])
     assert len(set.union(*sides[True])) == 200 and abs(len(sides[True][1]) - 200 * share) < 15
 

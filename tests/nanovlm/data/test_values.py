@@ -10,7 +10,7 @@ import pytest
 from nanovlm.data import ExampleError, StreamedSource, open_source
 from nanovlm.data.values import clean_text, is_empty
 from nanovlm.errors import DataError
-from support.data import OPTIONS, png
+from support.data import OPTIONS, pairs_of, png
 
 UTC = dt.UTC
 TEXTS = {
@@ -110,7 +110,7 @@ def test_every_type_of_arrow_in_a_file_and_its_stream(in_tmp_path, tmp_path, mon
                 assert expected in str(error) and f"{name}.parquet" in str(error), (name, error)
                 continue
             example = next(source.one_side(False)) if isinstance(source, StreamedSource) else source[0]
-            assert example.qa_pairs == [("What?", expected)], name
+            assert pairs_of(example) == [("What?", expected)], name
 
 
 @pytest.mark.full
@@ -127,5 +127,5 @@ def test_classes_also_in_lists_and_minus_one_is_missing(in_tmp_path, tmp_path, m
         source = open_source("a.parquet", replace(OPTIONS, stream=is_streamed, on_error="skip", text_column=column))
         found = source.one_side(False) if is_streamed else map(source.__getitem__, range(len(source)))
         examples = [one for one in found if not isinstance(one, ExampleError)]
-        assert [answer for example in examples for _, answer in example.qa_pairs] == expected
+        assert [answer for example in examples for _, answer in pairs_of(example)] == expected
         assert [error.partition("]")[0] for error in source.errors] == ["a.parquet[2", "a.parquet[3"]

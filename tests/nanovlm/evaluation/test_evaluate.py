@@ -13,6 +13,7 @@ from nanovlm.cli import main as cli
 from nanovlm.data import ReadOptions, open_data
 from nanovlm.evaluation import Evaluation, EvaluationOptions, evaluate, questions_of
 from nanovlm.evaluation.evaluate import Answer, Question
+from nanovlm.processing.conversation import dialogue
 from support import noise_image
 from support.data import write
 
@@ -214,7 +215,7 @@ def test_validation_asks_what_the_run_held_out(capsys, trained, data, held_out, 
     ],
 )
 def test_a_model_that_is_never_right_is_told_what_to_do(texts, f1, words):
-    answers = [Answer(Question("s", "n", [], "q", ["r "]), text, {"f1": f1}) for text in texts]
+    answers = [Answer(Question("s", "n", [], dialogue(["q"]), ["r "]), text, {"f1": f1}) for text in texts]
     advice = Evaluation(answers).advice()
     assert advice is None if words is None else advice.startswith(words)
     assert Evaluation([]).advice() is None

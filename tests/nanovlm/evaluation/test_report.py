@@ -6,11 +6,14 @@ import re
 from html import unescape
 from html.parser import HTMLParser
 
-from PIL import Image
+from PIL import Image, ImageColor
 
+from nanovlm.choices import Choice
 from nanovlm.evaluation import Evaluation
 from nanovlm.evaluation.evaluate import Answer, Question
+from nanovlm.evaluation.labels import doubtful_labels
 from nanovlm.evaluation.report import write_report
+from nanovlm.processing.conversation import dialogue
 from support.training import answer_questions
 
 METRICS = [{"step": step, "loss": 4.0 - step} for step in range(1, 4)]
@@ -45,17 +48,55 @@ def test_a_table_says_what_was_taken_for_what_if_answers_recur(tmp_path):
     assert rows[1:] == [["blue", "", "1", "", ""], ["gray", "", "1", "", ""], ["red", "", "", "1", "1"]]
     for n, has_table in ((3, False), (80, True), (82, False)):
         texts = range(n) if n == 3 else [i // 2 for i in range(n)]
-        answers = [Answer(Question("s", "n", [], "q", [str(i)]), "a", {}) for i in texts]
+        answers = [Answer(Question("s", "n", [], dialogue(["q"]), [str(i)]), "a", {}) for i in texts]
         page = written(tmp_path, "mine", Evaluation(answers))
         assert ("<table" in page) == has_table, "at most 40 different ones"
         assert page.count("<article>") == min(n, 60) and (", the first 60" in page) == (n > 60)
 
 
 def test_a_report_is_a_page_whatever_names_and_texts_hold(tmp_path):
-    question = Question("s", "a\udcff\"'>.png", [], "q\0\x1b[31m", ["</script><img src=x onerror=alert(1)>"])
+    question = Question(
+        "s", "a\udcff\"'>.png", [], dialogue(["q\0\x1b[31m"]), ["</script><img src=x onerror=alert(1)>"]
+    )
     page, tags = written(tmp_path, "t\udcff", Evaluation([Answer(question, "a", {})])), set()
     parser = HTMLParser()
     parser.handle_starttag = lambda tag, attributes: tags.add(tag)
     parser.feed(page)
     assert "article" in tags and not tags & {"img", "script"}
     assert all(c.isprintable() or c == "\n" for c in page) and "q\ufffd\ufffd[31m" in page
+
+
+class Classifier:
+    """A captioner that knows colors by name, and finds all labels of another color equally probable."""
+
+    def classify(self, images, labels, prompt):
+        found = images[0].getpixel((0, 0))
+        scores = {label: 1.0 + 9 * (ImageColor.getrgb(label) == found) for label in labels}
+        ranked = [Choice(label, score / sum(scores.values()), 0.0) for label, score in scores.items()]
+        return sorted(ranked, key=lambda choice: -choice.probability)
+
+
+def question(color, label, *earlier, source="mine"):
+    chat = dialogue([*earlier, "What color?"], [None])
+    return Question(source, f"{color} as {label}", [Image.new("RGB", (8, 8), color)], chat, [label])
+
+
+def test_wrong_labels_come_first(tmp_path):
+    """Of labels alone: a chat, and a source of as many answers as questions, have none."""
+    asked = [question(color, color) for color in ("red", "blue", "green") * 4]
+    wrong = [question("red", "blue"), question("green", "red"), question((1, 2, 3), "green")]
+    others = [question("red", "blue", "Hi", "Ho"), *(question("red", label, source="b") for label in ("blue", "red"))]
+    doubts = doubtful_labels(Classifier(), [*asked, *wrong, *others])
+    assert [(doubt.question.name, doubt.label, doubt.better) for doubt in doubts] == [
+        ("red as blue", "blue", "red"),
+        ("green as red", "red", "green"),
+        ("(1, 2, 3) as green", "green", "blue"),
+    ]
+    assert [round(doubt.probability, 3) for doubt in doubts] == [0.083, 0.083, 0.333]
+    page = unescape(written(tmp_path, "mine", Evaluation([]), doubts=doubts))
+    assert re.findall(r"<p>([^<]* \(probability [^<]*)<br>", page) == [
+        "blue (probability 0.083), the model's: red",
+        "red (probability 0.083), the model's: green",
+        "green (probability 0.33), the model's: blue",
+    ]
+    assert page.count("base64,") == 3 and doubtful_labels(Classifier(), []) == []

@@ -6,6 +6,7 @@ The expected prompts are written out by hand below, and the answers are computed
 import json
 import random
 import shutil
+from itertools import chain
 
 import pytest
 import tokenizers
@@ -19,12 +20,14 @@ from models.decoding import SamplingParams
 from models.vision_language_model import VisionLanguageModel
 from nanovlm import Captioner
 from nanovlm.cli.main import main
-from nanovlm.data.examples import IGNORE_INDEX, Example, encode
+from nanovlm.data.examples import IGNORE_INDEX, encode
 from nanovlm.errors import CheckpointError
 from nanovlm.export.transformers import export_notes, export_smolvlm
 from nanovlm.processing.tokenizer import Tokenizer
 from support import Package, transforms
 from support.checkpoints import BASE_SIZE, EMBEDDING, HEAD, INV_FREQ, raw_config, read_nanovlm, stock_shapes, tiles
+from support.data import about
+from support.generation import prompt_of
 from support.smolvlm import make_tokenizer
 
 transformers = Package("transformers")
@@ -246,7 +249,7 @@ def test_a_post_processor_begins_the_prompts_that_no_template_writes(make_checkp
     backend.post_processor = tokenizers.processors.TemplateProcessing("<repo_name> $A", None, [("<repo_name>", 3)])
     backend.save(str(folder / "tokenizer.json"))
     processors = Captioner.from_pretrained(folder).processor, plain
-    ids, without = (processor.encode_prompt([(1, 1)], "What?") for processor in processors)
+    ids, without = (prompt_of(processor, make_images("1x1"), "What?")[0] for processor in processors)
     text = backend.encode("Question: What? Answer:").ids
     assert version == 3 or [id for id in without if id != plain.tokenizer.image_token_id] == text[1:]
     images = without[: -len(text) + 1] if version < 3 else []
@@ -304,7 +307,7 @@ def test_training_prompts_match_generation_prompts(format_version, captioner, im
     """Pairs that are asked one by one see the image and themselves; of a chat each sees those before it."""
     processor, tokenizer, images = captioner.processor, captioner.tokenizer, make_images(image_set)
     pairs = [(QUESTION, "A star."), ("How many are there? " * 3, "one"), ("?", "no")]
-    row, chat = encode(Example(images, pairs), processor), []
+    row, chat = encode(about(images, *pairs), processor), []
     assert sum(mask == 1 for mask in row.mask) >= row.ids.count(tokenizer.image_token_id)
     for n, (question, text) in enumerate(pairs):
         read = processor([images], [question])["input_ids"][0].tolist()
@@ -314,7 +317,7 @@ def test_training_prompts_match_generation_prompts(format_version, captioner, im
         assert [row.targets[i] for i in seen] == [IGNORE_INDEX] * (len(read) - 1) + answer
         chat += tokenizer.encode("\n") if n and format_version > 2 else []
         chat += processor([[] if n else images], [question])["input_ids"][0].tolist() + answer
-    row = encode(Example(images, pairs, multi_turn=True), processor)
+    row = encode(about(images, [*chain(*pairs)]), processor)
     assert [*row.ids, row.targets[-1]] == chat
 
 

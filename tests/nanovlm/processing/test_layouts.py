@@ -9,9 +9,11 @@ from PIL import Image
 
 from models.checkpoint import FORMATS
 from models.formats.smolvlm import SmolVLM
+from models.inference.caches import TiledImage
 from nanovlm import Captioner
 from nanovlm.errors import InputError
 from nanovlm.export.transformers import export_smolvlm
+from nanovlm.processing.conversation import Turn, dialogue
 from nanovlm.processing.convert import check_format, convert_layout
 from nanovlm.processing.image_loading import as_tensor
 from nanovlm.processing.layouts import LAYOUTS
@@ -44,8 +46,9 @@ def test_a_written_folder_is_recognized_and_says_the_same(converted, tmp_path):
 
 def test_a_prompt_is_laid_out_as_transformers_does(converted):
     processor = converted.processor
-    turns = [("user", [None, "Hi"]), ("assistant", ["Yes."]), ("user", [None, "What is this?"])]
-    ids = processor.encode_turns([(2, 3), (1, 1)], turns)
+    wide, small = TiledImage(None, grid=(2, 3)), TiledImage(None, grid=(1, 1))
+    turns = [Turn("user", [wide, "Hi"]), Turn("assistant", ["Yes."]), Turn("user", [small, "What is this?"])]
+    ids = processor.encode(turns)
     rows = [[f"{FAKE}<row_{row}_col_{column}>{IMAGE}" for column in (1, 2, 3)] for row in (1, 2)]
     tiles = "".join("".join(row) + "\n" for row in rows) + "\n" + WHOLE
     assert processor.tokenizer.backend.decode(ids, skip_special_tokens=False) == (
@@ -64,7 +67,8 @@ def test_special_tokens_in_the_text_of_turns_are_plain_text(converted):
     for token in listed["added_tokens"]:
         token["special"] = token["content"] == "<end_of_utterance>"
     tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(listed)), converted.model.cfg)
-    ids = Processor(converted.model.cfg, tokenizer).encode_turns([(1, 1)], [("user", [None, "".join(tokens)])])
+    chat = dialogue(["".join(tokens)], [TiledImage(None, grid=(1, 1))])
+    ids = Processor(converted.model.cfg, tokenizer).encode(chat)
     assert {token: ids.count(tokenizer.special_id(token)) for token in tokens} == tokens
 
 

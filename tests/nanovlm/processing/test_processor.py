@@ -8,6 +8,7 @@ from models.config import extra_tokens
 from nanovlm.errors import InputError
 from nanovlm.processing.processor import Processor
 from support import noise_image
+from support.generation import prompt_of
 
 SIZES = [(16, 16), (64, 64), (640, 640), (200, 90), (90, 200), (33, 64)]
 
@@ -19,21 +20,21 @@ def processor(tiled):
 
 def test_wrong_use_is_an_error(processor):
     narrow = Processor(replace(processor.cfg, vlm_extra_tokens=extra_tokens(2)), processor.tokenizer)
-    narrow.encode([noise_image(30, 14)], "?")
+    prompt_of(narrow, [noise_image(30, 14)], "?")
     with pytest.raises(ValueError, match="3 x 2 tiles, but vlm_extra_tokens has no r3c2"):
-        narrow.encode([noise_image(30, 48)], "?")
+        prompt_of(narrow, [noise_image(30, 48)], "?")
     with pytest.raises(InputError, match="max_tiles=0 is less than 1"):
         Processor(processor.cfg, processor.tokenizer, max_tiles=0)
     for prompt in ([{"role": "user", "content": "?"}], None):
         with pytest.raises(InputError, match=f"^a prompt is one string, not {type(prompt).__name__}; .*$"):
-            processor.encode([], prompt)
+            prompt_of(processor, [], prompt)
 
 
 def test_single_tile_model_resizes_any_image_to_one_tile(model_and_processor):
     _, processor = model_and_processor
     image, whole = map(processor.tokenizer.special_id, ("<|image|>", "<|global_image|>"))
     for size in ((96, 96), (300, 90), (1092, 1092), (7, 400)):  # the resize rule would give 1092 x 1092 two tiles
-        ids, tiles = processor.encode([noise_image(*size)], "Hi?")
+        ids, tiles = prompt_of(processor, [noise_image(*size)], "Hi?")
         assert [len(one) for one in tiles] == [1] and ids.count(image) == 36 and ids.count(whole) == 1
 
 
@@ -51,7 +52,7 @@ def test_max_tiles_limits_the_grid(processor, size, max_tiles, grid, to_max_side
     """With resize_to_max_side_len small images are enlarged to the largest side."""
     cfg = replace(processor.cfg, resize_to_max_side_len=to_max_side)
     limited = Processor(cfg, processor.tokenizer, max_tiles=max_tiles)
-    ids, (tiles,) = limited.encode([noise_image(*size)], "Hi?")
+    ids, (tiles,) = prompt_of(limited, [noise_image(*size)], "Hi?")
     n = grid[0] * grid[1] + (grid != (1, 1))
     assert limited.preprocess(noise_image(*size))[1] == grid and len(tiles) == n
     assert ids.count(processor.tokenizer.image_token_id) == 4 * n

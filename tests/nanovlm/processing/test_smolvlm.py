@@ -13,12 +13,14 @@ from models.checkpoint import checkpoint_dtype, load_config
 from models.vision_language_model import VisionLanguageModel
 from nanovlm.captioner import Captioner
 from nanovlm.cli.main import main
-from nanovlm.data.examples import Example, collate, encode
+from nanovlm.data.examples import collate, encode
+from nanovlm.data.records import to_example
 from nanovlm.errors import CheckpointError
-from nanovlm.serving.chat_inputs import read_chat
+from nanovlm.options import ReadOptions
+from nanovlm.processing.conversation import with_images
 from nanovlm.serving.openai_api import ChatRequest
 from support import Package, noise_image
-from support.generation import inputs_of
+from support.generation import inputs_of, prompt_of
 from support.smolvlm import ADDED, SPECIAL, TEMPLATE, make_tokenizer, their_inputs, write_folder
 
 transformers = Package("transformers")
@@ -75,11 +77,9 @@ def test_ids_and_pixels_of_200_sizes_match(variant, ours):
         images = [noise_image(*size, seed=i)] + [noise_image(*s, seed=i) for s in sizes(2, i)[: rng.randint(0, 2)]]
         turns = ["What is this?", "A cat and 12 dogs.", "And there?"][: rng.choice((1, 3))]
         expected = their_inputs(processor, images, turns)
-        tiles = [ours.processor.preprocess(image) for image in images]
-        history = [tuple(turns[:2])] if len(turns) == 3 else []
-        ids = ours.processor.encode_prompt([grid for _, grid in tiles], turns[-1], history)
+        ids, tiles = prompt_of(ours.processor, images, *turns)
         assert ids == expected["input_ids"][0].tolist()
-        pixels = torch.cat([one for one, _ in tiles])
+        pixels = torch.cat(tiles)
         assert pixels.shape == expected["pixel_values"][0].shape
         assert (pixels - expected["pixel_values"][0]).abs().max() <= 1e-5
 
@@ -188,16 +188,17 @@ def test_models_are_trained_in_smolvlms_layout_and_transformers_reads_them(folde
 
 
 def test_the_loss_of_a_training_example_is_transformers(folders):
+    """A row of data with a system's message, which keeps its turn."""
     folder, model, processor = folders("SmolVLM2")
     captioner = Captioner.from_pretrained(folder, "cpu", "float32")
-    image, pairs = noise_image(70, 40), [("What is this?", "Two dogs."), ("And there?", "A cat.")]
-    row = encode(Example([image], pairs, multi_turn=True), captioner.processor)
-    batch = collate([row])
-    _, loss = captioner.model(**batch)
-    texts = [text for pair in pairs for text in pair]
-    messages = [{"role": ("user", "assistant")[i % 2], "content": [{"type": "text", "text": t}]} for i, t in
-                enumerate(texts)]  # fmt: skip
-    messages[0]["content"].insert(0, {"type": "image"})
+    image, texts = noise_image(70, 40), ["Be brief.", "What is this?", "Two dogs.", "And there?", "A cat."]
+    roles = ["system", "user", "assistant", "user", "assistant"]
+    chat = [{"role": role, "content": text} for role, text in zip(roles, texts)]
+    record = {"image": image, "messages": chat, "__folder__": "", "__name__": "a"}
+    row = encode(to_example(record, ReadOptions()), captioner.processor)
+    _, loss = captioner.model(**collate([row]))
+    messages = [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in zip(roles, texts)]
+    messages[1]["content"].insert(0, {"type": "image"})
     inputs = processor(text=processor.apply_chat_template(messages), images=[[image]], return_tensors="pt")
     end = captioner.tokenizer.eos_token_id
     ids = inputs["input_ids"][0].tolist()
@@ -232,9 +233,7 @@ def test_messages_keep_their_roles_and_order(folders):
     sent = [{"role": role.replace("system", "developer"), "content": content(parts, url)} for role, parts in turns]
     sent[0]["content"], sent[-1]["content"] = "Be brief.", "Go on."
     messages = ChatRequest.model_validate({"messages": sent}).messages
-    chat = read_chat(messages, images_in_turns=ours.layout.images_in_turns)
-    assert len(chat.images) == 3
-    ids = ours.encode_turns([ours.preprocess(image)[1] for image in images], chat.turns)
+    ids = ours.encode(with_images([message.turn for message in messages], ours.prepare(images)))
     asked = [{"role": role, "content": content(parts, {"type": "image"})} for role, parts in turns]
     prompt = theirs.apply_chat_template(asked, add_generation_prompt=True)
     assert ids == theirs(text=prompt, images=[images], return_tensors="pt").input_ids[0].tolist()
@@ -289,12 +288,12 @@ def test_a_prompt_begins_as_the_post_processor_says(tmp_path, writes_bos):
     ours = Captioner.from_pretrained(tmp_path / "model").processor
     messages = [{"role": "user", "content": [{"type": "text", "text": "What?"}]}]
     expected = theirs.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
-    ids = ours.encode_prompt([], "What?")
+    ids = prompt_of(ours, [], "What?")[0]
     assert [ids] == expected["input_ids"] and ids.count(bos) == 1 and ids[0] == bos
     backend.post_processor = tokenizers.processors.TemplateProcessing("$A <|im_start|>", None, [("<|im_start|>", bos)])
     backend.save(str(file))
     with pytest.raises(CheckpointError, match="behind a text"):
-        Captioner.from_pretrained(tmp_path / "model").processor.encode_prompt([], "What?")
+        prompt_of(Captioner.from_pretrained(tmp_path / "model").processor, [], "What?")
 
 
 def metaspace(scheme):
@@ -330,12 +329,10 @@ TOKENIZERS = {
 def test_prompts_of_other_tokenizers_have_transformers_ids(tmp_path, make):
     _, processor = write_folder(tmp_path, backend=make())
     ours, image = Captioner.from_pretrained(tmp_path).processor, noise_image(70, 40)
-    (grid,) = ours.preprocess_all([image])[1]
     for turns in (["What is this?"], ["  What\n", "Two  dogs. ", " And there? "]):
         expected = their_inputs(processor, [image], turns)["input_ids"][0].tolist()
-        history = [tuple(turns[:2])] if len(turns) > 1 else []
-        assert ours.encode_prompt([grid], turns[-1], history) == expected
-        typed = ours.encode_prompt([grid], turns[-1] + "<end_of_utterance><image>", history)
+        assert prompt_of(ours, [image], *turns)[0] == expected
+        typed, _ = prompt_of(ours, [image], *turns[:-1], turns[-1] + "<end_of_utterance><image>")
         special = {*map(ours.tokenizer.special_id, ADDED)}
         assert [id for id in typed if id in special] == [id for id in expected if id in special]
 
@@ -351,9 +348,9 @@ def test_the_markup_of_documents_is_kept_and_may_be_typed(tmp_path):
     assert tokenizer.decode(ids) == "".join(tokenizer.stream(ids)) == "<doctag><loc_5>Hi</doctag>"
     answer = [*tokenizer.encode(tokenizer.answer_prefix), *ids, tokenizer.eos_token_id]
     assert tokenizer.encode_answer("<doctag><loc_5>Hi</doctag>") == answer
-    question, (grid,) = "Convert <chart> at <loc_5> to <doctag>.", ours.preprocess_all([image])[1]
+    question = "Convert <chart> at <loc_5> to <doctag>."
     expected = their_inputs(processor, [image], [question])["input_ids"][0].tolist()
-    assert ours.encode_prompt([grid], question) == expected and location in expected
+    assert prompt_of(ours, [image], question)[0] == expected and location in expected
     for markup in ("<image>", "<end_of_utterance>", "<|im_start|>", "<row_1_col_1>", "<|end_of_text|>"):
-        typed, plain = (ours.encode_prompt([grid], question + text) for text in (markup, "?"))
+        typed, plain = (prompt_of(ours, [image], question + text)[0] for text in (markup, "?"))
         assert typed.count(tokenizer.special_id(markup)) == plain.count(tokenizer.special_id(markup))

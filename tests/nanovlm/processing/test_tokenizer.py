@@ -8,6 +8,7 @@ import pytest
 from tokenizers import decoders, models
 
 from nanovlm.errors import CheckpointError
+from nanovlm.processing.conversation import dialogue
 from nanovlm.processing.tokenizer import StreamingDecoder, Tokenizer
 
 START, END = "<|im_start|>", "<|im_end|>"
@@ -41,8 +42,9 @@ def tokenizer(tiled):
     return tiled[1].tokenizer
 
 
-def user(text, **more):
-    return [{"role": "user", "content": text, **more}]
+def asked(tokenizer, text, *markups):
+    """Ids of a question about images that these markups stand for."""
+    return tokenizer.encode_chat(dialogue([text], [None] * len(markups)), markups)
 
 
 def test_encode_decode_round_trip(tokenizer):
@@ -64,7 +66,7 @@ def by_hand(tokenizer, text, images=()):
 @pytest.mark.parametrize("images", [[], ["<|global_image|>", "<|image|>", "<|image|>"]])
 def test_only_the_template_and_image_markup_become_special_tokens(tokenizer, images):
     for text in TEXTS:
-        ids = tokenizer.encode_chat(user(text, images="".join(images)))
+        ids = asked(tokenizer, text, *images)
         assert ids == by_hand(tokenizer, text, images)
         assert tokenizer.decode(ids) == f"user\n{text}\nassistant\n"
 
@@ -159,4 +161,4 @@ def test_other_settings_of_the_file_change_nothing(tokenizer):
     text = "an <|image|> and its <|im_end|>, of a b c d e f"
     assert again.encode(text) == tokenizer.encode(text) and again.decode(again.encode(text)) == text
     markup = "<|global_image|><|image|><|image|>"
-    assert again.encode_chat(user(text, images=markup)) == tokenizer.encode_chat(user(text, images=markup))
+    assert asked(again, text, markup) == asked(tokenizer, text, markup)

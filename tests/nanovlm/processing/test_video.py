@@ -20,6 +20,7 @@ from nanovlm.processing.convert import convert_layout
 from nanovlm.processing.video import Video, in_words
 from nanovlm.processing.video_decoder import sample_frames
 from support import Package
+from support.generation import prompt_of
 from support.smolvlm import write_folder
 
 transformers = Package("transformers")
@@ -66,7 +67,7 @@ def test_text_and_pixels_are_those_of_transformers(tmp_path):
         videos=[pixels.permute(0, 3, 1, 2)], video_metadata=[metadata], do_sample_frames=False, return_tensors="pt",
     )  # fmt: skip
     ours = Captioner.from_pretrained(tmp_path / "model", "cpu", "float32")
-    ids, tiles = ours.processor.encode([Video(frames, [i / 2 for i in range(6)], 3.0)], "What is this?")
+    ids, tiles = prompt_of(ours.processor, [Video(frames, [i / 2 for i in range(6)], 3.0)], "What is this?")
     assert ids == inputs["input_ids"][0].tolist()
     difference = (torch.cat(tiles) - inputs["pixel_values"][0]).abs()
     assert difference.mean() < 0.02 and difference.max() <= 6 / 127.5, "of two roundings of two resizes"
@@ -180,7 +181,7 @@ def test_captions_and_chats_are_about_videos(clip, layout, embedded):
     video, question = Video.read("a.mp4"), "What moves?"
     answer = "".join(ChatSession(captioner, [video]).ask(question, max_new_tokens=9))
     assert answer == captioner.caption_video("a.mp4", question, max_new_tokens=9)
-    ids, tiles = captioner.processor.encode([video], question)
+    ids, tiles = prompt_of(captioner.processor, [video], question)
     n_embeddings = len(captioner.model.encode_images(tiles[0])[0])
     assert len(tiles) == 3 and ids.count(captioner.tokenizer.image_token_id) == 3 * n_embeddings
     if layout == "nanovlm":  # the frames are images

@@ -10,8 +10,10 @@ import pytest
 from models.decoding import SamplingParams
 from nanovlm import PROMPT, SAMPLE, Captioner
 from nanovlm.errors import InputError
+from nanovlm.processing.conversation import images_of
+from nanovlm.processing.layouts import Layout
+from nanovlm.processing.layouts.smolvlm import SmolVLMLayout
 from nanovlm.processing.structured_output import GrammarProcessor
-from nanovlm.serving.chat_inputs import read_chat
 from nanovlm.serving.openai_api import ChatRequest, StopStrings
 from support import noise_image, png
 from support.schema import SCHEMA, assert_fits
@@ -176,17 +178,22 @@ CHATS = [  # messages, and the texts of user and assistant by turns
 ]
 
 
+def arranged(layout, messages):
+    chat = [message.turn for message in ChatRequest.model_validate({"messages": messages}).messages]
+    return layout.arrange(None, chat, "Who?")
+
+
 @pytest.mark.parametrize(("messages", "texts"), CHATS)
 def test_messages_become_turns_whoever_begins(messages, texts):
-    chat = read_chat(ChatRequest.model_validate({"messages": messages}).messages, default_prompt="Who?")
-    assert [parts for _, parts in chat.turns] == [[text.replace(PROMPT, "Who?")] for text in texts]
-    assert len(chat.images) == messages.count(ALONE)
+    turns = arranged(Layout, messages)
+    assert [turn.role for turn in turns] == ["user", "assistant", "user"][: len(turns)]
+    assert [turn.text for turn in turns] == [text.replace(PROMPT, "Who?") for text in texts]
+    assert len(images_of(turns[:1])) == messages.count(ALONE)
 
 
 def test_adjacent_texts_are_one_as_together_they_could_spell_a_token():
-    messages = content(text("<|im"), text("_end|>"), IMAGE, text("c"))
-    chat = read_chat(ChatRequest.model_validate(messages).messages, images_in_turns=True)
-    assert chat.turns == [("user", ["<|im_end|>", None, "c"])]
+    (turn,) = arranged(SmolVLMLayout, content(text("<|im"), text("_end|>"), IMAGE, text("c"))["messages"])
+    assert (turn.role, [part for part in turn.parts if isinstance(part, str)]) == ("user", ["<|im_end|>", "c"])
 
 
 @pytest.mark.parametrize("stream", [False, True])
