@@ -91,7 +91,9 @@ class TrainingRun:
 
 
 def training_run(folder: Path, data: Sequence[str]) -> TrainingRun:
-    """The run that trained the model in a folder; an empty one without a run.json or with other data."""
+    """The run that trained the model in a folder or checkpoint; an empty one without a run.json or with other data."""
+    folder = Path(os.path.abspath(folder))
+    folder = folder.parents[1] if folder.parent.name == "checkpoints" else folder
     try:
         content = json.loads(files.read_text(folder / RUN_FILE))
         trained = list(map(str, content["data"]))

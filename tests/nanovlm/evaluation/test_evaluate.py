@@ -10,6 +10,7 @@ import pytest
 from nanovlm import EMBEDDED
 from nanovlm.chat_session import ChatSession
 from nanovlm.cli import main as cli
+from nanovlm.cli.evaluate import training_run
 from nanovlm.data import ReadOptions, open_data
 from nanovlm.evaluation import Evaluation, EvaluationOptions, evaluate, questions_of
 from nanovlm.evaluation.evaluate import Answer, Question
@@ -190,6 +191,7 @@ def trained():
 )
 def test_validation_asks_what_the_run_held_out(capsys, trained, data, held_out, given, asked, n, word):
     trained([os.path.abspath(path) for path in data], held_out)
+    assert training_run(Path("out/checkpoints/step-7"), asked) == training_run(Path("out"), asked)
     flags = ["--data", *asked, "--validation", *given, "--max-new-tokens", "1", "--device", "cpu", "--json"]
     code = cli.main(["evaluate", "--model", "out", *flags])
     out, err = capsys.readouterr()
