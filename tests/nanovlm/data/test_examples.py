@@ -14,8 +14,7 @@ from nanovlm.processing.convert import convert_layout
 from nanovlm.processing.processor import Processor
 from nanovlm.processing.tokenizer import Tokenizer
 from support import noise_image
-from support.data import about, pairs_of
-from support.generation import prompt_of
+from support.data import about
 
 ONE, TWO = [noise_image(16, 16)], [noise_image(30, 14, 2), noise_image(16, 16, 3)]
 PAIRS = [("What is this?", "A red star."), ("How many stars are there? " * 3, "one"), ("?", "-"), ("Is it red?", "yes")]
@@ -33,33 +32,6 @@ EXAMPLES = {
 @pytest.fixture(scope="module")
 def processor(tiled):
     return tiled[1]
-
-
-@pytest.mark.parametrize("example", EXAMPLES.values(), ids=EXAMPLES)
-def test_continuation_equals_the_question_alone(example, processor):
-    row = encode(example, processor)
-    assert len(row.ids) == len(row.targets) == len(row.mask)
-    assert sorted(row.mask) == row.mask, "the shared prefix, then one continuation after another"
-    for question, (prompt, answer) in enumerate(pairs_of(example)):
-        visible = [i for i, segment in enumerate(row.mask) if segment in (1, question + 2)]
-        prompt_ids = processor([example.images], [prompt])["input_ids"][0].tolist()  # as generation reads it
-        answer_ids = [*processor.tokenizer.encode(answer), processor.tokenizer.special_id("<|im_end|>")]
-        assert [row.ids[i] for i in visible] == (prompt_ids + answer_ids)[:-1]
-        assert [row.targets[i] for i in visible] == [IGNORE_INDEX] * (len(prompt_ids) - 1) + answer_ids
-
-
-@pytest.mark.parametrize("images", [[], ONE, TWO])
-def test_turn_reads_what_generation_reads_after_the_turns_before(images, processor):
-    row = encode(about(images, TURNS), processor)
-    ids = [*row.ids, row.targets[-1]]
-    assert set(row.mask) <= {1, 2} and row.mask == sorted(row.mask), "one continuation, causal within itself"
-    targets = [IGNORE_INDEX] * len(row.ids)
-    for k in (1, 3, 5):
-        prompt_ids, _ = prompt_of(processor, images, *TURNS[:k])
-        answer_ids = [*processor.tokenizer.encode(TURNS[k]), processor.tokenizer.eos_token_id]
-        assert ids[: len(prompt_ids) + len(answer_ids)] == prompt_ids + answer_ids
-        targets[len(prompt_ids) - 1 : len(prompt_ids) + len(answer_ids) - 1] = answer_ids
-    assert row.targets == targets
 
 
 def mask(example, texts):

@@ -306,9 +306,11 @@ def test_answers_match_a_plain_recomputation(format_version, captioner, referenc
 def test_training_prompts_match_generation_prompts(format_version, captioner, image_set):
     """Pairs that are asked one by one see the image and themselves; of a chat each sees those before it."""
     processor, tokenizer, images = captioner.processor, captioner.tokenizer, make_images(image_set)
-    pairs = [(QUESTION, "A star."), ("How many are there? " * 3, "one"), ("?", "no")]
-    row, chat = encode(about(images, *pairs), processor), []
+    typed = "<|image|> <|im_end|>"
+    pairs = [(QUESTION, "A star."), ("How many are there? " * 3, "one"), (f"Is\nit {typed}?", f"It is {typed}.")]
+    row, chat, labels = encode(about(images, *pairs), processor), [], []
     assert sum(mask == 1 for mask in row.mask) >= row.ids.count(tokenizer.image_token_id)
+    assert sorted(row.mask) == row.mask, "the shared prefix, then one continuation after another"
     for n, (question, text) in enumerate(pairs):
         read = processor([images], [question])["input_ids"][0].tolist()
         answer = [*tokenizer.encode(text), tokenizer.eos_token_id]
@@ -316,9 +318,12 @@ def test_training_prompts_match_generation_prompts(format_version, captioner, im
         assert [row.ids[i] for i in seen] == (read + answer)[:-1]
         assert [row.targets[i] for i in seen] == [IGNORE_INDEX] * (len(read) - 1) + answer
         chat += tokenizer.encode("\n") if n and format_version > 2 else []
-        chat += processor([[] if n else images], [question])["input_ids"][0].tolist() + answer
+        chat += processor([[] if n else images], [question])["input_ids"][0].tolist()
+        labels += [IGNORE_INDEX] * (len(chat) - len(labels)) + answer
+        chat += answer
     row = encode(about(images, [*chain(*pairs)]), processor)
-    assert [*row.ids, row.targets[-1]] == chat
+    assert row.ids == chat[:-1] and row.targets == labels[1:]
+    assert sorted(row.mask) == row.mask and set(row.mask) <= {1, 2}, "one continuation, causal within itself"
 
 
 # ------------------------------------------------------------------------------------------ written, read again
