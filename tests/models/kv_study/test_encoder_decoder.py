@@ -86,8 +86,8 @@ def test_counts_out_of_range_raise_with_their_numbers(encoder_decoder, use_kv_ca
         ({"max_new_tokens": -1}, "max_new_tokens=-1 is negative"),
         ({"n_samples": 0}, "n_samples=0 is less than 1"),
     ):
-        with pytest.raises(ValueError, match=message):
-            encoder_decoder.generate(ids, images, **options, use_kv_cache=use_kv_cache)
+        with pytest.raises(ValueError, match=message):  # before any work
+            next(encoder_decoder.stream(ids, images, **options, use_kv_cache=use_kv_cache))
 
 
 # ---- hooks ----------------------------------------------------------------------------------------------------------
