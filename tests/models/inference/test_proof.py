@@ -18,6 +18,8 @@ from models.inference import proof
 from models.inference.inference_model import InferenceModel, PlainNetwork
 from models.inference.kernel_network import KernelNetwork
 from models.lora import adapt
+from nanovlm import SAMPLE, Captioner
+from nanovlm.training import cpu_ops
 from support import ROOT
 from support.generation import logits_of
 from support.kernels import LEVELS
@@ -191,8 +193,8 @@ def test_adapters_in_training_are_computed_by_modules_without_a_word(tiny_model,
 
 
 def test_an_edit_of_the_files_counts_on_the_command_line_and_in_bfloat16_training(tmp_path):
-    def python(folder, *command, **environment):
-        environment = os.environ | {"PYTHONPATH": str(folder), **environment}
+    def python(folder, *command):
+        environment = os.environ | {"PYTHONPATH": str(folder)}
         done = subprocess.run(
             [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, check=True
         )
@@ -209,14 +211,22 @@ def test_an_edit_of_the_files_counts_on_the_command_line_and_in_bfloat16_trainin
         text = path.read_text(encoding="utf-8")
         assert old in text
         path.write_text(text.replace(old, new), encoding="utf-8")
-    fast, plain = python(tmp_path, "generate.py"), python(tmp_path, "generate.py", NANOVLM_CPU_LEVEL="none")
-    assert fast[0] == plain[0] != python(ROOT, "generate.py")[0]
-    assert fast[1].count("\n") == 1 and "modules are used instead of the faster kernels" in fast[1] and not plain[1]
-    difference = "from nanovlm.training import cpu_ops; print(cpu_ops.ATTENTION.difference())"
-    assert python(tmp_path, "-c", difference)[0] == "models/attention.py is edited or patched\n"
-    assert python(ROOT, "-c", difference) == ("\n", "")
+    program = """
+import os
+from nanovlm.cli.main import run_verb
+from nanovlm.training import cpu_ops
+run_verb("caption", [])
+print(cpu_ops.ATTENTION.difference())
+os.environ["NANOVLM_CPU_LEVEL"] = "none"
+run_verb("caption", [])
+"""
+    out, err = python(tmp_path, "-c", program)
+    fast, difference, plain = out.splitlines()
+    assert fast == plain != Captioner.from_pretrained().caption(SAMPLE)
+    assert difference == "models/attention.py is edited or patched" and not cpu_ops.ATTENTION.difference()
+    assert err.count("\n") == 1 and "modules are used instead of the faster kernels" in err
     compileall.compile_dir(tmp_path, legacy=True, quiet=2)
     for path in tmp_path.rglob("*.py"):
         path.unlink()
-    done = python(tmp_path, "generate.pyc")
-    assert done[0] == plain[0] and "models/attention.py is without its source" in done[1]
+    out, err = python(tmp_path, "generate.pyc")
+    assert out == f"{plain}\n" and "models/attention.py is without its source" in err
