@@ -106,6 +106,7 @@ def test_threads_that_wait_for_cores_are_named_once(threads, cpu_s, busy, monkey
     assert not busy or "--threads 1" in notes[MEASURED_CALLS - 1]
 
 
+@pytest.mark.full
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have no such setting")
 def test_freed_memory_is_kept():
     """Tensors that are made and freed again cost new pages, unless the process keeps them."""

@@ -104,10 +104,10 @@ def test_half_bodies_take_no_place(embedded, monkeypatch):
 def test_an_answer_to_a_request_behind_another_is_whole(embedded, monkeypatch):
     """Both requests are sent at once, and the second answer takes longer than a connection may be idle."""
     monkeypatch.setattr(app_module, "BODY_SECONDS", 0.5)
-    monkeypatch.setattr(app_module, "KEEP_ALIVE_SECONDS", 0.5)
+    monkeypatch.setattr(app_module, "KEEP_ALIVE_SECONDS", 0.4)
     body = json.dumps({"messages": user_message(QUESTIONS[0], SAMPLE_URL)}).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\n\r\n".encode()
-    with RunningServer(embedded, before_step=lambda: time.sleep(0.04)) as server, connected(server) as connection:
+    with RunningServer(embedded, before_step=lambda: time.sleep(0.03)) as server, connected(server) as connection:
         connection.sendall(2 * (head + body))
         assert received(connection).count(b'"finish_reason"') == 2
 
@@ -301,7 +301,7 @@ from support.serving import watch
 
 configure_logging()
 options = ServeOptions(port=0, quiet=True)
-captioner = watch(Captioner.from_pretrained(device="cpu"), before_step=lambda: time.sleep(0.05))
+captioner = watch(Captioner.from_pretrained(device="cpu"), before_step=lambda: time.sleep(0.03))
 with listen(options) as port:
     serve(make_app(captioner, "nanovlm", options), port, options, "nanovlm")
 """
