@@ -21,23 +21,10 @@ from nanovlm.processing.conversation import with_images
 from nanovlm.serving.openai_api import ChatRequest
 from support import Package, noise_image
 from support.generation import inputs_of, prompt_of
-from support.smolvlm import ADDED, SPECIAL, TEMPLATE, make_tokenizer, their_inputs, write_folder
+from support.smolvlm import ADDED, SPECIAL, TEMPLATE, VARIANTS, make_tokenizer, their_inputs, write_folder
 
 transformers = Package("transformers")
 pytestmark = pytest.mark.full
-
-VARIANTS = {  # like the published models, only small
-    "SmolVLM-256M": {"kind": "Idefics3"},
-    "SmolVLM-2.2B": {  # the last pixels of a tile are in no patch, and rows and columns have no tokens
-        "kind": "Idefics3", "image_size": 38, "patch_size": 4, "scale_factor": 3, "longest_edge": 152,
-        "added": ["<fake_token_around_image>", "<image>", "<end_of_utterance>"],
-    },
-    "SmolVLM2": {"kind": "SmolVLM", "shard": "30KB"},
-    "tied": {"kind": "SmolVLM", "tie_word_embeddings": True, "text": {"tie_word_embeddings": True}},
-    "one tile": {"kind": "SmolVLM", "splitting": False},
-    "folded": {"kind": "Idefics3", "image_size": 76, "scale_factor": 1, "longest_edge": 76},
-    "half": {"kind": "SmolVLM", "dtype": torch.bfloat16},
-}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
