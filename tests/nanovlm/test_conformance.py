@@ -48,6 +48,7 @@ def backbones(layout):
         shutil.copy(EMBEDDED / "tokenizer.json", folder / "llama")
         joined = Captioner.from_backbones(folder / "siglip", folder / "llama", format=layout, **FOLD)
         joined.save_pretrained(folder)
+        shutil.rmtree(folder / "llama")  # the backbones are not needed after
 
     return write
 
@@ -82,8 +83,11 @@ def captioner(folder):
     return Captioner.from_pretrained(folder, "cpu", "float32")
 
 
-def test_saved_and_read_again_it_is_the_same_bit_by_bit(captioner, tmp_path):
+def test_saved_and_read_again_it_is_the_same_bit_by_bit(folder, captioner, tmp_path):
     captioner.save_pretrained(tmp_path)
+    for name in format_of(captioner.model.cfg).other_files:
+        old, new = (path.read_text() if path.exists() else "" for path in (folder / name, tmp_path / name))
+        assert old == new, name
     config = json.loads((tmp_path / "config.json").read_text())
     if "lm_tokenizer" in config:  # the folder needs no other
         (tmp_path / "config.json").write_text(json.dumps(config | {"lm_tokenizer": "nobody-here/no-such-model"}))
@@ -92,6 +96,7 @@ def test_saved_and_read_again_it_is_the_same_bit_by_bit(captioner, tmp_path):
     assert again.tokenizer.to_json() == captioner.tokenizer.to_json()
     one, other = (vars(each.model.cfg) | {"lm_tokenizer": "", "format": None} for each in (captioner, again))
     assert one == other and again.model.cfg.format_version == captioner.model.cfg.format_version
+    assert again.model.cfg.format_name == captioner.model.cfg.format_name
     assert again.model.image_token_id == captioner.model.image_token_id
     for size in ((10, 10), (20, 15), (40, 70), (90, 12)):
         images = [noise_image(*size)]
@@ -110,7 +115,7 @@ def test_two_steps_of_training_keep_the_format(folder, captioner, tmp_path):
     assert main(["train", *flags, *(str(word) for pair in paths.items() for word in pair)]) == 0
     before, after = load_config(folder), Captioner.from_pretrained(tmp_path / "out", "cpu", "float32").model
     assert (after.cfg.format_version, after.cfg.format_name) == (before.format_version, before.format_name)
-    if Path(before.lm_tokenizer).is_dir():
+    if before.lm_tokenizer and Path(before.lm_tokenizer).is_dir():
         assert after.cfg.lm_tokenizer == str(tmp_path / "out"), "where stock nanoVLM finds the tokenizer"
     assert not torch.equal(after.decoder.head.weight, captioner.model.decoder.head.weight)
 
@@ -124,7 +129,8 @@ def test_an_exported_folder_computes_the_same_in_transformers(captioner, tmp_pat
     has_processor = format_of(cfg).for_transformers or cfg.format_version == 5
     assert bool([*tmp_path.glob("*processor*")]) == has_processor
     assert has_processor == (not any(note.startswith("no processor") for note in export_notes(cfg)))
-    theirs = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    theirs = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path).eval()
+    assert theirs.dtype == captioner.model.dtype
     ids, images = inputs_of(captioner, [noise_image(20, 15)], QUESTION).values()
     pixels = (images * 2 - 1 if format_of(cfg).unit_pixels else images)[None]
     mask = torch.ones_like(pixels[:, :, 0], dtype=torch.bool)

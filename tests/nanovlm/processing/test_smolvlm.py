@@ -95,20 +95,11 @@ def test_logits_and_greedy_ids_match_cached_uncached_and_batched(variant, ours):
             assert generated[0].tolist() == ids
 
 
-def test_saved_models_are_what_transformers_reads(variant, ours, tmp_path):
-    folder, model, _ = variant
-    ours.save_pretrained(tmp_path / "again")
-    again = type(model).from_pretrained(tmp_path / "again")
-    assert again.dtype == torch.float32
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(again.state_dict()[name], tensor), name
-    processors = [transformers.AutoProcessor.from_pretrained(one) for one in (folder, tmp_path / "again")]
-    inputs = [their_inputs(processor, [noise_image(70, 40)], ["What is this?"]) for processor in processors]
-    assert all(torch.equal(inputs[0][name], inputs[1][name]) for name in inputs[0])
-    assert Captioner.from_pretrained(tmp_path / "again").model.cfg == ours.model.cfg == load_config(folder)
-    VisionLanguageModel.from_pretrained(folder, dtype=checkpoint_dtype(folder)).save_pretrained(tmp_path / "stored")
-    is_half = folder.name == "half"
-    assert (type(model).from_pretrained(tmp_path / "stored").dtype == torch.bfloat16) == is_half
+def test_weights_are_saved_in_the_dtype_in_which_they_were_stored(folders, tmp_path):
+    for name, dtype in (("half", torch.bfloat16), ("SmolVLM2", torch.float32)):
+        folder, model, _ = folders(name)
+        VisionLanguageModel.from_pretrained(folder, dtype=checkpoint_dtype(folder)).save_pretrained(tmp_path / name)
+        assert type(model).from_pretrained(tmp_path / name).dtype == dtype
 
 
 def test_special_tokens_are_left_out_of_answers(folders):
