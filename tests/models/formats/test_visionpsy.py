@@ -1,6 +1,7 @@
 """VisionPsy's resize rules, by worked examples, its config, and its weights."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -34,6 +35,10 @@ def test_a_folder_is_read_as_ours_of_the_same_weights_and_quantized(tiled, tmp_p
     assert psy.tokenizer.image_token_id == model.image_token_id
     assert_same_state(psy.model, model)
     assert isinstance(Captioner.from_pretrained(folder, "cpu", quantize="int8").caption(SAMPLE, max_new_tokens=2), str)
+    n = len(psy.tokenizer)
+    foreign = {"lm_base_vocab_size": n, "lm_vocab_size": n + 1, "vlm_extra_tokens": {"image_token": "<new>"}}
+    with pytest.raises(CheckpointError, match="the tokenizer has no such token"):
+        VisionPsy().find_image_token_id(folder, replace(psy.model.cfg, **foreign, extra_token_amount=1))
     (folder / "tokenizer.json").unlink()
     with pytest.raises(CheckpointError, match=r"has no tokenizer\.json, which this format needs"):
         VisionPsy().find_image_token_id(folder, psy.model.cfg)
