@@ -83,11 +83,16 @@ def captioner(folder):
     return Captioner.from_pretrained(folder, "cpu", "float32")
 
 
+def assert_same_settings(folder, written):
+    """What transformers reads beside weights, config.json and tokenizer.json is as it was."""
+    for name in format_of(load_config(folder)).other_files:
+        old, new = (path.read_text() if path.exists() else "" for path in (folder / name, written / name))
+        assert old == new, name
+
+
 def test_saved_and_read_again_it_is_the_same_bit_by_bit(folder, captioner, tmp_path):
     captioner.save_pretrained(tmp_path)
-    for name in format_of(captioner.model.cfg).other_files:
-        old, new = (path.read_text() if path.exists() else "" for path in (folder / name, tmp_path / name))
-        assert old == new, name
+    assert_same_settings(folder, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     if "lm_tokenizer" in config:  # the folder needs no other
         (tmp_path / "config.json").write_text(json.dumps(config | {"lm_tokenizer": "nobody-here/no-such-model"}))
@@ -115,6 +120,7 @@ def test_two_steps_of_training_keep_the_format(folder, captioner, tmp_path):
     assert main(["train", *flags, *(str(word) for pair in paths.items() for word in pair)]) == 0
     before, after = load_config(folder), Captioner.from_pretrained(tmp_path / "out", "cpu", "float32").model
     assert (after.cfg.format_version, after.cfg.format_name) == (before.format_version, before.format_name)
+    assert_same_settings(folder, tmp_path / "out")
     if before.lm_tokenizer and Path(before.lm_tokenizer).is_dir():
         assert after.cfg.lm_tokenizer == str(tmp_path / "out"), "where stock nanoVLM finds the tokenizer"
     assert not torch.equal(after.decoder.head.weight, captioner.model.decoder.head.weight)
