@@ -102,6 +102,8 @@ def test_saved_and_read_again_it_is_the_same_bit_by_bit(folder, captioner, tmp_p
     one, other = (vars(each.model.cfg) | {"lm_tokenizer": "", "format": None} for each in (captioner, again))
     assert one == other and again.model.cfg.format_version == captioner.model.cfg.format_version
     assert again.model.cfg.format_name == captioner.model.cfg.format_name
+    if format_of(again.model.cfg).for_transformers:
+        assert again.model.cfg == captioner.model.cfg and config["torch_dtype"] == "float32"
     assert again.model.image_token_id == captioner.model.image_token_id
     for size in ((10, 10), (20, 15), (40, 70), (90, 12)):
         images = [noise_image(*size)]
