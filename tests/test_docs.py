@@ -124,6 +124,7 @@ def test_the_wheel_holds_every_package():
     assert set(packages) == {".".join(path.parent.relative_to(ROOT).parts) for path in inits}
 
 
+@pytest.mark.full
 def test_the_attention_figure_is_drawn_by_its_script(tmp_path):
     pytest.importorskip("matplotlib")
     script, figure = ROOT / "docs/images/attention_squares.py", tmp_path / "squares.png"

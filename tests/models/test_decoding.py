@@ -63,12 +63,13 @@ def test_filters_keep_as_many_tokens_as_defined(probs, filters, n_kept):
     assert kept.sum() == n_kept and (kept.all() or probs[kept].min() >= probs[~kept].max())
 
 
-def test_without_filters_no_token_is_impossible(monkeypatch):
+@pytest.mark.parametrize("min_p", [0.0, 1e-9])  # the second sorts
+def test_without_filters_no_token_is_impossible(monkeypatch, min_p):
     """The sum of 49,152 probabilities passes 1 before the last of them; they are kept all the same."""
     multinomial, seen = torch.multinomial, []
     monkeypatch.setattr(torch, "multinomial", lambda probs, *a, **k: seen.append(probs) or multinomial(probs, *a, **k))
     logits = torch.randn(50, 49152, generator=torch.Generator().manual_seed(0))
-    choose_tokens(logits, SamplingParams(temperature=1.0))
+    choose_tokens(logits, SamplingParams(temperature=1.0, min_p=min_p))
     assert (seen[0] > 0).all()
 
 

@@ -151,6 +151,14 @@ def test_a_modified_cache_is_used_as_modified():
                 assert_close(logits[:, -1], gpt(idx[rows, :t])[0][:, -1])
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("part", [0, 1])
+def test_a_replaced_part_of_a_cache_is_continued(part):
+    cache = append_kv([*torch.randn(2, 2, 3, 4)], *torch.randn(2, 2, 1, 4))
+    cache[part] = torch.zeros(2, 4, 4)
+    assert not append_kv(cache, *torch.ones(2, 2, 1, 4))[part][:, :4].any()
+
+
 def test_a_cache_can_be_continued_in_another_grad_mode():
     gpt, gpt_kv = make_pair()
     idx, cache = ids(2, 12), [None] * 2

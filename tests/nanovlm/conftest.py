@@ -1,17 +1,22 @@
 """The command line as fixtures, run in this process with a small random model."""
 
+import json
 import sys
 from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image
+from safetensors.torch import save_file
 
 from models.decoding import SamplingParams
 from nanovlm import PROMPT, Captioner
 from nanovlm.cli import main as cli
 from support import noise_image
+from support.checkpoints import BASE_SIZE, EMBEDDING, HEAD, INV_FREQ, SPECIAL, raw_config, read_nanovlm, stock_shapes
 from support.cli import FAST_FLAGS, IMAGE_NAMES
+from support.smolvlm import make_tokenizer
 
 
 @pytest.fixture
@@ -89,6 +94,42 @@ def image_folder(workdir):
 @pytest.fixture(scope="session")
 def embedded():
     return Captioner.from_pretrained(device="cpu", dtype="float32")
+
+
+@pytest.fixture(scope="session")
+def backbone_tokenizer(tmp_path_factory):
+    """A folder with a tokenizer like SmolLM2's, without image tokens, which lm_tokenizer names."""
+    backend = make_tokenizer(added=[], special=SPECIAL)
+    filler = BASE_SIZE - backend.get_vocab_size()
+    backend.add_special_tokens([f"<filler_{i}>" for i in range(filler)])
+    assert backend.get_vocab_size() == BASE_SIZE and [backend.token_to_id(token) for token in SPECIAL[:3]] == [0, 1, 2]
+    folder = tmp_path_factory.mktemp("lent")
+    backend.save(str(folder / "tokenizer.json"))
+    words = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "bos_token": "<|im_start|>"}
+    words |= {"additional_special_tokens": SPECIAL[1:3], "unk_token": "<|endoftext|>", "chat_template": "none"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(words))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def make_checkpoint(backbone_tokenizer, tmp_path_factory):
+    """Write a random checkpoint of a version, in the format of the published ones."""
+
+    def make(format_version):
+        folder = tmp_path_factory.mktemp(f"v{format_version}")
+        raw = raw_config(format_version) | {"lm_tokenizer": str(backbone_tokenizer)}
+        (folder / "config.json").write_text(json.dumps(raw, indent=4))
+        chance = torch.Generator().manual_seed(format_version)
+        state = {}
+        for name, shape in sorted(stock_shapes(read_nanovlm(raw)).items()):
+            noise = torch.randn(shape, generator=chance)
+            state[name] = 1 + 0.3 * noise if len(shape) == 1 else noise * 1.5 * noise[0].numel() ** -0.5
+        del state[EMBEDDING]
+        state[INV_FREQ] = 1.0 / raw["lm_re_base"] ** (torch.arange(0, 4, 2).float() / 4)
+        save_file(state, folder / "model.safetensors", {"format": "pt", EMBEDDING: HEAD})
+        return folder
+
+    return make
 
 
 @pytest.fixture

@@ -363,11 +363,6 @@ def test_folders_that_cannot_be_written_are_known_before_any_work(photos, embedd
         run(lambda: 1 / 0, photos, {})
 
 
-def test_several_prompts_are_for_tables(photos):
-    with pytest.raises(UsageError, match=r"one prompt, not to 2; write a table by --out captions.jsonl"):
-        run(lambda: 1 / 0, photos, {"prompts": ("What?", "Why?")})
-
-
 def test_prompts_name_the_folder_of_each_image(photos, embedded, monkeypatch):
     asked = []
     real = embedded.requests
@@ -477,16 +472,6 @@ def test_a_full_disk_or_ctrl_c_loses_nothing_that_was_written(settings, photos, 
     with pytest.raises(KeyboardInterrupt):
         run(embedded, photos, settings)
     assert run(embedded, photos, settings).captioned == 1
-
-
-def test_a_drive_that_refuses_chmod_takes_captions(photos, embedded, monkeypatch):
-    def refuse(*args, **more):
-        raise PermissionError(1, "Operation not permitted")
-
-    for name in ("os.chmod", "os.fchmod", "os.fsync", "pathlib.Path.chmod"):
-        monkeypatch.setattr(name, refuse)
-    Path("photos/m.jsonl").write_text(row("a.png", ""))
-    assert run(embedded, photos, TABLE).captioned == run(embedded, photos, {}).captioned == 2
 
 
 @pytest.mark.full  # two processes

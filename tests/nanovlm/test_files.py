@@ -9,9 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from models.formats.base import llama_settings
 from nanovlm import SAMPLE, Captioner
-from support.cli import run_program
 
 
 def damaged(folder, how):
@@ -35,7 +33,6 @@ def damaged(folder, how):
     [
         ("cut", "model.safetensors cannot be read, it may be truncated"),
         ("all", "is stored as torch.float8_e4m3fn, not as floating-point numbers of 16 bits or more"),
-        ("matrices", "is stored as torch.float8_e4m3fn"),
         ("scales", "config.json has a quantization_config: take the model in 16 bits"),
     ],
 )
@@ -43,13 +40,6 @@ def test_weights_that_cannot_be_read_are_one_line(model_folder, generate, tmp_pa
     damaged(folder := shutil.copytree(model_folder, tmp_path / "model"), how)
     code, out, err = generate(str(SAMPLE), "--dtype", dtype, model=folder)
     assert (code, out) == (2, "") and words in err and err.count("\n") == 1, err
-    if (how, dtype) == ("cut", "auto"):
-        run = run_program("--model", str(folder), str(SAMPLE))
-        assert run.returncode == 2 and run.stdout == b"" and run.stderr.count(b"\n") == 1 and b"truncated" in run.stderr
-
-
-def test_a_llama_without_rms_norm_eps_has_transformers_default():
-    assert llama_settings("config.json", {})["lm_rms_eps"] == 1e-6
 
 
 def test_a_drive_that_refuses_chmod_loses_nothing(random_captioner, model_folder, generate, tmp_path, monkeypatch):
@@ -59,6 +49,7 @@ def test_a_drive_that_refuses_chmod_loses_nothing(random_captioner, model_folder
     for owner, name in ((os, "chmod"), (os, "fchmod"), (os, "lchmod"), (Path, "chmod"), (os, "fsync")):
         monkeypatch.setattr(owner, name, refuses, raising=False)
     shutil.copyfile(SAMPLE, tmp_path / "a.png")
+    (tmp_path / "all.jsonl").write_text('{"file_name": "a.png", "text": ""}\n')  # a row to be replaced
     for output, flags in (("a.txt", ()), ("all.jsonl", ("--out", str(tmp_path / "all.jsonl")))):
         code, _, err = generate(str(tmp_path), *flags)
         assert code == 0 and (tmp_path / output).stat().st_size > 0, err

@@ -1,11 +1,15 @@
 """Checkpoints as stock nanoVLM writes and loads them."""
 
+import json
 from dataclasses import replace
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
+from models.checkpoint import save_checkpoint
 from models.config import CHATML, VLMConfig
+from models.formats.visionpsy import VisionPsy
 
 HEAD, EMBEDDING, INV_FREQ = "decoder.head.weight", "decoder.token_embedding.weight", "decoder.rotary_embd.inv_freq"
 
@@ -56,6 +60,7 @@ def stock_model(cfg) -> nn.Module:
 
 
 BASE_SIZE = 400  # vocabulary size without extra tokens
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<repo_name>", "<reponame>", "<file_sep>", "<filename>"]
 
 BASE = {  # the keys of the oldest config.json
     "vit_hidden_dim": 16, "vit_inter_dim": 24, "vit_patch_size": 4, "vit_img_size": 16, "vit_n_heads": 2,
@@ -122,3 +127,25 @@ def assert_same_state(a: nn.Module, b: nn.Module) -> None:
     assert a.keys() == b.keys()
     different = [name for name in a if a[name].dtype != b[name].dtype or not torch.equal(a[name], b[name])]
     assert not different, different
+
+
+PSY = {  # keys that the packager adds; of Flash the smallest side, 512 pixels, would be too large for these tiles
+    "model_type": "visionpsynano", "is_flash": False, "resize_to_max_side_len": False, "resize_min_side_len": 16,
+    "inference_max_img_size": None, "compile_inference": False, "eos_check_interval": 16, "vlm_checkpoint_path": None,
+    "architectures": ["VisionPsyNanoForConditionalGeneration"], "auto_map": {}, "transformers_version": "5.0.0",
+}  # fmt: skip
+
+
+def write_visionpsy(folder, model, processor, joined):
+    """Write a model in VisionPsy's layout: both of head and embedding, buffers, and ids in another order."""
+    save_checkpoint(folder, model, processor.tokenizer.to_json())
+    state = load_file(folder / "model.safetensors")
+    if joined:
+        state = VisionPsy.to_stored(state)
+        assert any("gate_up_proj" in name for name in state) and not any("gate_proj" in name for name in state)
+    state["decoder.token_embedding.weight"] = state["decoder.head.weight"].clone()
+    state["decoder.rotary_embd.inv_freq"] = torch.ones(4)
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
+    raw = json.loads((folder / "config.json").read_text())
+    raw["vlm_extra_tokens"] = dict(sorted(raw["vlm_extra_tokens"].items()))
+    (folder / "config.json").write_text(json.dumps(raw | PSY))

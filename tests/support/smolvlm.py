@@ -115,3 +115,17 @@ def their_inputs(processor, images, turns, images_per_turn=()):
         message["content"] = [{"type": "image"}] * n + message["content"]
     prompt = processor.apply_chat_template(messages, add_generation_prompt=True)
     return processor(text=prompt, images=[images] if images else None, return_tensors="pt")
+
+
+VARIANTS = {  # like the published models, only small
+    "SmolVLM-256M": {"kind": "Idefics3"},
+    "SmolVLM-2.2B": {  # the last pixels of a tile are in no patch, and rows and columns have no tokens
+        "kind": "Idefics3", "image_size": 38, "patch_size": 4, "scale_factor": 3, "longest_edge": 152,
+        "added": ["<fake_token_around_image>", "<image>", "<end_of_utterance>"],
+    },
+    "SmolVLM2": {"kind": "SmolVLM", "shard": "30KB"},
+    "tied": {"kind": "SmolVLM", "tie_word_embeddings": True, "text": {"tie_word_embeddings": True}},
+    "one tile": {"kind": "SmolVLM", "splitting": False},
+    "folded": {"kind": "Idefics3", "image_size": 76, "scale_factor": 1, "longest_edge": 76},
+    "half": {"kind": "SmolVLM", "dtype": torch.bfloat16},
+}  # fmt: skip

@@ -1,21 +1,17 @@
-"""VisionPsy's resize rules, by worked examples, its config, and its folders beside nanoVLM's of the same model."""
+"""VisionPsy's resize rules, by worked examples, its config, and its weights."""
 
 import json
-import shutil
+from dataclasses import replace
 
 import pytest
-import torch
-from PIL import Image
-from safetensors.torch import load_file, save_file
 
-from models.checkpoint import load_config, save_checkpoint
+from models.checkpoint import load_config
 from models.errors import CheckpointError
 from models.formats.visionpsy import VisionPsy
 from nanovlm import SAMPLE, Captioner
-from nanovlm.cli.main import main
 from nanovlm.processing.layouts.nanovlm import resized_size
 from nanovlm.processing.layouts.visionpsy import flash_size
-from support.checkpoints import assert_same_state
+from support.checkpoints import PSY, assert_same_state, write_visionpsy
 
 SIZES = {  # image -> Standard, Flash
     (256, 256): ((2048, 2048), (512, 512)), (640, 480): ((2048, 1536), (1024, 512)),
@@ -31,47 +27,18 @@ def test_sizes(size):
     assert (resized_size(*size, 512, 2048, True), flash_size(*size, 512, 2048, 512)) == SIZES[size]
 
 
-PSY = {  # keys that the packager adds; of Flash the smallest side, 512 pixels, would be too large for these tiles
-    "model_type": "visionpsynano", "is_flash": False, "resize_to_max_side_len": False, "resize_min_side_len": 16,
-    "inference_max_img_size": None, "compile_inference": False, "eos_check_interval": 16, "vlm_checkpoint_path": None,
-    "architectures": ["VisionPsyNanoForConditionalGeneration"], "auto_map": {}, "transformers_version": "5.0.0",
-}  # fmt: skip
-
-
-@pytest.fixture(params=["joined", "separate"])
-def folder(request, tiled, tmp_path):
-    """A random model in VisionPsy's layout: both of head and embedding, buffers, and ids in another order."""
+@pytest.mark.parametrize("joined", [True, False])
+def test_a_folder_is_read_as_ours_of_the_same_weights_and_quantized(tiled, tmp_path, joined):
     model, processor = tiled
-    save_checkpoint(tmp_path / "plain", model, processor.tokenizer.to_json())
-    shutil.copytree(tmp_path / "plain", tmp_path / "psy")
-    state = load_file(tmp_path / "plain/model.safetensors")
-    if request.param == "joined":
-        state = VisionPsy.to_stored(state)
-        assert any("gate_up_proj" in name for name in state) and not any("gate_proj" in name for name in state)
-    state["decoder.token_embedding.weight"] = state["decoder.head.weight"].clone()
-    state["decoder.rotary_embd.inv_freq"] = torch.ones(4)
-    save_file(state, tmp_path / "psy/model.safetensors", {"format": "pt"})
-    raw = json.loads((tmp_path / "psy/config.json").read_text())
-    raw["vlm_extra_tokens"] = dict(sorted(raw["vlm_extra_tokens"].items()))
-    (tmp_path / "psy/config.json").write_text(json.dumps(raw | PSY))
-    return tmp_path / "psy"
-
-
-def test_a_folder_is_read_as_ours_saved_as_ours_exported_as_ours_and_quantized(folder, tmp_path):
-    psy, plain = (Captioner.from_pretrained(path, "cpu", "float32") for path in (folder, tmp_path / "plain"))
-    assert psy.tokenizer.image_token_id == plain.tokenizer.image_token_id
-    assert_same_state(psy.model, plain.model)
-    psy.save_pretrained(tmp_path / "again")
-    again = Captioner.from_pretrained(tmp_path / "again", "cpu", "float32")
-    for size in ((10, 10), (20, 15), (40, 70), (90, 12)):
-        image = Image.effect_noise(size, 90).convert("RGB")
-        (ids, tiles), (other_ids, other_tiles) = psy.prepare(image), again.prepare(image)
-        assert ids == other_ids and torch.equal(torch.cat(tiles), torch.cat(other_tiles)), size
-        assert psy.caption(image, max_new_tokens=4) == again.caption(image, max_new_tokens=4)
-    assert main(["export", str(folder), "--out", str(tmp_path / "exported")]) == 0
-    exported = Captioner.from_pretrained(tmp_path / "exported", "cpu", "float32").model.decoder
-    assert torch.equal(exported.blocks[0].mlp.gate_proj.weight, psy.model.decoder.blocks[0].mlp.gate_proj.weight)
+    write_visionpsy(folder := tmp_path / "psy", model, processor, joined)
+    psy = Captioner.from_pretrained(folder, "cpu", "float32")
+    assert psy.tokenizer.image_token_id == model.image_token_id
+    assert_same_state(psy.model, model)
     assert isinstance(Captioner.from_pretrained(folder, "cpu", quantize="int8").caption(SAMPLE, max_new_tokens=2), str)
+    n = len(psy.tokenizer)
+    foreign = {"lm_base_vocab_size": n, "lm_vocab_size": n + 1, "vlm_extra_tokens": {"image_token": "<new>"}}
+    with pytest.raises(CheckpointError, match="the tokenizer has no such token"):
+        VisionPsy().find_image_token_id(folder, replace(psy.model.cfg, **foreign, extra_token_amount=1))
     (folder / "tokenizer.json").unlink()
     with pytest.raises(CheckpointError, match=r"has no tokenizer\.json, which this format needs"):
         VisionPsy().find_image_token_id(folder, psy.model.cfg)

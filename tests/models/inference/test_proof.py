@@ -18,6 +18,8 @@ from models.inference import proof
 from models.inference.inference_model import InferenceModel, PlainNetwork
 from models.inference.kernel_network import KernelNetwork
 from models.lora import adapt
+from nanovlm import SAMPLE, Captioner
+from nanovlm.training import cpu_ops
 from support import ROOT
 from support.generation import logits_of
 from support.kernels import LEVELS
@@ -190,14 +192,18 @@ def test_adapters_in_training_are_computed_by_modules_without_a_word(tiny_model,
     assert type(InferenceModel(model).network) is PlainNetwork and not caplog.records
 
 
-def test_an_edit_of_the_files_counts_on_the_command_line_and_in_bfloat16_training(tmp_path):
-    def python(folder, *command, **environment):
-        environment = os.environ | {"PYTHONPATH": str(folder), **environment}
-        done = subprocess.run(
-            [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, check=True
-        )
-        return done.stdout, done.stderr
+def python(folder, *command):
+    """What a Python in a folder that holds our packages writes to its standard output and error."""
+    environment = os.environ | {"PYTHONPATH": str(folder)}
+    done = subprocess.run(
+        [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, check=True
+    )
+    return done.stdout, done.stderr
 
+
+@pytest.fixture
+def edited(tmp_path):
+    """A copy of the packages in which files of the core are edited."""
     for package in ("models", "nanovlm"):
         shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "generate.py", tmp_path)
@@ -209,14 +215,31 @@ def test_an_edit_of_the_files_counts_on_the_command_line_and_in_bfloat16_trainin
         text = path.read_text(encoding="utf-8")
         assert old in text
         path.write_text(text.replace(old, new), encoding="utf-8")
-    fast, plain = python(tmp_path, "generate.py"), python(tmp_path, "generate.py", NANOVLM_CPU_LEVEL="none")
-    assert fast[0] == plain[0] != python(ROOT, "generate.py")[0]
-    assert fast[1].count("\n") == 1 and "modules are used instead of the faster kernels" in fast[1] and not plain[1]
-    difference = "from nanovlm.training import cpu_ops; print(cpu_ops.ATTENTION.difference())"
-    assert python(tmp_path, "-c", difference)[0] == "models/attention.py is edited or patched\n"
-    assert python(ROOT, "-c", difference) == ("\n", "")
-    compileall.compile_dir(tmp_path, legacy=True, quiet=2)
-    for path in tmp_path.rglob("*.py"):
+    return tmp_path
+
+
+def test_an_edit_of_the_files_counts_on_the_command_line_and_in_bfloat16_training(edited):
+    program = """
+import os
+from nanovlm.cli.main import run_verb
+from nanovlm.training import cpu_ops
+run_verb("caption", [])
+print(cpu_ops.ATTENTION.difference())
+os.environ["NANOVLM_CPU_LEVEL"] = "none"
+run_verb("caption", [])
+"""
+    out, err = python(edited, "-c", program)
+    fast, difference, plain = out.splitlines()
+    assert fast == plain != Captioner.from_pretrained().caption(SAMPLE)
+    assert difference == "models/attention.py is edited or patched" and not cpu_ops.ATTENTION.difference()
+    assert err.count("\n") == 1 and "modules are used instead of the faster kernels" in err
+
+
+@pytest.mark.full
+def test_an_edit_counts_without_the_sources(edited):
+    plain, _ = python(edited, "-c", "from nanovlm.cli.main import run_verb; run_verb('caption', ['--device', 'cpu'])")
+    compileall.compile_dir(edited, legacy=True, quiet=2)
+    for path in edited.rglob("*.py"):
         path.unlink()
-    done = python(tmp_path, "generate.pyc")
-    assert done[0] == plain[0] and "models/attention.py is without its source" in done[1]
+    out, err = python(edited, "generate.pyc")
+    assert out == plain and "models/attention.py is without its source" in err

@@ -1,29 +1,30 @@
-"""The contract of a block's cache, a row for each design: append, rows, first, bytes, and the model's logits."""
+"""The contract of a cache design, a row for each: read in chunks it computes what the model computes without a cache,
+it holds what was put there, and it takes the bytes of its formula."""
 
 import random
+from functools import partial
 from math import ceil
 
 import pytest
 import torch
 
 from models.cache import KVCache
+from models.config import VLMConfig
 from models.errors import InputError
 from models.kv_study.block_cache import prefill_state
 from models.kv_study.eviction import POLICIES, EvictingKV
+from models.kv_study.hook_cache import install_kv_cache_hooks
 from models.kv_study.paged_cache import BlockPool, PagedKV
 from models.kv_study.quantized_cache import QuantizedKV, dequantize, quantize
-from models.kv_study.sliding_window import SlidingWindowKV
+from models.kv_study.sharing import CrossLayerModel, LatentAttention
+from models.kv_study.sliding_window import SlidingWindowKV, forward, window_mask
+from models.kv_study.static_cache import LanguageModelStep, language_model_cache
+from models.kv_study.text_decoder import TextDecoder, TextPrefillState
+from models.language_model import LanguageModel
+from support import TINY, randomize
 
-B, H, D = 2, 2, 4  # rows, heads and channels of tiny_model's cache
+B, H, D = 2, 2, 4  # rows, heads and channels of the tiny model's cache
 TOKEN = 2 * B * H * D * 4  # bytes of keys and values of all rows
-
-
-class Unbounded(SlidingWindowKV):
-    """A window that holds all that the tests read, for the model's logits."""
-
-    def __init__(self):
-        super().__init__(100)
-
 
 # design: (an empty cache, whether append leaves it valid, error per unit of range, bytes after n tokens)
 DESIGNS = {
@@ -37,9 +38,139 @@ DESIGNS = {
         lambda: QuantizedKV(2, 8), True, 0.5 / 3,
         lambda n: B * H * (n // 8 * (2 * 8 + 2 * D * 4 + 8 * 8) + 2 * (n % 8) * D * 4),
     ),
-    "window of 7": (lambda: SlidingWindowKV(7), False, 0, None),
-    "window of 4, 2 sinks": (lambda: SlidingWindowKV(4, 2), False, 0, None),
+    "window of 7": (lambda: SlidingWindowKV(7), False, 0, lambda n: min(n, 7) * TOKEN),
+    "window of 4, 2 sinks": (lambda: SlidingWindowKV(4, 2), False, 0, lambda n: min(n, 6) * TOKEN),
 }  # fmt: skip
+
+
+# ---- read in chunks -------------------------------------------------------------------------------------------------
+
+
+def language_model(kind=LanguageModel) -> LanguageModel:
+    return randomize(kind(VLMConfig(**TINY | {"lm_use_tokens": True, "lm_n_blocks": 4}))).eval()
+
+
+def latent_model(cfg) -> LanguageModel:
+    model = LanguageModel(cfg)
+    for block in model.blocks:
+        block.attn = LatentAttention(cfg, latent_dim=5)
+    return model
+
+
+def by_model(kind=LanguageModel, make=None):
+    """Read with a language model and its own caches, or those that make() makes."""
+    model, length = language_model(kind), 0
+    caches = [make() for _ in model.blocks] if make else None
+
+    def read(ids):
+        nonlocal caches, length
+        logits, caches = model(ids, None, caches, length)
+        length += ids.size(1)
+        return logits
+
+    return read, lambda ids: model(ids)[0]
+
+
+def by_window(window, sinks):
+    """Read chunks by `forward`, and tokens by the language model itself, which knows nothing of windows."""
+    model = language_model()
+    caches = [SlidingWindowKV(window, sinks) for _ in model.blocks]
+
+    def read(ids):
+        if ids.size(1) == 1 and 0 < caches[0].length < model.cfg.lm_max_position_embeddings:
+            logits, after = model(ids, None, caches, caches[0].length)
+            assert all(a is b for a, b in zip(after, caches, strict=True))
+            return logits
+        return model.head(forward(model, model.token_embedding(ids), window, sinks, caches))
+
+    return read, lambda ids: model.head(forward(model, model.token_embedding(ids), window, sinks))
+
+
+def by_static_step():
+    """Read with the step for programs, which returns the last token's logits."""
+    model, capacity, start = language_model(), 24, 0
+    cache, mask = language_model_cache(model, B, capacity), torch.ones(B, capacity, dtype=torch.long)
+
+    def read(ids):
+        nonlocal start
+        logits = LanguageModelStep(model)(ids, mask, torch.tensor(start), cache)
+        start += ids.size(1)
+        return logits[:, None]
+
+    return read, lambda ids: model(ids)[0]
+
+
+def by_text_decoder(hooks):
+    """Read with cross-attention: one image for all sequences or one for each, any heads and depth."""
+    n_head, n_images = random.choice([1, 2, 4]), random.choice([1, B])
+    decoder = randomize(TextDecoder(40, 64, 8 * n_head, n_head, random.randint(1, 3))).eval()
+    xa = torch.randn(n_images, 5, 8 * n_head)
+    cache, state = None, TextPrefillState(decoder.project_cross_kv(xa))
+
+    def read_by_hooks(ids):
+        nonlocal cache
+        with install_kv_cache_hooks(decoder, cache) as cache:
+            return decoder(ids, xa)
+
+    def read(ids):
+        nonlocal state
+        x, state = decoder.forward_cached(ids, state)
+        return decoder.logits(x)
+
+    return read_by_hooks if hooks else read, lambda ids: decoder(ids, xa.repeat_interleave(B // n_images, 0))
+
+
+# design: (how it reads, error as a part of the logits' standard deviation, how often the likeliest token must be it)
+READERS = {
+    **{
+        name: (partial(by_model, make=DESIGNS[name][0]), tolerance, share)
+        for name, tolerance, share in (
+            ("per block", 1e-5, 1), ("paged, 4", 1e-5, 1), ("8 bits", 0.05, 0.9), ("2 bits, KIVI", 2, 0.3)
+        )
+    },
+    "its own": (by_model, 1e-5, 1),
+    "shared by two blocks": (partial(by_model, CrossLayerModel), 1e-5, 1),
+    "latent": (partial(by_model, latent_model), 1e-5, 1),
+    **{
+        f"window of {window}, {sinks} sinks": (partial(by_window, window, sinks), 1e-5, 1)
+        for window, sinks in ((1, 0), (3, 0), (3, 2), (7, 0), (5, 1))
+    },
+    "static": (by_static_step, 1e-5, 1),
+    "cross-attention": (partial(by_text_decoder, False), 1e-5, 1),
+    "cross-attention by hooks": (partial(by_text_decoder, True), 1e-5, 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_chunks_and_tokens_are_read_as_by_the_model_without_a_cache(name):
+    make, tolerance, share = READERS[name]
+    same = []
+    for seed, chunks in enumerate([(6,), (1, 1, 4), (2, 9, 1, 3), (5, 4), (10,)]):
+        random.seed(seed)
+        torch.manual_seed(seed)
+        read, whole = make()
+        ids = torch.randint(40, (B, 24))
+        expected, stop = whole(ids), 0
+        for part in ids.split([*chunks, *[1] * (24 - sum(chunks))], 1):
+            logits, stop = read(part), stop + part.size(1)
+            exact = expected[:, stop - logits.size(1) : stop]
+            assert (logits - exact).pow(2).mean().sqrt() < tolerance * exact.std()
+            same.append((logits[:, -1].argmax(-1) == exact[:, -1].argmax(-1)).float().mean())
+    assert torch.stack(same).mean() >= share
+
+
+def test_a_window_goes_on_beyond_the_models_positions():
+    read, whole = by_window(6, 1)
+    ids = torch.randint(40, (B, 90))
+    parts = torch.cat([read(part) for part in ids.split([9, *[1] * 81], 1)], 1)
+    torch.testing.assert_close(parts, whole(ids), atol=1e-4, rtol=1e-4)
+
+
+# ---- what is held ---------------------------------------------------------------------------------------------------
+
+
+def used(pool):
+    return pool.n_blocks - len(pool.free)
 
 
 def tokens(n):
@@ -48,8 +179,11 @@ def tokens(n):
 
 def assert_holds(cache, both, error):
     """Keys and values are those of the positions that are held; both (2, B, H, n, D) are all tokens'."""
-    held = getattr(cache, "positions", torch.arange(both.size(3)))
-    assert cache.length == both.size(3)
+    n = both.size(3)
+    held = getattr(cache, "positions", torch.arange(n))
+    assert cache.length == n
+    if hasattr(cache, "window"):
+        assert {*range(min(cache.sinks, n)), *range(max(0, n - cache.window), n)} <= {*held.tolist()}
     for stored, expected in zip((cache.key, cache.value), both[:, :, :, held]):
         spread = both.amax() - both.amin()
         assert (stored - expected).abs().max() <= error * spread + (1e-5 if error else 0)
@@ -84,40 +218,28 @@ def test_every_cache_of_a_family_tree_holds_what_was_put_there(name, mode):
     if name.startswith("paged"):
         pool = cache.pool
         referred = {block for cache, _ in family for table in cache.tables for block in table}
-        assert pool.n_blocks - len(pool.free) == len(referred), "in use exactly if a cache refers to it"
+        assert used(pool) == len(referred), "in use exactly if a cache refers to it"
         del family, cache, parent, child
         assert len(pool.free) == pool.n_blocks and set(pool.references) == {0}
 
 
-@pytest.mark.parametrize("name", [name for name in DESIGNS if DESIGNS[name][3]])
-@pytest.mark.parametrize("n", [1, 8, 19])
-def test_bytes_follow_the_formula(name, n):
+@pytest.mark.parametrize("name", DESIGNS)
+def test_a_cache_that_stays_valid_is_continued_in_another_mode(name):
+    make, forks, error, _ = DESIGNS[name]
+    first, second = tokens(3), tokens(1)
+    with torch.inference_mode():
+        cache = make().append(*first)
+    if forks:
+        assert_holds(cache.append(*second), torch.cat([first, second], 3), error)
+
+
+@pytest.mark.parametrize("name", DESIGNS)
+def test_bytes_follow_the_formula(name):
     make, _, _, n_bytes = DESIGNS[name]
-    cache = make().append(*tokens(n))
-    expected = n_bytes(n)
-    assert cache.bytes_used == expected
-    if name != "per block":
-        assert make().bytes_used == 0
-
-
-@pytest.mark.parametrize(
-    ("name", "tolerance"),  # of the logits' standard deviation
-    [("per block", 1e-5), ("paged, 4", 1e-5), ("8 bits", 0.05), ("2 bits, KIVI", 2), ("all", 1e-5)],
-)
-def test_the_models_logits_are_those_without_a_cache(tiny_model, name, tolerance):
-    make = Unbounded if name == "all" else DESIGNS[name][0]
-    same = []
-    for seed in range(4):
-        model = tiny_model(seed)
-        ids = torch.randint(4, 40, (B, 22))
-        prefix = prefill_state([make() for _ in model.decoder.blocks])
-        logits, state = model.prefill(ids[:, :10], None, None, prefix)
-        for i in range(10, 22):
-            exact, _ = model.prefill(ids[:, :i])
-            assert (logits - exact).pow(2).mean().sqrt() < tolerance * exact.std()
-            same.append(logits.argmax(-1) == exact.argmax(-1))
-            logits, state = model.decode(ids[:, i], state)
-    assert torch.cat(same).float().mean() >= (0.9 if tolerance < 1 else 0.3)
+    cache = make()
+    for n in range(20):
+        assert cache.bytes_used == n_bytes(n)
+        cache = cache.append(*tokens(1))
 
 
 REFUSALS = {
@@ -136,11 +258,18 @@ def test_wrong_use_is_an_input_error(message):
         REFUSALS[message]()
 
 
+def test_the_mask_lets_each_token_see_the_window_and_the_sinks():
+    assert window_mask(torch.arange(6), torch.arange(6), window=2, sinks=1).int().tolist() == [
+        [1, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0],
+        [1, 1, 1, 0, 0, 0],
+        [1, 0, 1, 1, 0, 0],
+        [1, 0, 0, 1, 1, 0],
+        [1, 0, 0, 0, 1, 1],
+    ]
+
+
 # ---- paged ----------------------------------------------------------------------------------------------------------
-
-
-def used(pool):
-    return pool.n_blocks - len(pool.free)
 
 
 def test_questions_about_one_prefix_share_its_blocks_and_copy_the_half_full_one(tiny_model):

@@ -1,35 +1,14 @@
-"""The encoder-decoder and its two caches, explicit and by hooks, compute what it computes without a cache."""
+"""The encoder-decoder's answers, and what its two caches, explicit and by hooks, share, refuse and restore."""
 
-import random
 from contextlib import contextmanager
-from itertools import pairwise
 
 import pytest
 import torch
 
 from models.decoding import SamplingParams
 from models.errors import InputError
-from models.kv_study.hook_cache import HookCache, install_kv_cache_hooks
-from models.kv_study.text_decoder import TextDecoder, TextPrefillState
-from support import randomize
-
-
-def by_hooks(decoder, ids, xa, cuts):
-    """Logits of all tokens, computed in chunks that start at cuts, and the cache."""
-    cache, logits = HookCache(), []
-    for start, stop in pairwise([0, *cuts, ids.size(1)]):
-        with install_kv_cache_hooks(decoder, cache) as extended:
-            logits.append(decoder(ids[:, start:stop], xa))
-        cache = extended
-    return torch.cat(logits, 1), cache
-
-
-def explicitly(decoder, ids, xa, cuts):
-    state, logits = TextPrefillState(decoder.project_cross_kv(xa)), []
-    for start, stop in pairwise([0, *cuts, ids.size(1)]):
-        x, state = decoder.forward_cached(ids[:, start:stop], state)
-        logits.append(decoder.logits(x))
-    return torch.cat(logits, 1), state
+from models.kv_study.hook_cache import install_kv_cache_hooks
+from models.kv_study.text_decoder import TextPrefillState
 
 
 def assert_close(a, b):
@@ -46,33 +25,19 @@ def xa(encoder_decoder):
     return encoder_decoder.encode(torch.rand(1, 3, 16, 16))
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_chunked_prefill_matches_a_single_pass(seed):
-    """Any chunks, heads, depths and batches, and images shared by several sequences."""
-    rng = random.Random(seed)
-    n_head, n_layer, n_images, beams = rng.choice([1, 2, 4]), rng.randint(1, 3), rng.randint(1, 2), rng.randint(1, 3)
-    length = rng.randint(1, 8)
-    cuts = sorted(rng.sample(range(1, length), rng.randint(0, min(3, length - 1))))
-    torch.manual_seed(seed)
-    decoder = randomize(TextDecoder(20, 8, 8 * n_head, n_head, n_layer)).eval()
-    ids, xa = torch.randint(20, (n_images * beams, length)), torch.randn(n_images, 5, 8 * n_head)
-    whole = decoder(ids, xa.repeat_interleave(beams, 0))
-    for compute in (by_hooks, explicitly):
-        assert_close(compute(decoder, ids, xa, cuts)[0], whole)
-
-
-@pytest.mark.parametrize("compute", [by_hooks, explicitly])
-def test_reordered_beams_match_a_fresh_prefill_and_share_the_image(decoder, xa, compute):
+def test_reordered_beams_match_a_fresh_prefill_and_share_the_image(decoder, xa):
     ids, order, new = torch.randint(0, 40, (3, 6)), torch.tensor([2, 0, 0]), torch.randint(0, 40, (3, 1))
-    _, cache = compute(decoder, ids, xa, [2])
-    reordered = cache.rows(order)
-    assert list(map(id, reordered.cross_kv)) == list(map(id, cache.cross_kv)), "not copied"
-    if compute is by_hooks:
-        with install_kv_cache_hooks(decoder, reordered):
-            logits = decoder(new, xa, start_pos=6)
-    else:
-        logits = decoder.logits(decoder.forward_cached(new, reordered)[0])
-    assert_close(logits, decoder(torch.cat([ids[order], new], 1), xa)[:, -1:])
+    with install_kv_cache_hooks(decoder) as hooked:
+        decoder(ids, xa)
+    _, state = decoder.forward_cached(ids, TextPrefillState(decoder.project_cross_kv(xa)))
+    with install_kv_cache_hooks(decoder, hooked.rows(order)):
+        by_hooks = decoder(new, xa, start_pos=6)
+    x, _ = decoder.forward_cached(new, state.rows(order))
+    for cache in (hooked, state):
+        assert list(map(id, cache.rows(order).cross_kv)) == list(map(id, cache.cross_kv)), "not copied"
+    expected = decoder(torch.cat([ids[order], new], 1), xa)[:, -1:]
+    assert_close(by_hooks, expected)
+    assert_close(decoder.logits(x), expected)
 
 
 @pytest.mark.parametrize(
@@ -121,8 +86,8 @@ def test_counts_out_of_range_raise_with_their_numbers(encoder_decoder, use_kv_ca
         ({"max_new_tokens": -1}, "max_new_tokens=-1 is negative"),
         ({"n_samples": 0}, "n_samples=0 is less than 1"),
     ):
-        with pytest.raises(ValueError, match=message):
-            encoder_decoder.generate(ids, images, **options, use_kv_cache=use_kv_cache)
+        with pytest.raises(ValueError, match=message):  # before any work
+            next(encoder_decoder.stream(ids, images, **options, use_kv_cache=use_kv_cache))
 
 
 # ---- hooks ----------------------------------------------------------------------------------------------------------
@@ -166,7 +131,8 @@ def failing(module):
 def test_a_failed_call_leaves_cache_and_past_as_they_were_and_hooks_are_removed(decoder, xa):
     """The call may be repeated in the same context. Blocks and `forward` called past the decoder's hooks raise."""
     ids = torch.randint(0, 40, (1, 6))
-    _, past = by_hooks(decoder, ids[:, :3], xa, [])
+    with install_kv_cache_hooks(decoder) as past:
+        decoder(ids[:, :3], xa)
     before = {linear: kv.clone() for linear, kv in past.self_kv.items()}
     with pytest.raises(KeyboardInterrupt), install_kv_cache_hooks(decoder, past) as cache:
         for start, stop in ((3, 4), (4, 6)):

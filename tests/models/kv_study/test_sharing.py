@@ -1,4 +1,4 @@
-"""Sharing across blocks (CLA) and a latent cache (MLA): cached, they are what they are without a cache."""
+"""Sharing across blocks (CLA) and a latent cache (MLA), by their definitions; test_contract.py reads them in chunks."""
 
 import pytest
 import torch
@@ -19,16 +19,8 @@ def models(tiny_config):
 
 
 @pytest.mark.parametrize(("name", "bytes_per_token"), [("CLA", 2 * 2 * 2 * 4 * 4), ("MLA", 4 * (5 + 4) * 4)])
-def test_chunks_and_tokens_are_the_uncached_model(models, name, bytes_per_token):
-    model, ids = models[name], torch.randint(40, (2, 14))
-    expected, _ = model(ids)
-    first, kv_cache = model(ids[:, :5])
-    second, kv_cache = model(ids[:, 5:9], None, kv_cache, 5)
-    parts = [first, second]
-    for i in range(9, 14):
-        logits, kv_cache = model(ids[:, i : i + 1], None, kv_cache, i)
-        parts.append(logits)
-    torch.testing.assert_close(torch.cat(parts, 1), expected, atol=1e-4, rtol=1e-4)
+def test_their_caches_are_small(models, name, bytes_per_token):
+    _, kv_cache = models[name](torch.randint(40, (2, 14)))
     assert sum(kv.bytes_used for kv in kv_cache) == 2 * 14 * bytes_per_token
 
 

@@ -141,8 +141,15 @@ def test_other_files_and_other_audio_raise(checkpoint, tmp_path):
     model = load_whisper(checkpoint)
     with pytest.raises(InputError, match=r"mel has shape \(1, 80, 11\), not \(N, 80, 12\); `log_mel` makes it"):
         model.encode(torch.zeros(1, 80, 11))
-    with pytest.raises(CheckpointError, match=r"holds 0 \.pt files"):
-        load_whisper(tmp_path)
+    assert model.bfloat16().encode(torch.zeros(1, 80, 12)).dtype == torch.bfloat16
+    for n, name in enumerate(("a.pt", "b.pt", None)):
+        if n != 1:
+            with pytest.raises(CheckpointError, match=rf"holds {n} \.pt files"):
+                load_whisper(tmp_path)
+        if name:
+            (tmp_path / name).touch()
+    (tmp_path / "a.pt").unlink()
+    (tmp_path / "b.pt").unlink()
     with pytest.raises(CheckpointError, match="cannot be read"):
         load_whisper(tmp_path / "missing.pt")
     (tmp_path / "text.pt").write_text("no checkpoint")

@@ -55,8 +55,6 @@ def test_transformers_loads_every_tensor_and_no_other(folder, embedded):
 
 
 def test_exported_embedded_model_gives_the_same_caption(folder, theirs, embedded):
-    inputs = inputs_of(embedded, [sample_image()], PROMPT)
-    assert_same_logits(embedded.model, theirs, inputs["input_ids"], inputs["images"])
     processor = transformers.AutoProcessor.from_pretrained(folder)
     text = processor.apply_chat_template([{"role": "user", "content": PARTS}], add_generation_prompt=True)
     theirs_inputs = processor(text=text, images=[sample_image()], return_tensors="pt")

@@ -41,10 +41,15 @@ def test_shapes_are_inside_overlap_little_and_are_named_in_reading_order(scenes)
     assert 0.05 < touching / len(scenes) < 0.15
 
 
-def test_withheld_pairs_are_shown_and_asked_about_only_where_wanted(scenes):
+@pytest.fixture(scope="module")
+def asked(scenes):
+    """Questions and answers about each scene."""
+    return [questions(scene, Random(seed)) for seed, scene in enumerate(scenes)]
+
+
+def test_withheld_pairs_are_shown_and_asked_about_only_where_wanted(scenes, asked):
     names = [" ".join(pair) for pair in WITHHELD]
-    for seed, scene in enumerate(scenes):
-        pairs = questions(scene, Random(seed))
+    for scene, pairs in zip(scenes, asked):
         text = " ".join([caption(scene), *(f"{question} {answer}" for question, answer in pairs)])
         assert not names_withheld(scene) and not any(name in text for name in names)
     for seed in range(500):
@@ -106,9 +111,8 @@ def expected_answer(question, scene):
     return named(only(t for t in scene.shapes if position_of(t) == " ".join(words[4:])))
 
 
-def test_every_answer_is_right(scenes):
-    for seed, scene in enumerate(scenes):
-        pairs = questions(scene, Random(seed))
+def test_every_answer_is_right(scenes, asked):
+    for scene, pairs in zip(scenes, asked):
         assert len(dict(pairs)) == len(pairs)
         for question, answer in pairs:
             assert answer == expected_answer(question, scene), (question, scene)

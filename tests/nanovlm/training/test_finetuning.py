@@ -342,43 +342,63 @@ def test_a_broken_image_is_named_with_a_remedy(train, workers):
     assert workers or "skipped: mine/2.png: " in err  # a worker has a standard error of its own
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        ("--recipe scenes --out out --prompt x", ["--prompt", "has no effect with --recipe"]),
-        ("--recipe scenes --data mine --out out", ["exclude each other"]),
-        ("--data mine", ["--out is required"]),
-        ("--data mine --out out --validation 1.5", ["--validation 1.5"]),
-        ("--data mine --out out --validation 4", ["4 of 4 examples", "none to learn from"]),
-        ("--data mine --out out --stream", ["--stream has no effect on mine"]),
-        ("--data mine@x --out out", ["mine@x", "'x' is no share"]),
-        ("--data far/gone@v1/x --out out", ["far/gone@v1/x: no such file or folder; data is"]),
-        ("--data mine@0 --out out", ["share must be above 0"]),
-        ("--data mine --out out --model nowhere", ["nowhere", "neither a folder nor a Hub id"]),
-        ("--data mine --out out --metric anls", ["--metric has no effect"]),
-        ("--data mine --out out --freeze head", ["--freeze", "vision, projector, language"]),
-        ("--data mine --out out --epochs 1 --max-steps 2", ["--epochs and --max-steps"]),
-        ("--data scenes --out out --epochs 1", ["--epochs needs data whose size is known", "--max-steps"]),
-        ("--data mine --out out --epochs 0", ["--epochs 0.0 must be above 0 and below inf"]),
-        ("--data mine --out out --validation 0 --metric f1", ["--metric has no effect with --validation 0"]),
-        ("--data mine --out out --validation 1 --metric bleu", ["bleu", "exact_match"]),
-        ("--data mine --out mine/0.png", ["--out mine/0.png: ", "is a file"]),
-        ("--data scenes@0.5 mine/../mine@0.5 --out mine", ["--out mine holds the data"]),
-        ("--data mine --out begun", ["begun holds a model but no checkpoints"]),
-        ("--config a.json", ["--max-steps x must be a whole number"]),
-        ("--config b.json", ["b.json has 'color', which is no setting of a run"]),
-        ("--config c.json", ["c.json must hold an object"]),
-        ("--config d.json", ["d.json cannot be read"]),
-    ],
-)
-def test_wrong_use_is_one_line_before_any_work(train, flags, words):
+WRONG = {  # flags -> words of the error
+    "": "required",
+    "--recipe scenes": "required",
+    "--out out": "required",
+    "--data mine": "--out is required",
+    "--recipe scenes --data mine --out out": "exclude each other",
+    "--recipe x --out out": "--recipe",
+    "--recipe scenes --out out --prompt x": "--prompt has no effect with --recipe",
+    "--recipe scenes --out out --pack 9": "--pack has no effect",
+    "--recipe scenes --out out --images .": "--images has no effect",
+    "--data mine --out out --stream": "--stream has no effect on mine",
+    "--data mine --out out --metric anls": "--metric has no effect",
+    "--data mine --out out --validation 0 --metric f1": "--metric has no effect with --validation 0",
+    "--data mine --out out --validation 1 --metric bleu": "bleu.*exact_match",
+    "--data mine --out out --validation 4": "4 of 4 examples.*none to learn from",
+    "--data far/gone@v1/x --out out": "far/gone@v1/x: no such file or folder; data is",
+    "--data mine@0 --out out": "share must be above 0",
+    "--data mine --out out --model nowhere": "nowhere.*neither a folder nor a Hub id",
+    "--data mine --out out --freeze head": "--freeze.*vision, projector, language",
+    "--data mine --out out --epochs 1 --max-steps 2": "--epochs and --max-steps exclude each other",
+    "--data mine --out out --epochs 0": "--epochs 0.0 must be above 0 and below inf",
+    "--data scenes --out out --epochs 1": "--epochs needs data whose size is known.*--max-steps",
+    "--data mine --out out --optimizer muon --lora-rank 4": "--optimizer muon trains whole matrices",
+    "--data mine --out mine/0.png": "--out mine/0.png: .*is a file",
+    "--data scenes@0.5 mine/../mine@0.5 --out mine": "--out mine holds the data",
+    "--data mine --out begun": "begun holds a model but no checkpoints",
+    "--config a.json": "--max-steps x must be a whole number",
+    "--config b.json": "b.json has 'color', which is no setting of a run",
+    "--config c.json": "c.json must hold an object",
+    "--config d.json": "d.json cannot be read",
+    "--config nowhere": "--config nowhere: No such file",
+    **{
+        f"--recipe scenes --out out {flags}": flags.split()[0]
+        for flags in (
+            "--max-steps 0", "--max-steps 1.5", "--batch-size 0", "--lr nan", "--augment 0.5", "--lora-rank -1",
+            "--save-every -1", "--num-workers -1", "--device tpu", "--seed -1", "--seed x", "--dtype int8",
+            "--optimizer sgd", "--weight-decay -1", "--warmup-steps -1",
+        )
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("flags", WRONG)
+def test_wrong_use_is_one_line_before_any_work(train, flags):
     scenes(4)
-    shutil.copytree(EMBEDDED, "begun")
+    if "begun" in flags:
+        shutil.copytree(EMBEDDED, "begun")
     texts = ('{"recipe": "scenes", "out": "o", "max_steps": "x"}', '{"color": "red"}', "[1]", '{"a": ')
     for name, text in zip("abcd", texts):
         Path(f"{name}.json").write_text(text)
-    assert_usage_error(train(*flags.split()), *words, program="train.py")
-    assert not Path("out").exists()
+    assert_usage_error(result := train(*flags.split()), program="train.py")
+    assert re.search(WRONG[flags], result[2]) and not Path("out").exists(), result[2]
+
+
+def test_help_names_the_defaults(train):
+    code, out, _ = train("--help")
+    assert code == 0 and all(f" {default:g}" in out for default in (MUON_LR, EPOCHS, MAX_STEPS))
 
 
 def test_a_folder_that_cannot_be_written_is_reported_before_the_first_step(train):
