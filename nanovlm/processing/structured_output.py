@@ -154,8 +154,7 @@ class _Closing:
             return schema
         opened = self._with_members(schema, self.part)
         ref = schema.get("$ref")
-        target = self._resolve(ref)
-        if target is not None:
+        if isinstance(ref, str) and (target := self._resolve(ref)) is not None:
             if ref not in self.names:
                 self.names[ref] = name = f"open:{len(self.names)}"
                 self.copies[name] = self.part(target)
@@ -183,7 +182,10 @@ class _Closing:
             return
         seen.add(id(schema))
         yield schema
-        for part in [self._resolve(schema.get("$ref")), *chain(*(_of_type(list, schema.get(key)) for key in SAME_VALUE))]:
+        for part in [
+            self._resolve(schema.get("$ref")),
+            *chain(*(_of_type(list, schema.get(key)) for key in SAME_VALUE)),
+        ]:
             yield from self._parts(part, seen)
 
     def _resolve(self, ref: Any) -> Any:
