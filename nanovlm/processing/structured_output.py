@@ -142,7 +142,7 @@ class _Closing:
         names = [name for part in parts for name in _of_type(dict, part.get("properties"))]
         if names and not any(part.keys() & SAYS_OTHERWISE for part in parts):
             names += [name for part in parts for name in _of_type(list, part.get("required")) if isinstance(name, str)]
-            whole = {"properties": dict.fromkeys(names, {}), "additionalProperties": False}
+            whole = {"properties": {name: {} for name in names}, "additionalProperties": False}
             if is_combined:
                 return closed | {"allOf": [*_of_type(list, closed.get("allOf")), whole]}
             return closed | whole | {"properties": whole["properties"] | closed["properties"]}

@@ -62,7 +62,9 @@ SCHEMAS = {  # as people write them -> a value that they mean, and one that they
     "properties beside anyOf": (
         obj(c=NUMBER) | {"anyOf": [obj(a=NUMBER), obj(b=NUMBER)]}, {"c": 3, "b": 1}, {"c": 3, "b": 1, "d": 2},
     ),
-    "properties beside $ref": (SHARED | obj(b=NUMBER) | {"$ref": "#/$defs/t"}, {"b": 2, "a": 1}, {"b": 2, "a": 1, "c": 3}),
+    "properties beside $ref": (
+        SHARED | obj(b=NUMBER) | {"$ref": "#/$defs/t"}, {"b": 2, "a": 1}, {"b": 2, "a": 1, "c": 3},
+    ),
     "a part that says otherwise": (
         {"allOf": [obj(a=NUMBER), obj(b=NUMBER) | {"additionalProperties": True}]}, {"a": 1, "b": 2, "c": 3}, {"a": 1},
     ),
