@@ -196,7 +196,7 @@ function enlarge(card) {
   const dialog = $("#large");
   $("img", dialog).src = `images/${card.state.id}.jpg`;
   $("img", dialog).alt = card.state.name;
-  $("p", dialog).textContent = card.box?.value || card.state.text || card.state.name;
+  $("p", dialog).textContent = failure(card) || card.box?.value || card.state.text || card.state.name;
   dialog.onkeydown = (event) => {
     const next = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
     if (next && step(card, next)) enlarge(step(card, next));
