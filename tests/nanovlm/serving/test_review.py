@@ -270,6 +270,7 @@ def test_the_page_edits_filters_replaces_undoes_and_captions_again(size, target,
     page.get_by_label("Replace with").fill("$&0")
     page.get_by_role("button", name="Replace 2 in 2 captions").click()
     expect(box(page, "sub/c.png")).to_have_value("a d$&0g, sub/c.png")
+    expect(page.locator(".mark.cut")).to_have_count(1)  # a replace finishes no sentence
     assert [text_of(target, name) for name in NAMES[1:]] == ["a d$&0g, b.png", "a d$&0g, sub/c.png"]
     page.get_by_role("button", name="Undo").click()
     expect(box(page, "b.png")).to_have_value("a dog, b.png")
