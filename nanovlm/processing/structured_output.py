@@ -1,7 +1,7 @@
 """Answers that follow a JSON schema: llguidance tells which tokens may come next. Needs the extra `structured`."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -138,7 +138,7 @@ class _Closing:
             return schema
         is_combined = "allOf" in schema or len(schema.keys() & {"properties", "$ref", *SAME_VALUE}) > 1
         closed = self.part(schema) if is_combined else self._with_members(schema, self.value)
-        parts = list(self._parts(schema, set())) if is_combined else [schema]
+        parts = self._parts(schema) if is_combined else [schema]
         names = [name for part in parts for name in _of_type(dict, part.get("properties"))]
         if names and not any(part.keys() & SAYS_OTHERWISE for part in parts):
             names += [name for part in parts for name in _of_type(list, part.get("required")) if isinstance(name, str)]
@@ -176,17 +176,17 @@ class _Closing:
                 changed[key] = [change(one) for one in schema[key]]
         return changed
 
-    def _parts(self, schema: Any, seen: set[int]) -> Iterator[dict[str, Any]]:
+    def _parts(self, schema: Any) -> list[dict[str, Any]]:
         """A schema and all that are combined with it for the same value."""
-        if not isinstance(schema, dict) or id(schema) in seen:
-            return
-        seen.add(id(schema))
-        yield schema
-        for part in [
-            self._resolve(schema.get("$ref")),
-            *chain(*(_of_type(list, schema.get(key)) for key in SAME_VALUE)),
-        ]:
-            yield from self._parts(part, seen)
+        found: dict[int, dict[str, Any]] = {}
+        waiting = [schema]
+        while waiting:
+            part = waiting.pop()
+            if isinstance(part, dict) and id(part) not in found:
+                found[id(part)] = part
+                combined = chain.from_iterable(_of_type(list, part.get(key)) for key in SAME_VALUE)
+                waiting += reversed([self._resolve(part.get("$ref")), *combined])
+        return [*found.values()]
 
     def _resolve(self, ref: Any) -> Any:
         """The schema that a $ref names; None if there is none."""
