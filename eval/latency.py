@@ -1,14 +1,16 @@
-"""Latency of every stage of a caption on the CPU, beside other engines and beside the machine's limits.
+"""Latency of every stage of a caption, beside other engines and beside the machine's limits.
 
     python -m eval.latency                                             # the embedded model, beside plain nanoVLM
     python -m eval.latency --model-size 230M --dtype float32 bfloat16
     python -m eval.latency --model FOLDER --dtype float32 bfloat16 --baselines llama.cpp   # of SmolVLM's layout
     python -m eval.latency --level avx2 vnni bf16 --quantize int8         # the kernels at several levels
     python -m eval.latency --level vnni --baselines openvino --save       # oneDNN held to that level, too
+    python -m eval.latency --model-size 222M --device cuda --stages train encode prefill decode   # on one GPU
 
 Stages: encode (one preprocessed image), prefill (as many tokens as an image and a short prompt), decode (one token of
 every sequence), first-token (from the image) and cold-start (a whole process). All engines read the same weights, for a
 published size random ones in the widest precision measured, and take turns in every round. Figures are milliseconds.
+The stage train, a training step of 8 images, is measured where it is named; on a GPU decode is also a CUDA graph's.
 
 Engines of this project are named by dtype, quantization and level of CPU instructions, by default the highest here. A
 single lower level also holds PyTorch and the oneDNN in OpenVINO to it, in a process of its own. Other engines: "plain"
@@ -32,6 +34,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from copy import deepcopy
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain, groupby
@@ -46,6 +49,7 @@ from torch import Tensor, nn
 from eval.lib import command
 from eval.lib.command import measure_seconds, positive, progress, relative_error, table
 from eval.lib.random_model import SHAPES, random_model_folder
+from eval.lib.training_step import LOOPS
 from eval.peers import Engine, NanoVLMEngine
 from eval.peers.llama_cpp_engine import LlamaCppEngine
 from eval.peers.openvino_engine import OpenVINOEngine
@@ -53,6 +57,8 @@ from models.checkpoint import snapshot_path
 from models.config import VLMConfig
 from models.formats.base import format_of
 from models.inference.kernels.load import WITHOUT_BF16_DOT
+from models.kv_study.static_cache import LanguageModelStep, language_model_cache
+from models.vision_language_model import VisionLanguageModel
 from nanovlm import EMBEDDED
 from nanovlm.captioner import Captioner
 from nanovlm.cli.main import Parser
@@ -69,6 +75,7 @@ STAGES = ("encode", "prefill", "decode", "first-token", "cold-start")
 TEXT_TOKENS = 16  # of the prompt, after the image
 MAX_IMAGE_SIZE = 2048  # pixels; larger images are reduced
 ANSWER_TOKENS = 16
+GRAPH_CAPACITY = 512  # tokens of the static cache
 MAX_FLOAT32_ERROR = 1e-3
 ISAS = {  # by level, read once, when oneDNN (in PyTorch and in OpenVINO), MKL and ATen start
     "avx2": {"ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"},
@@ -115,9 +122,9 @@ def model_folder(model: str | None, size: str, dtypes: Sequence[str]) -> Abstrac
     return random_model_folder(size, dtype, **changes)
 
 
-def choose_dtypes(names: Sequence[str], folder: Path | None) -> list[torch.dtype]:
-    """The dtypes for the model in folder, of which auto depends on the current level."""
-    return list(dict.fromkeys(choose_dtype(name, torch.device("cpu"), folder) for name in names))
+def choose_dtypes(names: Sequence[str], folder: Path | None, device: str = "cpu") -> list[torch.dtype]:
+    """The dtypes for the model in folder, of which auto depends on the device and on the current level."""
+    return list(dict.fromkeys(choose_dtype(name, torch.device(device), folder) for name in names))
 
 
 def make_engines(plain: NanoVLMEngine, folder: Path, files: Path, args: argparse.Namespace) -> list[Engine]:
@@ -139,10 +146,10 @@ def make_engines(plain: NanoVLMEngine, folder: Path, files: Path, args: argparse
         engines += [OpenVINOEngine(captioner, dtypes[-1], files, int8=True)] if args.quantize == "int8" else []
     for level in args.level:
         with command.at_level(level):
-            for dtype in choose_dtypes(args.dtype, folder):
+            for dtype in choose_dtypes(args.dtype, folder, args.device):
                 for quantize in dict.fromkeys((None, args.quantize)):
                     name = str(dtype).removeprefix("torch.")
-                    own = Captioner.from_pretrained(folder, "cpu", name, quantize=quantize)
+                    own = Captioner.from_pretrained(folder, args.device, name, quantize=quantize)
                     engines.append(NanoVLMEngine(own, quantize))
     return engines
 
@@ -165,6 +172,27 @@ def stage_costs(plain: NanoVLMEngine, prompts: list[list[int]], image: Tensor) -
     return costs
 
 
+@torch.inference_mode()
+def graph_step(model: VisionLanguageModel, rows: int, tokens: int) -> float:
+    """Seconds of a decode step over a static cache, replayed from a CUDA graph."""
+    step = LanguageModelStep(model.decoder).eval()
+    cache = language_model_cache(model.decoder, rows, GRAPH_CAPACITY)
+    mask = torch.ones(rows, GRAPH_CAPACITY, dtype=torch.long, device=model.device)
+    ids = torch.ones(rows, 1, dtype=torch.long, device=model.device)
+    start = torch.tensor(0, device=model.device)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):  # kernels are chosen before the capture
+        for _ in range(3):
+            step(ids, mask, start, cache)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        ids.copy_(step(ids, mask, start, cache).argmax(-1, keepdim=True))
+        start.add_(1)
+    start.fill_(80)
+    return median(measure_seconds(graph.replay, model.device) for _ in range(tokens))
+
+
 def greedy(engine: Engine, prompts: list[list[int]], tokens: int) -> tuple[list[list[int]], float]:
     """Ids of all sequences by step, `tokens` of them after the prefill's, and the median seconds of a step."""
     steps = [engine.prefill(prompts)]
@@ -174,9 +202,9 @@ def greedy(engine: Engine, prompts: list[list[int]], tokens: int) -> tuple[list[
     return steps, median(seconds)
 
 
-def cold_start(folder: Path, dtype: str = "auto") -> dict[str, list[str]]:
+def cold_start(folder: Path, dtype: str = "auto", device: str = "cpu") -> dict[str, list[str]]:
     """Command lines of generate.py on the model's folder, and of a process that imports torch only."""
-    flags = ["--model", str(folder), "--max-new-tokens", str(ANSWER_TOKENS), "--dtype", dtype]
+    flags = ["--model", str(folder), "--max-new-tokens", str(ANSWER_TOKENS), "--dtype", dtype, "--device", device]
     programs = {"import torch": ["-c", "import torch"], "generate.py": [str(GENERATE), *flags]}
     return {name: [sys.executable, *argv] for name, argv in programs.items()}
 
@@ -204,11 +232,12 @@ def measure(engines: Sequence[Engine], plain: NanoVLMEngine, folder: Path, args:
     results = []
     ids = {}
     prompts, image = make_inputs(cfg, plain.model.image_token_id, args.batch_size)
-    costs = stage_costs(plain, prompts, image)
+    device = plain.model.device
+    costs = stage_costs(plain, prompts, image) if args.device == "cpu" else {}  # whose limits are measured here
     by_name = {engine.name: engine for engine in engines}
 
     def timed(run: Callable[[Any], object], what: Mapping[str, Any] = by_name) -> Contestants:
-        return {name: partial(measure_seconds, partial(run, one)) for name, one in what.items()}
+        return {name: partial(measure_seconds, partial(run, one), device) for name, one in what.items()}
 
     def decode(engine: Engine) -> float:
         ids[engine.name], seconds = greedy(engine, prompts, args.tokens)
@@ -241,7 +270,17 @@ def measure(engines: Sequence[Engine], plain: NanoVLMEngine, folder: Path, args:
             errors = {engine.name: relative_error(logits(engine), expected) for engine in engines}
             add(stage, timed(logits), errors)
         elif stage == "decode":
-            add(stage, {engine.name: partial(decode, engine) for engine in engines})
+            contestants: Contestants = {engine.name: partial(decode, engine) for engine in engines}
+            if args.device == "cuda":
+                (*_, own) = (engine for engine in engines if isinstance(engine, NanoVLMEngine))
+                step = partial(graph_step, own.captioner.model, args.batch_size, args.tokens)
+                contestants[f"{own.name}, CUDA graph"] = step
+            add(stage, contestants)
+        elif stage == "train":
+            (dtype, *_) = choose_dtypes(args.dtype, folder, args.device)
+            name = str(dtype).removeprefix("torch.")
+            models = {loop: deepcopy(plain.captioner.model) for loop in LOOPS}
+            add(stage, {loop: partial(run, models[loop], name) for loop, run in LOOPS.items()}, warmup=0)
         elif stage == "first-token":
             readers = {engine.name: engine.first_token for engine in engines if hasattr(engine, "first_token")}
             for side in args.image_size:
@@ -250,7 +289,7 @@ def measure(engines: Sequence[Engine], plain: NanoVLMEngine, folder: Path, args:
                 calls = {name: partial(read, drawn) for name, read in readers.items()}
                 add(title, timed(lambda call: call(), calls))
         else:
-            programs = cold_start(folder, args.dtype[0])
+            programs = cold_start(folder, args.dtype[0], args.device)
             memory = {name: run_process(argv) for name, argv in programs.items()}
             add("cold start", timed(run_process, programs), memory=memory, warmup=0)
     return results, ids
@@ -287,7 +326,7 @@ def results_table(results: Sequence[Result], ids: Ids) -> str:
                 row["memory"] = f"{result.memory_bytes / 2**20:,.0f} MiB"
             if result.error is not None:
                 row["error"] = f"{result.error:.1e}" if result.error < 1e-3 else f"{result.error:.3f}"
-            if stage == "decode":
+            if result.engine in ids and stage == "decode":
                 pairs = [*zip(chain(*ids[result.engine]), chain(*ids[block[0].engine]))]
                 row["same ids"] = f"{sum(a == b for a, b in pairs)} of {len(pairs)}"
             rows.append(row)
@@ -319,10 +358,11 @@ def make_latency_parser() -> Parser:
     which("--model", metavar="MODEL", help="a folder or a Hub id, instead of --model-size")
     add("--dtype", nargs="+", default=["auto"], choices=("auto", *DTYPES), help="one or several (default: auto)")
     add("--quantize", choices=QUANTIZATIONS, help="also measure quantized weights")
+    add("--device", default="cpu", choices=("cpu", "cuda"), help="where to compute (default: cpu)")
     levels = "avx2, avx2-vnni, vnni, bf16 or amx (default: the highest)"
     add("--level", nargs="+", type=level_here, metavar="LEVEL", help=levels)
     add("--baselines", nargs="*", default=["plain"], choices=BASELINES, help="other engines (default: plain)")
-    add("--stages", nargs="+", default=STAGES, choices=STAGES, help=f"(default: {' '.join(STAGES)})")
+    add("--stages", nargs="+", default=STAGES, choices=("train", *STAGES), help=f"(default: {' '.join(STAGES)})")
     add("--image-size", nargs="+", type=positive, default=[512], metavar="N", help="pixels of a side (default: 512)")
     add("--batch-size", type=positive, default=1, metavar="N", help="sequences of prefill and decode (default: 1)")
     add("--tokens", type=positive, default=32, metavar="N", help="decode steps in a round (default: 32)")
@@ -339,9 +379,15 @@ def run(args: argparse.Namespace) -> int:
     with folders[0] as folder, folders[1] as temporary:
         (files := args.cache or Path(temporary)).mkdir(parents=True, exist_ok=True)
         progress("loading engines")
-        plain = NanoVLMEngine(Captioner.from_pretrained(folder, "cpu", "float32"), plain=True)
+        plain = NanoVLMEngine(Captioner.from_pretrained(folder, args.device, "float32"), plain=True)
         engines = make_engines(plain, folder, files, args)
         results, ids = measure(engines, plain, folder, args)
+    data = {"model_size": args.model_size, "model": args.model, "results": [asdict(result) for result in results]}
+    data |= {"ids": ids}
+    failed = failures(engines, results, ids)
+    if args.device == "cuda":
+        where = f"{command.environment(args.device)}; medians of {args.rounds} rounds, batch size {args.batch_size}"
+        return command.report(data, results_table(results, ids), where, args.json, failed, args.save)
     matmuls = {str(dtype): command.matmul_flops(dtype) for dtype in dict.fromkeys(one.dtype for one in engines)}
     speeds = ", ".join(f"{flops / 1e9:,.0f} GFLOP/s in {name} matmuls" for name, flops in matmuls.items())
     held = "other engines"
@@ -350,9 +396,7 @@ def run(args: argparse.Namespace) -> int:
         held = f"PyTorch and oneDNN in OpenVINO held to {args.level[0]}, the rest of OpenVINO and llama.cpp"
     where = f"{command.environment(levels=args.level)}; {held} at their best; memory {bandwidth / 1e9:.1f} GB/s, "
     where += f"{speeds}; medians of {args.rounds} rounds, batch size {args.batch_size}"
-    data = {"model_size": args.model_size, "model": args.model, "results": [asdict(result) for result in results]}
-    data |= {"ids": ids, "bytes_per_s": bandwidth, "flops_per_s": matmuls}
-    failed = failures(engines, results, ids)
+    data |= {"bytes_per_s": bandwidth, "flops_per_s": matmuls}
     return command.report(data, results_table(results, ids), where, args.json, failed, args.save)
 
 
@@ -360,6 +404,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = make_latency_parser()
     argv = sys.argv[1:] if argv is None else argv
     args = parser.parse_args(argv)
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: there is no GPU here; omit it")
+    if args.device == "cuda" and (others := [name for name in args.baselines if name != "plain"]):
+        parser.error(f"--baselines {' '.join(others)}: measured on the CPU only; omit --device cuda")
     try:
         args.level = list(dict.fromkeys(args.level or [command.current_level()]))
         if (settings := lowering(args.level)).items() <= os.environ.items():

@@ -22,7 +22,7 @@ SAMPLING_LIMITS: dict[str, tuple[type, Callable[[Any], bool], str]] = {
     "repetition_penalty": (Real, lambda x: 1e-3 <= x <= 1e9, "a number from 0.001 to 1e9"),
     "frequency_penalty": (Real, lambda x: -2 <= x <= 2, "a number from -2 to 2"),
     "presence_penalty": (Real, lambda x: -2 <= x <= 2, "a number from -2 to 2"),
-    "temperature": (Real, lambda x: 0 <= x <= 1e30, "a number from 0 to 1e30"),
+    "temperature": (Real, lambda x: x == 0 or 1e-30 <= x <= 1e30, "0 (greedy), or a number from 1e-30 to 1e30"),
     "top_k": (Integral, lambda x: x >= 0, "a whole number of at least 0"),
     "top_p": (Real, lambda x: 1e-30 <= x <= 1, "a number from 1e-30 to 1"),
     "min_p": (Real, lambda x: 0 <= x <= 1, "a number from 0 to 1"),
@@ -79,7 +79,7 @@ def choose_tokens(logits: Tensor, sampling: SamplingParams, generator: torch.Gen
     """Ids (B,) from logits (B, vocabulary), by the temperature and filters of sampling; without its penalties."""
     if sampling.temperature == 0:
         return logits.float().argmax(-1)  # over bfloat16 a CPU takes five times as long
-    logits = logits.float() / max(sampling.temperature, 1e-30)
+    logits = logits.float() / sampling.temperature
     if sampling.top_k and sampling.top_k < logits.size(-1):
         logits, ids = logits.topk(sampling.top_k)
     elif sampling.top_p < 1 or sampling.min_p:

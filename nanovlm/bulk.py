@@ -201,6 +201,7 @@ def _write_rows(
             for image, row in zip(images, rows):
                 if isinstance(row, Exception):
                     report.fail(image, str(row) or "not enough memory")
+                    output.fail(image, report.failed[image])
                 else:
                     made = {name: value for name, value in origin(image).items() if value}
                     _write_row(image, row | made, output, report)

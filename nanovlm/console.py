@@ -4,7 +4,6 @@ import logging
 import os
 import re
 import sys
-import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -13,8 +12,6 @@ from typing import TYPE_CHECKING, Any, TextIO
 if TYPE_CHECKING:
     from tqdm import tqdm
 
-LONG_S = 10.0  # seconds after which an answer is worth a remedy
-FEW_TILES = 4
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tabs and line ends; ESC begins a command
 
 
@@ -84,29 +81,9 @@ def progress_bar(total: int, unit: str, desc: str | None = None, is_hidden: bool
     return tqdm(total=total, unit=unit, desc=desc, disable=is_hidden, dynamic_ncols=True, file=sys.stderr, **options)
 
 
-class TileProgress:
-    """A bar, on a terminal, of an image's tiles while they are encoded, if that takes more than a second.
-
-    Pass it as `on_tile` of an InferenceModel. It names the time that fewer tiles would take if all take long.
-    """
-
-    def __call__(self, done: int, total: int) -> None:
-        if done == 0:
-            self.bar = progress_bar(total, "tile", "image", leave=False, delay=1)
-            self.started = time.monotonic()
-            return
-        seconds = (time.monotonic() - self.started) / done
-        if seconds * total > LONG_S and total > FEW_TILES + 1:
-            self.bar.set_postfix_str(f"--max-tiles {FEW_TILES}: {seconds * (FEW_TILES + 1):.0f} s", refresh=False)
-        self.bar.update()
-        if done == total:
-            self.bar.close()
-
-
-def print_remedy(seconds: float, ways: Sequence[str]) -> None:
-    """Say on a terminal how a long answer becomes faster, by flags that were not given."""
-    if seconds > LONG_S and ways and has_terminal():
-        print_error(f"note: this took {seconds:.0f} s; faster, with less detail: {' or '.join(ways)}")
+def slow(what: str, ways: Sequence[str]) -> str:
+    """The line that says what is slow, and the flags that make it faster."""
+    return f"note: {what}; faster: {' or '.join(ways)}"
 
 
 def print_text(text: str, end: str = "\n") -> None:

@@ -7,20 +7,18 @@ operation, and one that is not running stalls the others.
 import ctypes
 import os
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from models.checkpoint import checkpoint_dtype
 from models.inference.kernels.load import WITHOUT_BF16_DOT, chosen_level, cpu_info
+from nanovlm.console import slow
 from nanovlm.errors import InputError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MIN_CPU_SHARE = 0.7  # CPU time over wall time of a thread below which the machine is called busy
-MEASURED_CALLS = 6
 M_TRIM_THRESHOLD = -1  # of glibc's malloc.h
 M_MMAP_MAX = -4
 
@@ -106,34 +104,11 @@ def keep_freed_memory() -> None:
         libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
-class BusyMonitor:
-    """Notices that the threads of a computation wait for cores that other processes use."""
-
-    def __init__(self, threads: int):
-        self.threads = threads
-        self.calls = 0
-        self.wall_s = 0.0
-        self.cpu_s = 0.0
-
-    @contextmanager
-    def measure(self) -> Iterator[None]:
-        """Measure a stretch of computation for all threads; the first one, which warms up, is ignored."""
-        wall = time.perf_counter()
-        cpu = time.process_time()
-        yield
-        if self.calls:
-            self.wall_s += time.perf_counter() - wall
-            self.cpu_s += time.process_time() - cpu
-        self.calls += 1
-
-    def note(self) -> str | None:
-        """After MEASURED_CALLS stretches, and only then: a line that names --threads 1 if the machine is busy."""
-        if self.calls != MEASURED_CALLS or self.threads == 1 or self.wall_s <= 0:
-            return None
-        share = self.cpu_s / (self.wall_s * self.threads)
-        if share > MIN_CPU_SHARE:
-            return None
-        return (
-            f"note: the {self.threads} threads ran only {share:.0%} of the time, as other processes use the cores; "
-            "--threads 1 may be many times faster"
-        )
+def busy_note(wall_s: float, cpu_s: float) -> str:
+    """A line if a computation's threads waited for cores that other processes use; empty if they did not."""
+    threads = torch.get_num_threads()
+    share = cpu_s / (wall_s * threads)
+    if threads == 1 or share > MIN_CPU_SHARE:
+        return ""
+    what = f"the {threads} threads ran only {share:.0%} of the time, as other processes use the cores"
+    return slow(what, ["--threads 1"])

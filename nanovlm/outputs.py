@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 EDITED = "edited"  # the finish_reason of a text that a person wrote or edited
 MADE = ("text", "finish_reason", "model", "prompt", "prefix", "choices", "probability", "log_probability")
+FAILED = "failed: "  # begins the finish_reason of an image without a caption, in hidden tables
 REPLACES = "nanovlm_replaces"  # in an appended row until it moves into the row of its image
 PARSE = json.JSONDecoder(parse_int=str)  # Python refuses integers of more than 4,300 digits
 SPACE = re.compile(r"[ \t\r\n]*")
@@ -59,6 +60,7 @@ class Output:
 
     overwrite: bool | str = False  # "all": also what a person wrote or edited
     errors_of_one: frozenset[int] = frozenset()  # numbers of errors that concern one image; any other ends the run
+    n_writers = 1  # threads that may call `edit`
 
     def target(self, image: str) -> Path:
         """The file of an image's caption."""
@@ -83,6 +85,13 @@ class Output:
     def edit(self, image: str, row: Row) -> None:
         """Replace the text of an image, which may be empty, by a person's, or by an earlier row."""
         raise NotImplementedError
+
+    def fail(self, image: str, reason: str) -> None:
+        """Remember, where there is a place for it, why an image got no caption."""
+
+    def failure(self, image: str) -> str:
+        """The reason why the last run gave an image no caption, if it is known."""
+        return ""
 
 
 class Table(Output):
@@ -185,7 +194,7 @@ class Table(Output):
         if old is not None or is_ours:
             self.is_joined = False
             line = merged(self.lines.get(key, b"{}"), line)
-            row = (old or {}) | row
+            row = {name: value for name, value in (old or {}).items() if name not in MADE} | row
         self.lines[key] = line
         self.rows[key] = row
 
@@ -212,6 +221,7 @@ class Sidecars(Output):
     """
 
     errors_of_one = OF_ONE_FILE
+    n_writers = 8  # a drive stores several files in the time of one
 
     def __init__(self, extension: str = ".txt", overwrite: bool | str = False):
         self.extension = extension if extension.startswith(".") else f".{extension}"
@@ -300,6 +310,15 @@ class Sidecars(Output):
     def edit(self, image: str, row: Row) -> None:
         text = row["text"].strip()
         files.replace(self.target(image), f"{text}\n".encode("utf-8", "backslashreplace") if text else b"")
+
+    def fail(self, image: str, reason: str) -> None:
+        with suppress(OSError, UsageError):  # the run reports the failure itself
+            if not self.row(image) and self.failure(image) != reason:
+                self.record(image).write(image, {"finish_reason": FAILED + reason})
+
+    def failure(self, image: str) -> str:
+        reason = str(self.record(image).rows.get(image_key(image), {}).get("finish_reason", ""))
+        return reason.removeprefix(FAILED) if reason.startswith(FAILED) else ""
 
 
 def replaces(overwrite: bool | str, row: Row) -> bool:

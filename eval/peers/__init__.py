@@ -1,4 +1,4 @@
-"""Engines that run one model on the CPU behind one interface: this project here, others beside it."""
+"""Engines that run one model behind one interface: this project here, others beside it."""
 
 import importlib
 from typing import Any
@@ -73,7 +73,7 @@ class NanoVLMEngine(Engine):
 
     @torch.inference_mode()
     def append(self, ids: list[list[int]]) -> Tensor:
-        new = torch.tensor(ids)
+        new = torch.tensor(ids, device=self.model.device)
         if self.state is None or new.size(1) > 1:
             logits, self.state = self.model.prefill(new, prefix=self.state)
         else:
@@ -82,14 +82,16 @@ class NanoVLMEngine(Engine):
 
     @torch.inference_mode()
     def encode_image(self, image: Tensor) -> Tensor:
-        ids = torch.full((1, self.model.cfg.mp_image_token_length), self.model.image_token_id)
-        return self.model.embed(ids, image)
+        device = self.model.device
+        ids = torch.full((1, self.model.cfg.mp_image_token_length), self.model.image_token_id, device=device)
+        return self.model.embed(ids, image.to(device))
 
     @torch.inference_mode()
     def first_token(self, image: ImageInput) -> int:
         """Preprocess an image, encode it and prefill the default prompt."""
         ids, tiles = self.captioner.prepare(image, PROMPT)
-        return int(self.model.prefill(torch.tensor([ids]), torch.cat(tiles))[0].argmax())
+        device = self.model.device
+        return int(self.model.prefill(torch.tensor([ids], device=device), torch.cat(tiles).to(device))[0].argmax())
 
 
 def with_head(layers: float, head: float, cfg: VLMConfig) -> float:

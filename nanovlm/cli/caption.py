@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from models import files
 from nanovlm.cli.options import add_flags as add_record_flags
 from nanovlm.cli.options import are_own, from_args, load_captioner, model_options, refuse_flags, report_missing
-from nanovlm.console import TileProgress, count, is_terminal, print_error, print_remedy, print_text
+from nanovlm.console import count, has_terminal, is_terminal, print_error, print_text, slow
 from nanovlm.embedded import EMBEDDED, EMBEDDED_LIMITS, PROMPT, SAMPLE
 from nanovlm.errors import FileError, ImageError, InputError, UsageError, is_out_of_memory
 from nanovlm.options import RESERVED, CaptionOptions, GenerationOptions, ModelOptions, check_positive
@@ -45,6 +45,7 @@ REASONS = {
     "length": "cut at --max-new-tokens; raise it",
     "repetition": "ended at a repetition; try --repetition-penalty 1.2",
 }
+LONG_S = 10.0  # seconds after which an answer is worth a line about faster ways
 N_NAMES = 5  # of images that a summary names
 STATS_DIGITS = {"prompt_tokens": None, "new_tokens": None, "first_token_s": 4, "total_s": 4, "tokens_per_s": 1}
 
@@ -243,7 +244,6 @@ def some(names: Sequence[str]) -> str:
 def print_captions(args: argparse.Namespace, model: ModelOptions, options: CaptionOptions) -> int:
     """Print the captions of some images; 1 if one of them failed, after the others are done."""
     captioner = load_captioner(model, own_images=are_own(args.images))
-    captioner.inference.on_tile = TileProgress()
     ways = ["--max-tiles 4"] if model.max_tiles is None and captioner.processor.max_tiles_per_image > 5 else []
     ways += ["--quantize int8"] if model.quantize is None else []
     names: list[Any] = args.images or [str(SAMPLE)]
@@ -252,7 +252,9 @@ def print_captions(args: argparse.Namespace, model: ModelOptions, options: Capti
         names = [names]  # the frames of one video
     for name in names:
         try:
-            print_remedy(print_caption(args, captioner, options, name), ways)
+            seconds = print_caption(args, captioner, options, name)
+            if seconds > LONG_S and ways and has_terminal():
+                print_error(slow(f"this took {seconds:.0f} s", ways))
         except ImageError as error:
             print_error(str(error))
             failed = 1

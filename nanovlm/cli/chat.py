@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from models import files
 from nanovlm.cli.options import add_flags as add_record_flags
 from nanovlm.cli.options import are_own, from_args, load_captioner, model_options, report_missing
-from nanovlm.console import TileProgress, bold, is_terminal, print_error, print_text
+from nanovlm.console import bold, is_terminal, print_error, print_text
 from nanovlm.errors import ImageError, NanoVLMError, UsageError, is_out_of_memory
 from nanovlm.options import CHAT_MAX_NEW_TOKENS, GenerationOptions, ModelOptions
 from nanovlm.processing.conversation import dialogue
@@ -52,7 +52,6 @@ def run(args: argparse.Namespace) -> int:
         return 1
     interactive = is_terminal(sys.stdin) and is_terminal(sys.stdout)
     if interactive:
-        captioner.inference.on_tile = TileProgress()
         print_error(f"{COMMANDS}; ctrl-c stops an answer, ctrl-d leaves")
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401 (gives input() its arrow keys)

@@ -52,6 +52,7 @@ def run(args: argparse.Namespace) -> int:
     if args.config:
         apply_run_file(args)
     check_flags(args)
+    args.model = None if args.model == "embedded" else args.model  # which is the default
     cfg = config_from_args(args)
     options = options_from_args(args)
     threads = ModelOptions(threads=args.threads).threads

@@ -149,9 +149,7 @@ def from_array(array: Any) -> Image.Image:
     if values.is_floating_point() and values.numel():
         low, high = (bound.item() for bound in values.aminmax())  # nan, if any is
         if not 0 <= low <= high <= 1:
-            raise ImageError(
-                f"an array with values from {low:.9g} to {high:.9g}; floats are in [0, 1], other values uint8"
-            )
+            raise ImageError(f"an array with values from {low!r} to {high!r}; floats are in [0, 1], other values uint8")
         values = (values.float() * 255).round().to(torch.uint8)
     if values.dtype != torch.uint8:
         raise ImageError(f"an array of {array.dtype}; pass uint8, or floats in [0, 1]")

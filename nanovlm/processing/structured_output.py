@@ -1,9 +1,11 @@
 """Answers that follow a JSON schema: llguidance tells which tokens may come next. Needs the extra `structured`."""
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
+from itertools import chain
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
 
 from models import files
 from nanovlm.errors import FileError, InputError, MissingExtraError, UsageError
@@ -14,11 +16,10 @@ if TYPE_CHECKING:
     from nanovlm.processing.tokenizer import Tokenizer
 
 MAX_SCHEMA = 50_000  # characters; what longer ones need at each token would delay all other requests
-CHOICES = {"anyOf", "oneOf"}
-COMBINED = {"allOf", "if", "then", "else", *CHOICES}  # keys of schemas for the same value
+SAME_VALUE = ("allOf", "anyOf", "oneOf")  # keys of lists of schemas for the same value
 MAPS = ("properties", "$defs", "definitions", "patternProperties")  # of schemas by name
-VALUES = {"items", "prefixItems", "additionalProperties"}  # of schemas for values inside
-SAYS_OTHERWISE = {"additionalProperties", "patternProperties", "unevaluatedProperties", "$ref", *COMBINED}
+VALUES = ("items", "prefixItems", "additionalProperties")  # of schemas for values inside
+SAYS_OTHERWISE = {"additionalProperties", "patternProperties", "unevaluatedProperties"}
 JSON_OPTIONS: Any = {"whitespace_flexible": False}  # or a small model could write spaces without end
 
 
@@ -110,47 +111,98 @@ class GrammarProcessor:
         return logits.masked_fill(~allowed.to(logits.device), float("-inf"))
 
 
-def close_objects(schema: Any, shared: Collection[str] | None = None, is_part: bool = False) -> Any:
-    """The schema, in which objects that list their properties have no others, unless it says so.
-
-    Left open where schemas are combined for one object: each part would exclude the properties of the others. So is a
-    definition that a part names, those in shared.
-    """
-    shared = _names_of_parts(schema) if shared is None else shared
-    if isinstance(schema, list):
-        return [close_objects(part, shared, is_part) for part in schema]
+def close_objects(schema: Any) -> Any:
+    """The schema, in which objects that list their properties have no others, unless it says so."""
     if not isinstance(schema, dict):
         return schema
-    closed = dict(schema)
-    for key in MAPS:
-        if isinstance(schema.get(key), dict):
-            parts = schema[key].items()
-            closed[key] = {name: close_objects(part, shared, f"#/{key}/{name}" in shared) for name, part in parts}
-    for key in VALUES & schema.keys():
-        closed[key] = close_objects(schema[key], shared)
-    for key in COMBINED & schema.keys():
-        closed[key] = close_objects(schema[key], shared, is_part or key not in CHOICES or "properties" in schema)
-    if "properties" in schema and not is_part and not schema.keys() & SAYS_OTHERWISE:
-        closed["additionalProperties"] = False
-    return closed
+    closing = _Closing(schema)
+    closed = closing.value(schema)
+    return closed | {"$defs": closed.get("$defs", {}) | closing.copies} if closing.copies else closed
 
 
-def _names_of_parts(schema: Any, is_part: bool = False) -> set[str]:
-    """The $ref of definitions that are combined with other schemas for one object."""
-    if isinstance(schema, list):
-        return set().union(*(_names_of_parts(part, is_part) for part in schema))
-    if not isinstance(schema, dict):
-        return set()
-    is_combined = is_part or "properties" in schema
-    names = {schema["$ref"]} if is_combined and isinstance(schema.get("$ref"), str) else set()
-    for key in MAPS:
-        if isinstance(schema.get(key), dict):
-            names |= _names_of_parts([*schema[key].values()])
-    for key in VALUES & schema.keys():
-        names |= _names_of_parts(schema[key])
-    for key in COMBINED & schema.keys():
-        names |= _names_of_parts(schema[key], is_combined or key not in CHOICES)
-    return names
+class _Closing:
+    """Closes the objects of a schema.
+
+    Parts of one object stay open, as each would exclude the properties of the others: a last part closes the whole.
+    A definition that is such a part gets an open copy, so that its other uses are closed.
+    """
+
+    def __init__(self, root: dict[str, Any]):
+        self.root = root
+        self.copies: dict[str, Any] = {}  # further definitions
+        self.names: dict[str, str] = {}  # of the copies by $ref
+
+    def value(self, schema: Any) -> Any:
+        """The schema of a whole value, closed."""
+        if not isinstance(schema, dict):
+            return schema
+        is_combined = "allOf" in schema or len(schema.keys() & {"properties", "$ref", *SAME_VALUE}) > 1
+        closed = self.part(schema) if is_combined else self._with_members(schema, self.value)
+        parts = self._parts(schema) if is_combined else [schema]
+        names = [name for part in parts for name in _of_type(dict, part.get("properties"))]
+        if names and not any(part.keys() & SAYS_OTHERWISE for part in parts):
+            names += [name for part in parts for name in _of_type(list, part.get("required")) if isinstance(name, str)]
+            whole = {"properties": {name: {} for name in names}, "additionalProperties": False}
+            if is_combined:
+                return closed | {"allOf": [*_of_type(list, closed.get("allOf")), whole]}
+            return closed | whole | {"properties": whole["properties"] | closed["properties"]}
+        return closed
+
+    def part(self, schema: Any) -> Any:
+        """One of several schemas of the same value, open; those of values inside are closed."""
+        if not isinstance(schema, dict):
+            return schema
+        opened = self._with_members(schema, self.part)
+        ref = schema.get("$ref")
+        if isinstance(ref, str) and (target := self._resolve(ref)) is not None:
+            if ref not in self.names:
+                self.names[ref] = name = f"open:{len(self.names)}"
+                self.copies[name] = self.part(target)
+            opened["$ref"] = f"#/$defs/{self.names[ref]}"
+        return opened
+
+    def _with_members(self, schema: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+        """A copy in which schemas of values inside are closed, and those of the same value changed."""
+        changed = dict(schema)
+        for key in MAPS:
+            if isinstance(schema.get(key), dict):
+                changed[key] = {name: self.value(inner) for name, inner in schema[key].items()}
+        for key in VALUES:
+            if key in schema:
+                inner = schema[key]
+                changed[key] = [self.value(one) for one in inner] if isinstance(inner, list) else self.value(inner)
+        for key in SAME_VALUE:
+            if isinstance(schema.get(key), list):
+                changed[key] = [change(one) for one in schema[key]]
+        return changed
+
+    def _parts(self, schema: Any) -> list[dict[str, Any]]:
+        """A schema and all that are combined with it for the same value."""
+        found: dict[int, dict[str, Any]] = {}
+        waiting = [schema]
+        while waiting:
+            part = waiting.pop()
+            if isinstance(part, dict) and id(part) not in found:
+                found[id(part)] = part
+                combined = chain.from_iterable(_of_type(list, part.get(key)) for key in SAME_VALUE)
+                waiting += reversed([self._resolve(part.get("$ref")), *combined])
+        return [*found.values()]
+
+    def _resolve(self, ref: Any) -> Any:
+        """The schema that a $ref names; None if there is none."""
+        if not isinstance(ref, str) or not ref.startswith("#"):
+            return None
+        found: Any = self.root
+        for key in unquote(ref).split("/")[1:]:
+            key = key.replace("~1", "/").replace("~0", "~")
+            members = found if isinstance(found, dict) else dict(enumerate(_of_type(list, found)))
+            found = members.get(int(key) if isinstance(found, list) and key.isdecimal() else key)
+        return found
+
+
+def _of_type(kind: type, value: Any) -> Any:
+    """The value, or an empty one where a stranger's schema has another type."""
+    return value if isinstance(value, kind) else kind()
 
 
 def _grammar(schema: Any, name: str) -> str:
@@ -161,13 +213,18 @@ def _grammar(schema: Any, name: str) -> str:
         raise MissingExtraError(f"{name} needs llguidance; pip install 'nanovlm[structured]'") from None
     grammar = ""
     try:
-        text = json.dumps(close_objects(schema))
-        if len(text) > MAX_SCHEMA:
-            raise InputError(f"{name}: a JSON schema of {len(text):,} characters, more than {MAX_SCHEMA:,}; shorten it")
+        length = len(json.dumps(schema))
+        if length <= MAX_SCHEMA:
+            text = json.dumps(close_objects(schema))
+            length = len(text)
+        if length > MAX_SCHEMA:
+            raise InputError(f"{name}: a JSON schema of {length:,} characters, more than {MAX_SCHEMA:,}; shorten it")
         grammar = LLMatcher.grammar_from_json_schema(text, defaults=JSON_OPTIONS)
         problem = LLMatcher.validate_grammar(grammar)
     except InputError:
         raise
+    except RecursionError:
+        problem = "it is nested too deeply"
     except (ValueError, TypeError) as error:
         problem = str(error)
     _check(problem, name)

@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+from bisect import bisect_right
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from nanovlm.processing.image_loading import (
     readable_extensions,
     reason,
 )
-from nanovlm.processing.video_decoder import DECODING_SECONDS, LISTED_FPS, MAX_FRAME_PIXELS, sample_frames, spread
+from nanovlm.processing.video_decoder import DECODING_SECONDS, LISTED_FPS, MAX_FRAME_PIXELS, sample_times, spread
 
 MAX_ANIMATION_FRAMES = 10_000
 ONES = (
@@ -112,7 +113,8 @@ def _read_animation(path: Path, max_frames: int) -> Video:
             starts.append(now)
             frame.load()  # before it, WebP and AVIF do not tell how long a frame is shown
             now += (frame.info.get("duration") or 1000 / LISTED_FPS) / 1000
-        kept = sample_frames(n, n / now, max_frames)
+        wanted = sample_times(now, starts[-1], max_frames)
+        kept = sorted({bisect_right(starts, second) - 1 for second in wanted})
         for i in kept:
             image.seek(i)
             frames.append(load_image(image.copy(), name=str(path)))

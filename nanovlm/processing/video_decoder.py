@@ -5,30 +5,45 @@ It starts at once, as it imports no torch.
 
 import json
 import sys
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 from models import files
 from nanovlm.errors import MissingExtraError
 
 LISTED_FPS = 24.0  # of frames without times, as in transformers
 SKIPPED_SECONDS = 1  # at both ends of a long video
+TIME_ERROR = 0.001  # seconds: containers round times to as much
 DECODING_SECONDS = 120  # limits of the process that decodes
 DECODING_BYTES = 4 * 2**30
 MAX_FRAME_PIXELS = 16_000_000  # of a video file; 4K has half of them
 
 
-def sample_frames(n_frames: int, fps: float, max_frames: int) -> list[int]:
-    """The numbers of the frames to show, ascending, of n_frames at fps a second."""
-    duration = n_frames / fps
-    wanted = max(1, min(round(duration), max_frames))
-    first = 0
-    last = n_frames - 1
-    if duration - 2 * SKIPPED_SECONDS > max_frames:
-        first = max(0, int(SKIPPED_SECONDS * fps))
-        last = min(n_frames - 1, int(n_frames - SKIPPED_SECONDS * fps))
-        if first >= last:
-            first = 0
-            last = n_frames - 1
-    return spread(first, last, wanted)
+def sample_times(duration: float, last: float, max_frames: int) -> list[float]:
+    """The seconds to show a video's frames at, ascending; its last frame starts at last."""
+    n = max(1, min(round(duration), max_frames))
+    first = 0.0
+    if duration - 2 * SKIPPED_SECONDS > max_frames and min(last, duration - SKIPPED_SECONDS) > SKIPPED_SECONDS:
+        first = SKIPPED_SECONDS
+        last = min(last, duration - SKIPPED_SECONDS)
+    return [first + (last - first) * i / max(1, n - 1) + TIME_ERROR for i in range(n)]
+
+
+def shown_frames(frames: Iterable[Any], wanted: list[float], fps: float) -> Iterator[tuple[float, Any]]:
+    """Those of a video's frames that are shown at the wanted seconds, each once, with the second each starts at."""
+    start = current = None
+    for i, frame in enumerate(frames):
+        now = i / fps if frame.time is None else frame.time
+        start = now if start is None else start
+        now -= start
+        if current is not None and now > wanted[0]:
+            yield current
+            wanted = [second for second in wanted if second >= now]
+            if not wanted:
+                return
+        current = now, frame
+    if current is not None:
+        yield current
 
 
 def spread(first: int, last: int, n: int) -> list[int]:
@@ -59,26 +74,18 @@ def main(path: str, max_frames: int) -> None:
         fps = float(stream.average_rate or LISTED_FPS)
         lengths = [float(stream.duration * stream.time_base)] if stream.duration and stream.time_base else []
         lengths += [container.duration / av.time_base] if container.duration else []
-        times = [packet.pts * packet.time_base for packet in container.demux(stream) if packet.pts is not None]
-        n_frames = stream.frames or len(times)
-        lengths += [float(max(times) - min(times))] if times else []  # a screen recording's rate varies
-        seconds = max(lengths, default=n_frames / fps)
-        if seconds > 0:
-            fps = n_frames / seconds
-    kept = set(sample_frames(n_frames, fps, max_frames))
+        packets = [packet for packet in container.demux(stream) if packet.size]
+        times = [packet.pts * packet.time_base for packet in packets if packet.pts is not None]
+        last = float(max(times) - min(times)) if times else max(0, len(packets) - 1) / fps
+        seconds = max([*lengths, last]) or 1 / fps
     shown = []
-    start = None
     with files.opened(path) as file, av.open(file, "r", options=options) as container:
-        for i, frame in enumerate(container.decode(video=0)):
-            now = i / fps if frame.time is None else frame.time
-            start = now if start is None else start
-            if i in kept:
-                image = frame.to_image()
-                if turn := frame.rotation:  # of the display matrix: a phone's portrait video is stored sideways
-                    image = image.rotate(turn, expand=True)
-                shown.append((now - start, image))
-            if i >= max(kept):
-                break
+        wanted = sample_times(seconds, last, max_frames)
+        for second, frame in shown_frames(container.decode(video=0), wanted, fps):
+            image = frame.to_image()
+            if turn := frame.rotation:  # of the display matrix: a phone's portrait video is stored sideways
+                image = image.rotate(turn, expand=True)
+            shown.append((second, image))
     size = shown[0][1].size
     header = {"size": size, "seconds": [second for second, _ in shown], "duration": seconds}
     sys.stdout.buffer.write(json.dumps(header).encode() + b"\n")

@@ -72,13 +72,14 @@ class Part(Record):
 
     type: Literal["text", "image_url"]
     text: str | None = None
+    is_refusal: bool = False
     image_url: Annotated[ImageURL | None, text_as(lambda url: {"url": url})] = None
 
     @model_validator(mode="before")
     @classmethod
     def _read_refusal(cls, data: Any) -> Any:
         is_refusal = isinstance(data, dict) and data.get("type") == "refusal"
-        return {"type": "text", "text": data.get("refusal")} if is_refusal else data
+        return {"type": "text", "text": data.get("refusal"), "is_refusal": True} if is_refusal else data
 
     @model_validator(mode="after")
     def _check_content(self) -> Self:
@@ -98,6 +99,8 @@ class Message(Record):
     def _add_refusal(self) -> Self:
         if self.refusal is not None and not self.content:
             self.content.append(Part(type="text", text=self.refusal))
+        if self.role != "assistant" and (self.refusal is not None or any(part.is_refusal for part in self.content)):
+            raise ValueError(f"only the assistant refuses; send the {self.role}'s text as text")
         return self
 
     @property

@@ -10,6 +10,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -98,6 +99,7 @@ class Review:
         row: Row = {}
         try:
             row = {} if problem else output.row(image)
+            problem = problem or (not row and output.failure(image)) or ""
         except FileError as error:
             problem = str(error)
         text = str(row.get("text", ""))
@@ -137,21 +139,29 @@ class Review:
         with self.writing:
             output = self.output()
             output.overwrite = "all"
-            done: list[Change] = []
+            todo = []
             conflicts = set()
-            with output.opened([self.folder]):
+            with output.opened([self.folder]), ThreadPoolExecutor(output.n_writers) as threads:
                 for number, row, version in rows:
                     image = self.images[number]
                     if reason := output.refusal(image):
                         raise UsageError(f"{image}: {reason}")
                     old = output.row(image)
-                    if text_hash(str(old.get("text", ""))) != version:
+                    if text_hash(str(old.get("text", ""))) == version:
+                        todo.append((number, row, {"text": ""} | old))
+                    else:
                         conflicts.add(number)
-                        continue
-                    getattr(output, method)(image, row)
-                    done.append((number, {"text": ""} | old, text_hash(str(row["text"]))))
+                write = getattr(output, method)
+                written = [threads.submit(write, self.images[number], row) for number, row, _ in todo]
+            done = [
+                (number, old, text_hash(str(row["text"])))
+                for (number, row, old), future in zip(todo, written)
+                if future.exception() is None
+            ]
             if done and not is_undo:
                 self.changes = [*self.changes, done][-MAX_UNDO:]
+            for future in written:
+                future.result()  # raises its error
             output = self.output()
             return [self._state(output, number) | {"conflict": number in conflicts} for number, *_ in rows]
 

@@ -3,6 +3,7 @@
 import logging
 import math
 import signal
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from models import files
 from models.lora import adapters, merge
 from models.vision_language_model import IGNORE_INDEX, VisionLanguageModel
-from nanovlm.device import BusyMonitor, choose_training_dtype
+from nanovlm.device import busy_note, choose_training_dtype
 from nanovlm.errors import TrainingError
 from nanovlm.evaluation import Evaluation
 from nanovlm.training import checkpointing
@@ -24,7 +25,7 @@ from nanovlm.training.checkpointing import checkpoint_path, checkpoint_steps, wr
 from nanovlm.training.config import TrainConfig
 from nanovlm.training.distributed import DistributedContext
 from nanovlm.training.loader import Batch, TrainingInterrupted, catch_stop_signals, load_batches
-from nanovlm.training.metrics import LOSS, REPORT, MetricsLogger, report_run
+from nanovlm.training.metrics import FIRST_STEPS, LOSS, REPORT, MetricsLogger, report_run
 from nanovlm.training.optimizer import accelerated, as_written, freeze, make_optimizer
 
 logger = logging.getLogger(__name__)
@@ -67,7 +68,6 @@ class Trainer:
         self.context = DistributedContext(model.device)
         self.dtype = choose_training_dtype(cfg.dtype, model.device)
         self.scaler = torch.amp.GradScaler(model.device.type, enabled=self.dtype == torch.float16)
-        self.busy = BusyMonitor(torch.get_num_threads())
         self.step = 0  # steps done
         self.scores: dict[int, float] = {}  # by step: task.metric on the held-out examples
         self.model_digest = task.model_digest
@@ -154,10 +154,13 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group["lr_scale"]
         inputs = list(islice(batches, cfg.gradient_accumulation_steps))
-        with self.busy.measure():
-            loss = self.backward(inputs)
-        if context.is_main and model.device.type == "cpu" and (note := self.busy.note()):
-            logger.info(note)
+        wall = time.perf_counter()
+        cpu = time.process_time()
+        loss = self.backward(inputs)
+        if self.step == FIRST_STEPS and context.is_main and model.device.type == "cpu":
+            note = busy_note(time.perf_counter() - wall, time.process_time() - cpu)
+            if note:
+                logger.info(note)
         context.sum_gradients(model)
         loss, tokens = context.sum(loss, sum(int((batch["attention_mask"] != 0).sum()) for batch in inputs))
         self.scaler.unscale_(self.optimizer)

@@ -1,9 +1,9 @@
-"""On a GPU models compute what they compute on the CPU; `eval.gpu` runs on either."""
+"""On a GPU models compute what they compute on the CPU; `eval.latency` measures both."""
 
 import pytest
 import torch
 
-from eval import gpu
+from eval import latency
 from nanovlm import SAMPLE, Captioner
 from nanovlm.training.config import TrainConfig
 from support.training import train
@@ -11,13 +11,12 @@ from support.training import train
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
 
-def test_every_stage_is_measured_where_there_is_no_gpu(monkeypatch, capsys):
-    for name, value in {"ROWS": 2, "TEXT": 8, "NEW_TOKENS": 2, "WARMUP": 1, "REPEATS": 1}.items():
-        monkeypatch.setattr(gpu, name, value)
-    assert gpu.main(["--device", "cpu", "--model-size", "embedded"]) == 0
-    rows = [line.rsplit(maxsplit=1) for line in capsys.readouterr().out.splitlines()[1:-1]]
-    assert [name.split()[0] for name, _ in rows] == ["training", "training", "1", "32"]
-    assert all(float(ms) > 0 for _, ms in rows)
+@pytest.mark.gpu
+@needs_gpu
+def test_stages_are_measured(capsys):
+    flags = ["--device", "cuda", "--stages", "train", "encode", "prefill", "decode", "--rounds", "1", "--tokens", "3"]
+    assert latency.main(flags) == 0
+    assert "CUDA graph" in capsys.readouterr().out
 
 
 @pytest.mark.gpu

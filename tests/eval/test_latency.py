@@ -10,7 +10,7 @@ import torch
 
 from eval import latency
 from eval.latency import Result, cold_start, failures, lowering, main, results_table, run_process
-from eval.lib import command
+from eval.lib import command, training_step
 from eval.lib.command import current_level, levels_here
 from eval.lib.random_model import SHAPES
 from models.checkpoint import checkpoint_dtype
@@ -74,6 +74,34 @@ def test_the_roofline_is_the_longer_of_reading_and_computing_what_theory_counts(
     decode = 2 * (layers + head) + cfg.lm_n_blocks * 4 * (T + 1) * width
     assert flops["decode"] == pytest.approx(batch_size * decode)
     assert n_bytes["encode"] > 0 and flops["encode"] > n_bytes["encode"]
+
+
+def test_a_training_step_is_measured_beside_nanovlms(results_of, monkeypatch):
+    for name, value in {"ROWS": 2, "TEXT": 8, "WARMUP": 1, "STEPS": 1}.items():
+        monkeypatch.setattr(training_step, name, value)
+    results = results_of(main, *FAST, "--model-size", "230M", "--stages", "train")["results"]
+    assert [(row["stage"], row["engine"]) for row in results] == [("train", "nanoVLM's loop"), ("train", "train.py")]
+    assert all(row["median_ms"] > 0 for row in results)
+
+
+def test_a_gpu_is_measured_with_a_cuda_graph_and_without_limits_of_the_cpu(results_of, monkeypatch, capsys):
+    """By a stub, which computes on the CPU."""
+    with pytest.raises(SystemExit):
+        main([*FAST, "--device", "cuda"]) if not torch.cuda.is_available() else sys.exit()
+    load = latency.Captioner.from_pretrained
+    on_cpu = staticmethod(lambda folder, device, *names, **options: load(folder, "cpu", *names, **options))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(latency.Captioner, "from_pretrained", on_cpu)
+    monkeypatch.setattr(latency, "graph_step", lambda model, rows, tokens: 0.001 * rows)
+    monkeypatch.setattr(command, "environment", lambda device: device)
+    flags = ["--model-size", "230M", "--device", "cuda", "--stages", "encode", "decode", "--batch-size", "2"]
+    results = results_of(main, *FAST, *flags)["results"]
+    assert [row["roofline_ms"] for row in results] == [None] * len(results)
+    assert results[-1]["engine"].endswith("CUDA graph") and results[-1]["median_ms"] == pytest.approx(2)
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        main([*FAST, *flags, "--baselines", "llama.cpp"])
+    assert "--baselines llama.cpp" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

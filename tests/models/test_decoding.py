@@ -111,7 +111,7 @@ def test_several_end_tokens_and_a_logits_processor():
     [
         SamplingParams(),
         SamplingParams(temperature=1e-6),
-        SamplingParams(temperature=1e-300),
+        SamplingParams(temperature=1e-30),
         SamplingParams(temperature=5.0, top_k=1),
         SamplingParams(temperature=5.0, top_p=1e-9),
         SamplingParams(temperature=5.0, min_p=1.0),

@@ -195,7 +195,8 @@ def test_a_text_that_a_person_edited_is_kept(photos, embedded):
     assert files_in(photos) == texts
     assert run(embedded, photos, {"overwrite": "all"}).captioned == 3 and not report.failed.get("photos/a.png")
     assert set(files_in(photos).values()) == {f"{TEXT}\n"}
-    assert [row["file_name"] for row in hidden()] == ["a.png", "c.png"], "a row each"
+    assert [row["file_name"] for row in hidden()] == ["a.png", "bad.jpg", "c.png"], "a row each"
+    assert hidden()[1]["finish_reason"].startswith("failed: not an image")
 
 
 def test_a_kill_between_a_row_and_its_text_makes_no_text_a_persons(photos, embedded, monkeypatch):

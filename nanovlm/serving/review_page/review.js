@@ -1,10 +1,14 @@
 "use strict";
 // A card holds the state of an image as the server has it: text, version, marks. A change names the version that it
-// replaces, so a file that somebody else changed is never overwritten.
+// replaces, so a file that somebody else changed is never overwritten. It has an element once it comes near the window:
+// the page holds a few sections of cards at a time, as thousands would scroll slowly.
 
 const $ = (selector, root = document) => root.querySelector(selector);
 const ORDER = ["failed", "empty", "repeated", "cut", "improbable", "identical", "edited"];
+const SECTION = 12; // cards, a multiple of any number of columns
 const cards = []; // by the number of the image
+let order = []; // cards, doubtful ones first
+let shown = []; // cards that the filters let through
 let prompt = null; // of the model, if there is one
 let unsaved = 0; // requests on their way
 let inOrder = Promise.resolve();
@@ -20,6 +24,7 @@ async function call(path, body) {
 
 function change(path, body, touched) { // one after the other; answers are states of cards
   unsaved += 1;
+  for (const card of touched) card.isKept = true;
   inOrder = inOrder.then(() => call(path, body())).then((states) => {
     for (const state of states) state.conflict ? clash(cards[state.id], state) : take(cards[state.id], state, true);
     refresh();
@@ -35,6 +40,8 @@ function change(path, body, touched) { // one after the other; answers are state
 function say(text) { $("#status").textContent = text; }
 
 function note(card, text, ...buttons) {
+  card.note = [text, ...buttons];
+  if (!card.element) return;
   const place = $(".note", card.element);
   place.replaceChildren(text, " ", ...buttons.map(([label, action]) => {
     const button = Object.assign(document.createElement("button"), { type: "button", className: "plain", textContent: label });
@@ -51,20 +58,22 @@ function clash(card, state) { // the version stays, so that nothing is saved bef
 }
 
 function take(card, state, isOurs) { // the box follows unless a person has typed into it since
-  const isTyped = card.box.value !== card.state.text && !(isOurs && card.box.value.trim() === state.text);
+  const isTyped = card.box && card.box.value !== card.state.text && !(isOurs && card.box.value.trim() === state.text);
   if (isTyped && !isOurs && state.version !== card.state.version) return clash(card, state);
-  const failed = card.state.failed;
-  card.state = { ...state, failed: failed || state.problem };
-  if (!isTyped || isOurs && card.box !== document.activeElement) card.box.value = state.text;
-  note(card, card.state.failed);
+  card.state = state;
+  if (card.box && (!isTyped || isOurs && card.box !== document.activeElement)) card.box.value = state.text;
+  note(card, failure(card));
   paint(card);
 }
 
+function failure(card) { return card.unread || card.state.problem; }
+
 function paint(card) {
+  const marks = failure(card) ? ["failed"] : new Set([...card.doubts, ...card.state.marks]);
+  card.marks = [...marks, ...card.identical ? ["identical"] : []];
+  if (!card.element) return;
   card.box.classList.toggle("unsaved", card.box.value.trim() !== card.state.text.trim());
-  const found = [...card.state.failed ? ["failed"] : card.state.marks, ...card.identical ? ["identical"] : []];
-  card.marks = found;
-  $(".marks", card.element).replaceChildren(...found.map((mark) => {
+  $(".marks", card.element).replaceChildren(...card.marks.map((mark) => {
     const element = document.createElement("span");
     element.className = `mark ${mark}`;
     element.textContent = mark === "identical" ? `identical to ${card.identical}` : mark;
@@ -77,6 +86,7 @@ function save(card, isCertain) {
   const text = card.box.value.trim();
   paint(card);
   if (!isCertain && text === card.state.text.trim()) return;
+  card.doubts = [];
   change("captions", () => [{ id: card.state.id, text, version: card.state.version }], [card]);
 }
 
@@ -86,26 +96,60 @@ function refresh() { // marks that depend on others, counts, and what is shown
   const words = $("#words").value.toLowerCase();
   const [mark, folder] = [$("#mark").value, $("#folder").value];
   const byMark = new Map(ORDER.map((name) => [name, 0]));
-  let n = 0;
-  for (const card of cards) {
+  const next = [];
+  for (const card of order) {
     const { state } = card;
     const identical = state.text && !state.is_label ? counts.get(state.text) - 1 : 0;
     if (identical !== card.identical) { card.identical = identical; paint(card); }
     for (const name of card.marks) byMark.set(name, byMark.get(name) + 1);
     const isShown = (!mark || card.marks.includes(mark)) && (!folder || state.folder === folder.slice(1))
       && `${state.name}\n${state.text}`.toLowerCase().includes(words);
-    // a card that is being edited stays, whatever its marks become
-    card.element.hidden = !isShown && !card.element.contains(document.activeElement);
-    n += !card.element.hidden;
+    if (isShown || card.isKept || card.element?.contains(document.activeElement)) next.push(card);
   }
+  show(next);
   for (const option of [...$("#mark").options].slice(1)) option.text = `${option.value} (${byMark.get(option.value)})`;
-  $("#title").textContent = `${document.title}: ${n.toLocaleString("en")} of ${cards.length.toLocaleString("en")}`;
+  $("#title").textContent = `${document.title}: ${shown.length.toLocaleString("en")} of ${cards.length.toLocaleString("en")}`;
   countFound();
+}
+
+function show(next) {
+  if (next.length === shown.length && next.every((card, i) => card === shown[i])) return;
+  const main = $("#cards");
+  const focused = document.activeElement;
+  const height = 160 * Math.ceil(SECTION / Math.max(1, Math.floor(main.clientWidth / 384))); // until it is known
+  shown = next;
+  const n = Math.ceil(shown.length / SECTION);
+  while (main.children.length > n) main.lastChild.remove();
+  while (main.children.length < n) {
+    const section = main.appendChild(document.createElement("section"));
+    section.style.minHeight = `${height}px`;
+    near.observe(section);
+  }
+  for (const section of main.children) if (section.firstChild) fill(section);
+  if (focused.isConnected) focused.focus({ preventScroll: true }); // it may have moved to another section
+}
+
+const near = new IntersectionObserver((entries) => {
+  for (const { target, isIntersecting, boundingClientRect } of entries) {
+    if (isIntersecting) fill(target);
+    else if (!target.contains(document.activeElement) && target.firstChild) {
+      target.style.minHeight = `${boundingClientRect.height}px`;
+      target.replaceChildren();
+    }
+  }
+}, { rootMargin: "100% 0px" });
+
+function fill(section) {
+  const start = SECTION * [...$("#cards").children].indexOf(section);
+  const elements = shown.slice(start, start + SECTION).map((card) => card.element ?? makeElement(card));
+  if (elements.length !== section.children.length || elements.some((element, i) => element !== section.children[i]))
+    section.replaceChildren(...elements);
+  section.style.minHeight = "";
 }
 
 function found() { // shown cards that hold the text to find
   const text = $("#find").value;
-  return text ? cards.filter((card) => !card.element.hidden && card.state.text.includes(text)) : [];
+  return text ? shown.filter((card) => card.state.text.includes(text)) : [];
 }
 
 function countFound() {
@@ -119,12 +163,14 @@ function countFound() {
 function replaceAll(event) {
   event.preventDefault();
   const [text, by, hits] = [$("#find").value, $("#put").value, found()];
+  for (const card of hits) card.doubts = card.marks.filter((mark) => ["cut", "repeated", "improbable"].includes(mark));
   change("captions", () => hits.map(({ state }) =>
     ({ id: state.id, text: state.text.replaceAll(text, () => by), version: state.version })), hits);
 }
 
 function again(card) {
   const asked = $("#prompt").value || prompt;
+  card.doubts = [];
   note(card, "The model looks at it ...");
   change("again", () => ({ id: card.state.id, prompt: asked, version: card.state.version }), [card]);
 }
@@ -132,25 +178,29 @@ function again(card) {
 async function unread(card) { // the reason why a picture has no thumbnail
   $("img", card.element).classList.add("unread");
   await call(`thumbnails/${card.state.id}.jpg`).catch((error) => {
-    card.state.failed = error.message.slice(error.message.indexOf(": ") + 2);
+    card.unread = error.message.slice(error.message.indexOf(": ") + 2);
   });
-  if (!card.state.failed) return;
-  note(card, card.state.failed);
+  if (!card.unread) return;
+  note(card, card.unread);
   paint(card);
   refresh();
 }
 
 function step(card, by) {
-  const shown = [...$("#cards").children].filter((element) => !element.hidden);
-  const next = shown[shown.indexOf(card.element) + by];
-  return next && cards[next.dataset.id];
+  return shown[shown.indexOf(card) + by];
+}
+
+function visit(card) {
+  if (!card) return;
+  fill($("#cards").children[Math.floor(shown.indexOf(card) / SECTION)]);
+  card.box.focus();
 }
 
 function enlarge(card) {
   const dialog = $("#large");
   $("img", dialog).src = `images/${card.state.id}.jpg`;
   $("img", dialog).alt = card.state.name;
-  $("p", dialog).textContent = card.box.value || card.state.name;
+  $("p", dialog).textContent = failure(card) || card.box?.value || card.state.text || card.state.name;
   dialog.onkeydown = (event) => {
     const next = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
     if (next && step(card, next)) enlarge(step(card, next));
@@ -158,9 +208,10 @@ function enlarge(card) {
   if (!dialog.open) dialog.showModal();
 }
 
-function makeCard(state) {
-  const element = $("template").content.firstElementChild.cloneNode(true);
-  const card = { state: { ...state, failed: state.problem }, element, box: $("textarea", element), identical: 0, marks: [] };
+function makeElement(card) {
+  const { state } = card;
+  const element = card.element = $("template").content.firstElementChild.cloneNode(true);
+  card.box = $("textarea", element);
   element.dataset.id = state.id;
   card.box.value = state.text;
   card.box.ariaLabel = `Caption of ${state.name}`;
@@ -175,12 +226,12 @@ function makeCard(state) {
   card.box.onblur = () => save(card);
   card.box.onkeydown = (event) => {
     const by = event.altKey && { ArrowDown: 1, ArrowUp: -1 }[event.key];
-    if (by) { event.preventDefault(); step(card, by)?.box.focus(); }
+    if (by) { event.preventDefault(); visit(step(card, by)); }
     if (event.key === "Escape") card.box.blur();
   };
   paint(card);
-  note(card, card.state.failed);
-  return card;
+  note(card, ...card.note);
+  return element;
 }
 
 async function start() {
@@ -189,15 +240,21 @@ async function start() {
   prompt = list.prompt;
   $("#prompt-row").hidden = prompt === null;
   $("#prompt").value = prompt ?? "";
-  cards.push(...list.captions.map(makeCard));
+  for (const state of list.captions) cards.push({ state, identical: 0, unread: "", doubts: [], note: [state.problem] });
+  cards.forEach(paint);
   $("#mark").append(...ORDER.map((mark) => new Option(mark, mark)));
   const folders = [...new Set(cards.map((card) => card.state.folder))].sort();
   $("#folder").append(...folders.map((folder) => new Option(folder || "(this folder)", `/${folder}`)));
   $("#folder").hidden = folders.length < 2;
-  refresh();
+  order = cards;
+  refresh(); // finds identical ones
   const place = (card) => Math.min(ORDER.length, ...card.marks.filter((mark) => mark !== "edited").map((mark) => ORDER.indexOf(mark)));
-  $("#cards").append(...[...cards].sort((a, b) => place(a) - place(b)).map((card) => card.element));
-  $("#words").oninput = $("#mark").onchange = $("#folder").onchange = refresh;
+  order = [...cards].sort((a, b) => place(a) - place(b));
+  refresh();
+  $("#words").oninput = $("#mark").onchange = $("#folder").onchange = () => {
+    for (const card of cards) card.isKept = false; // what was changed stays in sight until another filter is set
+    refresh();
+  };
   $("#find").oninput = countFound;
   $("#replace").onsubmit = replaceAll;
   $("#undo").onclick = () => change("undo", () => ({}), []);

@@ -2,6 +2,7 @@
 
 const MAX_SIDE = 2048; // pixels: models see no more of a photo, and four of them fit into a request
 const MAX_BYTES = 2 ** 20; // a file that is small in both is sent as it is
+const SHOWN = /;base64,(iVBOR|\/9j\/|R0lGOD|UklGR|Qk)/; // how PNG, JPEG, GIF, WebP and BMP begin
 const byId = (id) => document.getElementById(id);
 const create = (parent, tag, fields) => parent.appendChild(Object.assign(document.createElement(tag), fields));
 const on = (id, type, listener) => byId(id).addEventListener(type, listener);
@@ -19,7 +20,7 @@ async function request(path, options = {}) {
   if (response.ok) return response;
   if (isLocked && !apiKey) throw new Error("");
   const body = await response.json().catch(() => null);
-  throw new Error(body?.error?.message ?? `the server answered with status ${response.status}`);
+  throw asError(body?.error ?? { message: `the server answered with status ${response.status}` });
 }
 
 async function loadModel() {
@@ -35,13 +36,23 @@ function toSentence(text) {
   return text && text[0].toUpperCase() + text.slice(1) + (/[.?!]$/.test(text) ? "" : ".");
 }
 
-function showError(error) {
+function asError({ message, code }) {
+  return Object.assign(new Error(message), { code });
+}
+
+// Say what is wrong and, where it is known, offer what to do about it.
+function showError(error, remedy, action) {
   const message = error instanceof TypeError ? "the server cannot be reached" : error.message ?? error;
   byId("error").textContent = toSentence(message);
+  if (!remedy) return;
+  create(byId("error"), "button", { type: "button", className: "plain", textContent: remedy })
+    .addEventListener("click", action);
 }
 
 // A data URL of an image file: as it is, or scaled to MAX_SIDE and on white where it is transparent.
 async function readFile(file) {
+  if (!file.size) throw new Error(`${file.name} is empty, or a folder`);
+  if (file.type && !file.type.startsWith("image/")) throw new Error(`${file.name} is not an image`);
   const picture = await createImageBitmap(file).catch(() => null); // upright; null for what browsers cannot show
   const factor = picture ? Math.min(1, MAX_SIDE / Math.max(picture.width, picture.height)) : 1;
   if (picture && (factor < 1 || file.size > MAX_BYTES)) {
@@ -73,7 +84,7 @@ async function addFiles(files) {
 function addImage(url, name) {
   const item = create(byId("images"), "li", { url });
   const shown = create(item, "img", { src: url, alt: `Your image, ${name}` });
-  const textContent = `Browsers cannot show ${name}, but you can ask about it.`;
+  const textContent = SHOWN.test(url) ? `${name} is damaged.` : `Browsers cannot show ${name}, but you can ask about it.`;
   shown.addEventListener("error", () => shown.replaceWith(create(item, "p", { textContent, className: "small" })));
   const remove = create(item, "button", { type: "button", textContent: "×", ariaLabel: `Remove ${name}` });
   remove.addEventListener("click", () => item.remove() ?? byId("question").focus());
@@ -105,7 +116,7 @@ async function* streamAnswer(messages, signal) {
       const data = event.slice("data: ".length);
       if (data === "[DONE]") return;
       const { error, choices } = JSON.parse(data);
-      if (error) throw new Error(error.message);
+      if (error) throw asError(error);
       yield choices[0]?.delta.content ?? "";
     }
   }
@@ -121,44 +132,71 @@ function messagesOf(turns) {
   return messages;
 }
 
-// Ask a question after the first n turns; those behind them go.
+// Ask a question after the first n turns. Those behind them go, but come back if there is no answer.
 async function ask(question, n = chat.turns.length) {
-  for (const { item } of chat.turns.splice(n)) item.remove();
+  const replaced = chat.turns.splice(n);
+  for (const { item } of replaced) item.remove();
   const turn = { question, answer: "", item: create(byId("conversation"), "li") };
   chat.turns.push(turn);
   create(turn.item, "p", { className: "question", textContent: question });
   const answer = create(turn.item, "p", { className: "answer generating" });
-  const actions = { "Ask again": () => ask(question, n), Edit: () => edit(turn) };
+  const askAgain = () => (turn === chat.turns.at(-1) ? ask(question, chat.turns.length - 1) : edit(turn));
+  const actions = { "Ask again": askAgain, Edit: () => edit(turn) };
   for (const [textContent, action] of Object.entries(actions))
     create(turn.item, "button", { type: "button", className: "plain", textContent })
       .addEventListener("click", () => chat.generation || action());
   const generation = setGeneration(new AbortController());
+  let problem = null;
   showError("");
   try {
     for await (const text of streamAnswer(messagesOf(chat.turns), generation.signal)) {
       answer.textContent = turn.answer += text;
       turn.item.scrollIntoView({ block: "nearest" });
     }
-    if (!turn.answer) showError("the answer is empty; ask differently");
+    if (!turn.answer) problem = new Error("the answer is empty; ask differently");
   } catch (error) {
-    if (!generation.signal.aborted) showError(error);
+    if (!generation.signal.aborted) problem = error;
   }
   answer.classList.remove("generating");
   if (chat.generation === generation) setGeneration(null);
   byId("announcement").textContent = turn.answer; // at once: screen readers interrupt text that changes
-  if (turn.answer || !turn.item.isConnected) return;
+  if (!turn.item.isConnected) return;
+  if (!turn.answer) takeBack(turn, replaced);
+  const n_less = problem?.code === "context_length_exceeded" ? Math.ceil(n / 2) : 0;
+  const remedy = n_less && `Forget the first ${plural(n_less, "turn")} and ask again`;
+  if (problem) showError(problem, remedy, () => forget(n_less));
+}
+
+function takeBack({ item, question }, replaced) {
   chat.turns.pop();
-  turn.item.remove();
-  byId("question").value ||= question;
+  chat.turns.push(...replaced);
+  item.replaceWith(...replaced.map((turn) => turn.item));
+  const next = byId("question").value || question; // what was typed meanwhile stays
+  edit(replaced[0] ?? null);
+  byId("question").value = next;
+}
+
+function forget(n) {
+  for (const { item } of chat.turns.splice(0, n)) item.remove();
+  byId("ask-form").requestSubmit();
+}
+
+function plural(n, noun) {
+  return n === 1 ? noun : `${n} ${noun}s`;
 }
 
 function edit(turn) {
+  if (!turn && !chat.edited) return;
   chat.edited?.item.classList.remove("edited");
   chat.edited = turn;
+  byId("question").value = turn?.question ?? "";
+  showError("");
   if (!turn) return;
   turn.item.classList.add("edited");
-  byId("question").value = turn.question;
   byId("question").focus();
+  const n_later = chat.turns.length - 1 - chat.turns.indexOf(turn);
+  const answer = n_later ? `, its answer and the ${plural(n_later, "turn")} after it` : " and its answer";
+  showError(`asking replaces this question${answer}`, "Keep them", () => edit(null));
 }
 
 function setGeneration(generation) {
@@ -172,8 +210,8 @@ on("ask-form", "submit", (event) => {
   if (!byId("images").children.length) return showError("there is no image to ask about; choose one first");
   const n = chat.edited ? chat.turns.indexOf(chat.edited) : chat.turns.length;
   const question = byId("question").value.trim() || byId("question").placeholder;
-  byId("question").value = "";
   edit(null);
+  byId("question").value = "";
   ask(question, n);
 });
 on("question", "keydown", (event) => {

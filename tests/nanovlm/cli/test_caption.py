@@ -295,3 +295,12 @@ def test_wrong_use_is_one_line_before_any_work(generate, image_folder, flags):
     if "localhost" in flags:
         pytest.importorskip("ray")
     assert_usage_error(generate(*flags.split(), model=EMBEDDED), WRONG[flags])
+
+
+def test_a_slow_answer_names_faster_ways_on_a_terminal(capsys, monkeypatch):
+    monkeypatch.setattr("nanovlm.cli.caption.LONG_S", 0.0)
+    for has_terminal in (False, True):
+        monkeypatch.setattr("nanovlm.cli.caption.has_terminal", lambda shown=has_terminal: shown)
+        assert cli.main(["caption", str(SAMPLE), "--max-new-tokens", "2", "--model", "embedded"]) == 0
+        err = capsys.readouterr().err
+        assert ("note: this took 0 s; faster: --quantize int8\n" in err) == has_terminal

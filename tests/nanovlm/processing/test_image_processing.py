@@ -115,9 +115,10 @@ def test_arrays_and_tensors_are_the_image_they_hold():
     [
         (np.zeros((3, 20, 30), np.uint8), "an array of shape (3, 20, 30)"),
         (np.zeros((2, 20, 30, 3), np.uint8), "an array of shape (2, 20, 30, 3)"),
-        (np.full((20, 30, 3), 200.0), "values from 200 to 200; floats are in [0, 1]"),
+        (np.full((20, 30, 3), 200.0), "values from 200.0 to 200.0; floats are in [0, 1]"),
         (torch.full((3, 20, 30), float("nan")), "values from nan to nan"),
-        (torch.full((3, 20, 30), 1.0000001), "values from 1.00000012 to 1.00000012"),
+        (torch.full((3, 20, 30), 1.0000001), "values from 1.0000001192092896 to 1.0000001192092896"),
+        (np.full((20, 30, 3), 1 + 1e-9), "values from 1.000000001 to 1.000000001"),
         (np.zeros((20, 30, 3), np.int64), "an array of int64; pass uint8"),
         (np.zeros((20, 30, 3), object), "an array of object; pass uint8"),
         (np.zeros((0, 30, 3), np.uint8), "without pixels"),

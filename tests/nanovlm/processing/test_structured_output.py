@@ -1,7 +1,7 @@
 """Answers by a JSON schema, in Python and on the command line; the server's are in tests/nanovlm/serving."""
 
 import json
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 
 import pytest
@@ -38,6 +38,9 @@ TEXT, NUMBER = {"type": "string"}, {"type": "integer"}
 RECURSIVE = obj(c={"type": "array", "items": {"$ref": "#/definitions/t"}})
 POINT = {"$defs": {"p": obj(x=NUMBER)}} | obj(a={"$ref": "#/$defs/p"})
 NESTED = obj(a={"type": "array", "items": {"type": "array", "items": obj(b=NUMBER)}})
+BOTH = {"allOf": [obj(a=NUMBER), obj(b=NUMBER)]}
+SHARED = {"$defs": {"t": obj(a=NUMBER)}}
+DEEP = reduce(lambda inner, _: obj(a=inner), range(400), NUMBER)
 SCHEMAS = {  # as people write them -> a value that they mean, and one that they do not
     "closed by default": (obj(a=NUMBER), {"a": 1}, {"a": 1, "b": 2}),
     "open if it says so": (obj(a=NUMBER) | {"additionalProperties": True}, {"a": 1, "b": 2}, {"b": 2}),
@@ -49,16 +52,51 @@ SCHEMAS = {  # as people write them -> a value that they mean, and one that they
         {"definitions": {"t": RECURSIVE}, "$ref": "#/definitions/t"}, {"c": [{"c": []}]}, {"c": [], "d": 1},
     ),
     "anyOf": ({"anyOf": [obj(a=NUMBER), obj(b=TEXT)]}, {"b": "x"}, {"b": "x", "c": 1}),
-    "allOf is left open": ({"allOf": [obj(a=NUMBER), obj(b=NUMBER)]}, {"a": 1, "b": 2}, {"a": 1}),
+    "allOf": (BOTH, {"a": 1, "b": 2}, {"a": 1, "b": 2, "c": 3}),
+    "allOf of one": ({"allOf": [obj(a=NUMBER)]}, {"a": 1}, {"a": 1, "b": 2}),
+    "allOf in allOf": ({"allOf": [BOTH, obj(c=NUMBER)]}, {"a": 1, "b": 2, "c": 3}, {"a": 1, "b": 2, "c": 3, "d": 4}),
+    "allOf inside of an object": (obj(x=BOTH), {"x": {"a": 1, "b": 2}}, {"x": {"a": 1, "b": 2, "c": 3}}),
+    "properties beside allOf": (
+        obj(c=NUMBER) | {"allOf": [obj(a=NUMBER)]}, {"c": 3, "a": 1}, {"c": 3, "a": 1, "b": 2},
+    ),
+    "properties beside anyOf": (
+        obj(c=NUMBER) | {"anyOf": [obj(a=NUMBER), obj(b=NUMBER)]}, {"c": 3, "b": 1}, {"c": 3, "b": 1, "d": 2},
+    ),
+    "properties beside $ref": (
+        SHARED | obj(b=NUMBER) | {"$ref": "#/$defs/t"}, {"b": 2, "a": 1}, {"b": 2, "a": 1, "c": 3},
+    ),
+    "a part that says otherwise": (
+        {"allOf": [obj(a=NUMBER), obj(b=NUMBER) | {"additionalProperties": True}]}, {"a": 1, "b": 2, "c": 3}, {"a": 1},
+    ),
+    "a definition in allOf and alone": (
+        SHARED | obj(x={"$ref": "#/$defs/t"}, y={"allOf": [{"$ref": "#/$defs/t"}, obj(b=NUMBER)]}),
+        {"x": {"a": 1}, "y": {"a": 1, "b": 2}}, {"x": {"a": 1, "b": 2}, "y": {"a": 1, "b": 2}},
+    ),
+    "a definition in allOf, closed as a whole": (
+        SHARED | obj(x={"$ref": "#/$defs/t"}, y={"allOf": [{"$ref": "#/$defs/t"}, obj(b=NUMBER)]}),
+        {"x": {"a": 1}, "y": {"a": 1, "b": 2}}, {"x": {"a": 1}, "y": {"a": 1, "b": 2, "c": 3}},
+    ),
+    "a recursive definition in allOf": (
+        {"$defs": {"t": {"allOf": [{"$ref": "#/$defs/u"}, obj(a=NUMBER)]},
+                   "u": obj(c={"type": "array", "items": {"$ref": "#/$defs/t"}})}, "$ref": "#/$defs/t"},
+        {"c": [{"c": [], "a": 1}], "a": 1}, {"c": [{"c": [], "a": 1, "b": 2}], "a": 1},
+    ),
+    "the schema as a part of an inner one": (
+        obj(a=NUMBER) | {"$defs": {"t": {"allOf": [{"$ref": "#"}, obj(b=NUMBER)]}},
+                         "properties": {"a": NUMBER, "c": {"$ref": "#/$defs/t"}}},
+        {"a": 1, "c": {"a": 1, "b": 2}}, {"a": 1, "c": {"a": 1, "b": 2, "d": 3}},
+    ),
+    "a part at an odd place": (
+        obj(a={"oneOf": [obj(x=NUMBER)]}, b={"allOf": [{"$ref": "#/properties/a/oneOf/0"}, obj(y=NUMBER)]}),
+        {"a": {"x": 1}, "b": {"x": 1, "y": 2}}, {"a": {"x": 1}, "b": {"x": 1, "y": 2, "z": 3}},
+    ),
+    "a required key that is not listed": (obj(a=NUMBER) | {"required": ["b"]}, {"a": 1, "b": "x"}, {"b": 1, "c": 2}),
     "an object inside of allOf's parts": (
         {"allOf": [obj(a=obj(b=NUMBER)), obj(c=NUMBER)]}, {"a": {"b": 1}, "c": 1}, {"a": {"b": 1, "d": 1}, "c": 1},
     ),
     "an object beside allOf": (
         obj(a=obj(b=NUMBER), c={"allOf": [obj(d=NUMBER), obj(e=NUMBER)]}),
         {"a": {"b": 1}, "c": {"d": 1, "e": 2}}, {"a": {"b": 1, "x": 1}, "c": {"d": 1, "e": 2}},
-    ),
-    "a definition of allOf": (
-        {"$defs": {"t": obj(a=NUMBER)}, "allOf": [{"$ref": "#/$defs/t"}, obj(b=NUMBER)]}, {"a": 1, "b": 2}, {"a": 1},
     ),
     "a key called allOf": (obj(allOf=NUMBER), {"allOf": 1}, {"allOf": 1, "b": 2}),
     "keys called additionalProperties and $ref": (
@@ -98,6 +136,7 @@ def test_each_row_of_a_batch_follows_the_schema_by_itself(embedded):
         ("max_new_tokens ended the answer before its JSON did", {"max_new_tokens": 3, "schema": SCHEMA}),
         ("schema: the JSON schema cannot be followed", {"schema": {"type": "no"}}),
         ("schema: .* nothing satisfies it", {"schema": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}}),
+        ("schema: .* nested too deeply", {"schema": DEEP}),
         ("a JSON schema of 60,0.. characters, more than 50,000", {"schema": {"const": "x" * 60_000}}),
     ):
         with pytest.raises(InputError, match=words):

@@ -4,6 +4,7 @@ import json
 import struct
 import subprocess
 import sys
+from bisect import bisect_right
 from contextlib import suppress
 from fractions import Fraction
 from pathlib import Path
@@ -18,7 +19,7 @@ from nanovlm.cli.main import main
 from nanovlm.errors import ImageError, MissingExtraError, UsageError
 from nanovlm.processing.convert import convert_layout
 from nanovlm.processing.video import Video, in_words
-from nanovlm.processing.video_decoder import sample_frames
+from nanovlm.processing.video_decoder import sample_times
 from support import Package
 from support.generation import prompt_of
 from support.smolvlm import write_folder
@@ -38,7 +39,12 @@ def test_frames_are_one_a_second_without_the_ends_of_a_long_video():
     """Figures of transformers 4.57 and 5.23."""
     cases = [(300, 30, 64), (1980, 30, 64), (2010, 30, 64), (3600, 30, 64)]  # frames, frames a second, at most
     cases += [(15, 10, 64), (25, 25, 64), (7, 3, 64), (99, 7, 4)]
-    chosen = [sample_frames(*case) for case in cases]
+    chosen = []
+    for n, fps, at_most in cases:
+        starts = [i / fps for i in range(n)]
+        chosen.append(
+            sorted({bisect_right(starts, second) - 1 for second in sample_times(n / fps, starts[-1], at_most)})
+        )
     assert [len(one) for one in chosen] == [10, 64, 64, 64, 2, 1, 2, 4]
     assert chosen[0] == [0, 33, 66, 99, 132, 166, 199, 232, 265, 299]
     assert chosen[2][:3] == [30, 60, 91] and chosen[2][-1] == 1980
@@ -115,43 +121,61 @@ def test_a_portrait_video_of_a_phone_is_upright_and_frames_have_their_own_times(
     Path("phone.bin").write_bytes(data[:at] + clockwise + data[at + len(upright) :])
     video = Video.read("phone.bin")  # known by its content
     assert video.frames[0].size == (48, 64), "upright"
-    assert len(video.seconds) > 3 and {round(time, 3) for time in video.seconds} <= {0, 0.1, 0.2, 3, 4}
+    assert [round(time, 3) for time in video.seconds] == [0, 0.2, 4]
     top, bottom = (video.frames[0].getpixel((24, y)) for y in (8, 56))
     assert top[0] > 150 > top[2] and bottom[2] > 150 > bottom[0]
 
 
+RECORDING = [*range(0, 1000, 10), *range(1000, 10_001, 1000)]  # a hundred frames in a second, then one a second
+STILL = [0, 500, 1000, 20_000]
+FREQUENT = [*range(0, 5000, 1000), *range(5000, 6000, 10)]
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["a.mkv", "a.mp4"])
-def test_a_recording_whose_rate_varies_is_as_long_as_its_last_frame(name):
-    """A screen recording: a hundred frames in a second, then one a second."""
+@pytest.mark.parametrize("name", ["a.mkv", "a.mp4", "a.webm", "a.avi"])
+@pytest.mark.parametrize(
+    ("times", "at_most", "seconds"),
+    [
+        (RECORDING, 8, [1, 2, 3, 4, 5, 6, 7, 9]),
+        (RECORDING, 64, [0, 1, 2, 3, 4, 5, 6, 7, 8, 10]),
+        (STILL, 64, [0, 1, 20]),
+        (FREQUENT, 4, [0, 1, 3, 5.99]),
+    ],
+)  # fmt: skip
+def test_frames_of_a_recording_whose_rate_varies_are_chosen_by_time(name, times, at_most, seconds):
     av = pytest.importorskip("av")
+    codec = "libvpx" if name == "a.webm" else "mpeg4"
     with av.open(name, "w") as container:
-        stream = container.add_stream("mpeg4", rate=100)
+        stream = container.add_stream(codec, rate=100)
         stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
-        for time in (*range(0, 1000, 10), *range(1000, 10_001, 1000)):
+        for time in times:
             picture = av.VideoFrame.from_image(Image.new("RGB", (64, 48)))
             picture.pts, picture.time_base = time, Fraction(1, 1000)
             container.mux(stream.encode(picture))
         container.mux(stream.encode())
-    video = Video.read(name, 8)
-    assert 10 <= video.duration <= 11 and len(video.frames) == 8
+    video = Video.read(name, at_most)
+    assert times[-1] / 1000 <= video.duration <= times[-1] / 1000 + 1
+    assert [round(second, 2) for second in video.seconds] == list(seconds)
 
 
 @pytest.mark.parametrize("name", ["a.gif", "a.png", "a.webp", "a.avif"])
-def test_an_animation_has_the_times_of_its_frames(name):
+@pytest.mark.parametrize("milliseconds", [[2000] * 5, [100, 1900, 500, 3500, 1000]])
+def test_an_animation_has_the_times_of_its_frames(name, milliseconds):
     if name[2:] in ("webp", "avif") and not features.check(name[2:]):
         pytest.skip(f"Pillow without {name[2:]}")
     first, *others = (Image.new("RGB", (64, 48), color) for color in ("red", "green", "blue", "white", "black"))
-    first.save(name, save_all=True, append_images=others, duration=2000)
+    first.save(name, save_all=True, append_images=others, duration=milliseconds)
     video = Video.read(name)
-    assert video.duration == 10 and list(video.seconds) == [0, 2, 4, 6, 8]
+    starts = [sum(milliseconds[:i]) / 1000 for i in range(5)]
+    assert video.duration == pytest.approx(sum(milliseconds) / 1000)
+    assert video.seconds == pytest.approx(starts)
 
 
 def test_animations_folders_and_lists_are_videos():
     first, *others = images()
     first.save("a.gif", save_all=True, append_images=others, duration=[100, 200, 900, 800, 1000, 1000], loop=0)
     video = Video.read("a.gif")
-    assert video.duration == 4.0 and video.seconds == pytest.approx([0.0, 0.1, 1.2, 3.0])
+    assert video.duration == 4.0 and video.seconds == pytest.approx([0.0, 0.3, 2.0, 3.0])
     Path("frames").mkdir()
     for i, frame in enumerate([first, *others]):
         frame.save(f"frames/{i}.png")

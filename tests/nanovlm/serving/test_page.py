@@ -78,8 +78,11 @@ def test_questions_are_asked_again_edited_and_forgotten(served, embedded, open_p
     assert page.get_by_role("status").text_content() == expected[-1], "screen readers read the whole answer"
     click(page, "Ask again")
     assert answers(page) == expected and open_page.sent[-1] == open_page.sent[-2]
-    page.get_by_role("button", name="Edit").nth(1).click()
-    assert page.get_by_label("Your question").input_value() == QUESTIONS[1]
+    for name in ("Ask again", "Edit"):  # both would remove the third turn
+        page.get_by_role("button", name=name).nth(1).click()
+        expect(page.get_by_role("alert")).to_contain_text("this question, its answer and the turn after it")
+        assert page.get_by_label("Your question").input_value() == QUESTIONS[1] and len(open_page.sent) == 4
+        click(page, "Keep them") if name == "Ask again" else None
     session.history = session.history[:1]
     assert ask(page, QUESTIONS[3]) == [expected[0], "".join(session.ask(QUESTIONS[3]))], "what came after it is gone"
     page.get_by_label("Temperature").fill("1.5")
@@ -167,8 +170,15 @@ def test_problems_are_said_and_the_question_stays(served, open_page):
     page, alert = open_page(served), "There is no image to ask about; choose one first."
     ask(page, "What is in the picture?")
     expect(page.get_by_role("alert")).to_have_text(alert)
-    page.locator("#file").set_input_files({"name": "a.heic", "mimeType": "image/heic", "buffer": bytes(range(256))})
-    expect(page.get_by_text("Browsers cannot show a.heic")).to_be_visible()
+    for name, kind, data, words in (
+        ("a.pdf", "application/pdf", b"%PDF", "A.pdf is not an image."),
+        ("a.gif", "image/gif", b"", "A.gif is empty, or a folder."),
+        ("a.png", "image/png", SAMPLE.read_bytes()[:20], "a.png is damaged."),
+        ("a.heic", "image/heic", bytes(range(256)), "Browsers cannot show a.heic, but you can ask about it."),
+    ):
+        page.locator("#file").set_input_files({"name": name, "mimeType": kind, "buffer": data})
+        expect(page.get_by_text(words)).to_be_visible()
+    click(page, "Remove a.png")
     page.keyboard.press("Enter")
     expect(page.get_by_role("alert")).to_have_text("Image 1: not an image of a known format, or a damaged one.")
     assert page.get_by_label("Your question").input_value() == "What is in the picture?"
@@ -176,6 +186,24 @@ def test_problems_are_said_and_the_question_stays(served, open_page):
     page.get_by_label("Your question").press("Enter")
     expect(page.get_by_label("Temperature")).to_be_focused()
     assert len(open_page.sent) == 1 and ["400" in one for one in open_page.problems] == [True]
+    open_page.problems.clear()
+
+
+@pytest.mark.parametrize("size", [(360, 740), (1280, 800)])
+def test_a_chat_that_is_too_long_is_shortened_by_a_button(served, open_page, size):
+    page = open_page(served, viewport=dict(zip(("width", "height"), size)))
+    page.locator("#file").set_input_files([image_file(noise_image(400, 300, seed=i), f"{i}.png") for i in range(4)])
+    expect(page.locator("#images img")).to_have_count(4)
+    while not page.get_by_role("alert").text_content():
+        texts = ask(page, f"{QUESTIONS[0]} " * 20)
+    assert page.get_by_role("alert").evaluate(IS_ON_TOP), "the error is covered"
+    expect(page.get_by_role("alert")).to_contain_text("Prompt is too long")
+    page.get_by_role("button", name="Edit").nth(1).click()
+    assert len(ask(page, f"{QUESTIONS[0]} " * 200)) == len(texts), "turns that a failed question replaces come back"
+    page.get_by_label("Your question").fill(QUESTIONS[1])
+    page.get_by_role("button", name="Forget the first turn and ask again").click()
+    assert len(answers(page)) == 1 and open_page.sent[-1]["messages"][-1]["content"][-1]["text"] == QUESTIONS[1]
+    assert {problem[-15:] for problem in open_page.problems} == {"400 (Bad Request)"[-15:]}
     open_page.problems.clear()
 
 

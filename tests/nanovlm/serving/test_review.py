@@ -176,15 +176,18 @@ def test_only_the_page_reads_and_writes_and_only_what_is_listed(name, target):
 
 
 @pytest.mark.parametrize("target", ["folder"], indirect=True)
-def test_what_cannot_be_read_or_written_has_a_reason(target):
+def test_what_cannot_be_read_or_written_has_a_reason(target, embedded):
     Path("photos/bad.jpg").write_text("no image")
     Path("photos/bad.eps").write_text("%!PS")
     Path("photos/d.png").write_bytes(SAMPLE.read_bytes())
     Path("photos/d.txt").mkdir()
     os.rename("photos/a.png", b"photos/a\xff.png")
+    report = caption_files(embedded, ["photos/bad.jpg"], Sidecars(), CaptionOptions(max_new_tokens=2))
+    assert list(report.failed) == ["photos/bad.jpg"] and not Path("photos/bad.txt").exists()
     api = client(Review(target))
     states = {state["name"]: state for state in api.get("/t/captions").json()["captions"]}
     assert "is a folder" in states["d.png"]["problem"] and r"a\udcff.png" in states and "bad.eps" not in states
+    assert states["bad.jpg"]["problem"] == "not an image of a known format, or a damaged one", "known from the run"
     answer = api.get(f"/t/thumbnails/{states['bad.jpg']['id']}.jpg")
     assert answer.status_code == 409 and "not an image" in answer.json()["error"]["message"]
     answer = api.post("/t/captions", json=[change(states["d.png"]["id"], "x", "")])
@@ -267,6 +270,7 @@ def test_the_page_edits_filters_replaces_undoes_and_captions_again(size, target,
     page.get_by_label("Replace with").fill("$&0")
     page.get_by_role("button", name="Replace 2 in 2 captions").click()
     expect(box(page, "sub/c.png")).to_have_value("a d$&0g, sub/c.png")
+    expect(page.locator(".mark.cut")).to_have_count(1)  # a replace finishes no sentence
     assert [text_of(target, name) for name in NAMES[1:]] == ["a d$&0g, b.png", "a d$&0g, sub/c.png"]
     page.get_by_role("button", name="Undo").click()
     expect(box(page, "b.png")).to_have_value("a dog, b.png")
@@ -295,3 +299,36 @@ def test_the_page_edits_filters_replaces_undoes_and_captions_again(size, target,
     expect(page.locator("dialog img")).to_be_visible()
     page.keyboard.press("Escape")
     expect(page.locator("dialog img")).to_be_hidden()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("target", ["table"], indirect=True)
+def test_a_thousand_cards_are_made_as_they_are_seen(target, open_review):
+    expect = pytest.importorskip("playwright.sync_api").expect
+    with Path(target).open("a") as table:
+        for i in range(1000):
+            files.replace(f"photos/{i:04}.png", Path("photos/a.png").read_bytes())
+            table.write(json.dumps({"file_name": f"{i:04}.png", "text": f"a dog, {i:04}"}) + "\n")
+    page = open_review(Review(target), viewport={"width": 800, "height": 800})
+    expect(page.locator("#title")).to_contain_text("1,003 of 1,003")
+    assert 0 < page.locator("article").count() < 100
+    page.locator("article textarea").last.focus()
+    for _ in range(30):
+        page.keyboard.press("Alt+ArrowDown")
+    expect(page.locator("textarea:focus")).to_be_in_viewport()
+    number = page.locator("article:focus-within").get_attribute("data-id")
+    page.locator("textarea:focus").fill("a cat")
+    page.locator("#words").fill("dog, 0999")
+    expect(page.locator("article")).to_have_count(1)
+    page.locator("#words").fill("cat")
+    expect(page.locator("article")).to_have_count(1)
+    expect(page.locator("article")).to_have_attribute("data-id", number)
+    assert "a cat" in Path(target).read_text()
+    page.locator("#words").fill("")
+    page.locator("summary").click()
+    page.locator("#find").fill("dog")
+    page.locator("#put").fill("wolf")
+    page.get_by_role("button", name="Replace 1002 in 1002 captions").click()
+    expect(page.get_by_role("status")).to_have_text("Saved")
+    page.evaluate("scrollTo(0, document.body.scrollHeight)")
+    expect(page.locator("article textarea").last).to_have_value("a wolf, 0999")
