@@ -22,6 +22,7 @@ from models.inference.continuous_batching import ContinuousBatch
 from models.inference.inference_model import InferenceModel
 from models.inference.request import Request, TokenOutput
 from models.vision_language_model import VisionLanguageModel, load_model
+from nanovlm.choices import Choice, forced_answers, ranked_choices, score_requests
 from nanovlm.device import choose_device, choose_dtype
 from nanovlm.embedded import EMBEDDED, PROMPT, default_prompt, write_prompt
 from nanovlm.errors import InputError
@@ -33,7 +34,6 @@ from nanovlm.processing.processor import Processor, pair_prompts
 from nanovlm.processing.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from nanovlm.choices import Choice
     from nanovlm.processing.structured_output import StructuredOutput
 
 PathOrId = str | os.PathLike[str]  # a folder, or a Hub id
@@ -217,11 +217,12 @@ class Captioner:
             raise InputError(f"ask takes a list of prompts, not {prompts!r}; for one prompt use caption")
         return self._answers(self.requests(image, prompts, record), record, stats)
 
-    def classify(self, image: ImageInputs, choices: Sequence[str], prompt: str | None = None) -> list["Choice"]:
+    def classify(self, image: ImageInputs, choices: Sequence[str], prompt: str | None = None) -> list[Choice]:
         """Rank choices as answers, the most probable first; each has text, probability and log_probability."""
-        from nanovlm.choices import rank_choices
-
-        return rank_choices(self, image, choices, self.prompt if prompt is None else prompt)
+        requests = self.choice_requests(image, choices, prompt)
+        for _ in self.generate(requests):
+            pass
+        return ranked_choices(requests)
 
     def caption_video(
         self, video: Any, prompt: str | None = None, max_frames: int | None = None, **options: Any
@@ -309,16 +310,23 @@ class Captioner:
                 request.grammar = grammar
         return requests
 
+    def choice_requests(self, image: ImageInputs, choices: Sequence[str], prompt: str | None = None) -> list[Request]:
+        """Make a request for each choice as the answer to a prompt; see `ranked_choices`."""
+        answers = forced_answers(choices, self.tokenizer)
+        longest = max(len(answer.steps) for answer in answers)
+        return score_requests(self.request(image, prompt, max_new_tokens=longest), answers)
+
     def batch(self, batch_size: int = 16, **caches: Any) -> ContinuousBatch:
         """An empty batch that runs batch_size requests at once; see `ContinuousBatch` for caches."""
         ends = self.tokenizer.eos_token_ids
         return ContinuousBatch(self.inference, max_num_seqs=batch_size, eos_token_id=ends, **caches)
 
-    def run(self, requests: Iterable[Request], batch_size: int = 16) -> Iterator[Request]:
+    def run(self, requests: Iterable[Request], batch_size: int = 16, n_together: int = 1) -> Iterator[Request]:
         """Yield requests in order, each when it has ended, with its output or its error.
 
-        Requests are taken when slots are free, so at most 2 * batch_size have been taken and not yielded. One that has
-        an error already is passed through.
+        Requests are taken when slots are free, so at most 2 * batch_size have been taken and not yielded. n_together in
+        succession, of one image, are taken at once: the first then still runs when the others copy its beginning. One
+        that has an error already is passed through.
         """
         batch = self.batch(batch_size)
         pending = deque[Request]()
@@ -328,7 +336,7 @@ class Captioner:
                 yield pending.popleft()
             free = min(batch_size - batch.running - batch.waiting, 2 * batch_size - len(pending))
             if free >= batch_size // 4:  # prefilled together, prompts are faster
-                for request in islice(requests, free):
+                for request in islice(requests, free - free % n_together):
                     pending.append(request)
                     if not request.finished:
                         batch.add(request)
