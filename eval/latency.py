@@ -46,7 +46,7 @@ from torch import Tensor, nn
 from eval.lib import command
 from eval.lib.command import measure_seconds, positive, progress, relative_error, table
 from eval.lib.random_model import SHAPES, random_model_folder
-from eval.peers import Engine, NanoVLMEngine
+from eval.peers import Engine, NanoVLMEngine, PlainEngine
 from eval.peers.llama_cpp_engine import LlamaCppEngine
 from eval.peers.openvino_engine import OpenVINOEngine
 from models.checkpoint import snapshot_path
@@ -120,7 +120,7 @@ def choose_dtypes(names: Sequence[str], folder: Path | None) -> list[torch.dtype
     return list(dict.fromkeys(choose_dtype(name, torch.device("cpu"), folder) for name in names))
 
 
-def make_engines(plain: NanoVLMEngine, folder: Path, files: Path, args: argparse.Namespace) -> list[Engine]:
+def make_engines(plain: PlainEngine, folder: Path, files: Path, args: argparse.Namespace) -> list[Engine]:
     """Baselines on the model in folder, and this project in every dtype and at every level; with --quantize in both.
 
     Other engines' files go to `files`. Raises MissingExtraError if a baseline's package is not installed, InputError
@@ -147,7 +147,7 @@ def make_engines(plain: NanoVLMEngine, folder: Path, files: Path, args: argparse
     return engines
 
 
-def stage_costs(plain: NanoVLMEngine, prompts: list[list[int]], image: Tensor) -> dict[str, tuple[int, int]]:
+def stage_costs(plain: PlainEngine, prompts: list[list[int]], image: Tensor) -> dict[str, tuple[int, int]]:
     """Weights that a stage reads once, and its operations, as PyTorch counts them in the plain model."""
     model = plain.model
     first = [0] * len(prompts)
@@ -198,7 +198,7 @@ def run_process(argv: Sequence[str]) -> int | None:
     return peak
 
 
-def measure(engines: Sequence[Engine], plain: NanoVLMEngine, folder: Path, args: Any) -> tuple[list[Result], Ids]:
+def measure(engines: Sequence[Engine], plain: PlainEngine, folder: Path, args: Any) -> tuple[list[Result], Ids]:
     """Time every stage in interleaved rounds; also the decoded ids."""
     cfg = plain.model.cfg
     results = []
@@ -339,7 +339,7 @@ def run(args: argparse.Namespace) -> int:
     with folders[0] as folder, folders[1] as temporary:
         (files := args.cache or Path(temporary)).mkdir(parents=True, exist_ok=True)
         progress("loading engines")
-        plain = NanoVLMEngine(Captioner.from_pretrained(folder, "cpu", "float32"), plain=True)
+        plain = PlainEngine(Captioner.from_pretrained(folder, "cpu", "float32"))
         engines = make_engines(plain, folder, files, args)
         results, ids = measure(engines, plain, folder, args)
     matmuls = {str(dtype): command.matmul_flops(dtype) for dtype in dict.fromkeys(one.dtype for one in engines)}

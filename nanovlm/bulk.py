@@ -323,4 +323,3 @@ def _row(name: str, text: str, reason: str, options: CaptionOptions, columns: Ro
     """A row; columns of a schema that have the name of one of ours stay in the text only."""
     row = {"text": options.filled(options.prefix, name) + text, "finish_reason": reason}
     return row | {column: value for column, value in columns.items() if column not in RESERVED}
-

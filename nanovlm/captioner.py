@@ -302,8 +302,8 @@ class Captioner:
         for prompt in prompts:
             chat = dialogue([self.prompt if prompt is None else prompt], parts)
             ids = self.processor.encode(chat) + self._start_ids(options)
-            self.inference.validate_length(len(ids), options.max_new_tokens)
-            requests.append(Request(ids, images_of(chat), options.sampling, options.max_new_tokens))
+            self.inference.cfg.validate_length(len(ids), options.max_new_tokens)
+            requests.append(Request(ids, images_of(chat), options, options.max_new_tokens))
         if options.schema is not None:
             grammars = self.structured_output.make_processors(options.schema, len(requests))
             for request, grammar in zip(requests, grammars):
@@ -389,7 +389,7 @@ class Captioner:
 
     def check_prompt(self, prompt: str, max_new_tokens: int) -> None:
         """Raise InputError if the prompt and max_new_tokens exceed the model's context even without an image."""
-        self.inference.validate_length(len(self.processor.encode(dialogue([prompt]))), max_new_tokens)
+        self.inference.cfg.validate_length(len(self.processor.encode(dialogue([prompt]))), max_new_tokens)
 
     def prepare(self, image: ImageInputs, prompt: str | None = None) -> tuple[list[int], list[Tensor]]:
         """Token ids of one prompt, and the tiles (n, 3, S, S) of each image."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from models.decoding import SamplingParams
+from models.sampling import SamplingParams
 from nanovlm import PROMPT, Captioner
 from nanovlm.cli import main as cli
 from support import noise_image

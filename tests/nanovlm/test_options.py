@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from models.decoding import SamplingParams
+from models.sampling import SamplingParams
 from nanovlm import SAMPLE, Captioner, ChatSession, GenerationOptions
 from nanovlm.errors import CheckpointError, InputError
 from nanovlm.generation_config import read_generation_defaults
@@ -38,7 +38,7 @@ REFUSED = {  # words of the error -> a record, and a field with a wrong value
     "repetition_penalty=1e+300 must be": (SamplingParams, {"repetition_penalty": 1e300}),
     "top_p=1e-320 must be": (SamplingParams, {"top_p": 1e-320}),
     "temperature=1e+300 must be": (SamplingParams, {"temperature": 1e300}),
-    "temperature=-1 must be a number from 0 to 1e30": (GenerationOptions, {"temperature": -1}),
+    "temperature=-1 must be at least 0 and at most 1e+30": (GenerationOptions, {"temperature": -1}),
     "start_with=3 must be a text": (GenerationOptions, {"start_with": 3}),
     "max_new_tokens=0 must be at least 1": (GenerationOptions, {"max_new_tokens": 0}),
     "max_new_tokens=None must be a whole number": (GenerationOptions, {"max_new_tokens": None}),

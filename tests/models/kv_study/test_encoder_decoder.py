@@ -7,10 +7,10 @@ from itertools import pairwise
 import pytest
 import torch
 
-from models.decoding import SamplingParams
 from models.errors import InputError
 from models.kv_study.hook_cache import HookCache, install_kv_cache_hooks
 from models.kv_study.text_decoder import TextDecoder, TextPrefillState
+from models.sampling import SamplingParams
 from support import randomize
 
 
