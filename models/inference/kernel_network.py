@@ -142,7 +142,7 @@ def _check_device(x: Tensor) -> None:
 def empty_cache(network: Any, n_sequences: int, capacity: int) -> Tensor:
     """Zeros (n_blocks, 2, n_sequences, n_kv_heads, capacity, head_dim) for a KernelNetwork or PlainNetwork."""
     cfg = network.model.cfg
-    shape = cfg.lm_n_blocks, 2, n_sequences, cfg.lm_n_kv_heads, capacity, cfg.lm_head_dim
+    shape = len(network.model.decoder.blocks), 2, n_sequences, cfg.lm_n_kv_heads, capacity, cfg.lm_head_dim
     return torch.zeros(shape, dtype=network.cache_dtype, device=network.model.device)
 
 
