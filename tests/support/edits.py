@@ -76,7 +76,7 @@ EDITS = {
     "no positions in some blocks": Edit("language_model", "LanguageModel.forward", BLOCKS, """\
             turned = (cos, sin) if len(new_cache) % 4 else (torch.ones_like(cos), torch.zeros_like(sin))
             x, block_kv_cache = block(x, *turned, mask, block_kv_cache)
-""", changes_training=False),  # without a cache nothing counts the blocks
+"""),
     "an early exit": Edit("language_model", "LanguageModel.forward", BLOCKS, """\
             later, block_kv_cache = block(x, cos, sin, mask, block_kv_cache)
             x = later if block is not self.blocks[-1] else x
