@@ -1,5 +1,6 @@
 """Captioner: a model and its processor, from images and a prompt to text."""
 
+import logging
 import os
 import time
 import warnings
@@ -35,6 +36,8 @@ from nanovlm.processing.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from nanovlm.processing.structured_output import StructuredOutput
+
+logger = logging.getLogger(__name__)
 
 PathOrId = str | os.PathLike[str]  # a folder, or a Hub id
 # A path, a file's bytes, a PIL image, a tensor (C, H, W), a numpy array (H, W, C), a binary file or an http(s) URL
@@ -167,10 +170,19 @@ class Captioner:
         return cls(model, Processor(backbones.cfg, tokenizer))
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Write config, weights and tokenizer, atomically, and the default prompt, as `from_pretrained` loads them."""
+        """Write config, weights and tokenizer, atomically, and the default prompt, as `from_pretrained` loads them.
+
+        A line says so if the network is not the one that the config describes.
+        """
+        self.note_edits()
         self.model.save_pretrained(folder, tokenizer=self.tokenizer.to_json())
         if self.prompt != default_prompt(folder):
             write_prompt(folder, self.prompt)
+
+    def note_edits(self) -> None:
+        """Log a line if the core was edited or the model changed, which no written config can say."""
+        if difference := self.inference.difference:
+            logger.warning("note: the files describe the network as it was published, but %s", difference)
 
     # ------------------------------------------------------------------------------------------------------- answers
 

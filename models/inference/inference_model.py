@@ -142,6 +142,12 @@ class InferenceModel:
             return self._network
 
     @property
+    def difference(self) -> str:
+        """What of the core, or of the model, is not as the kernels were written for it; "" if nothing."""
+        with self._lock:
+            return self._find_difference()
+
+    @property
     def device(self) -> torch.device:
         return self._used.device
 

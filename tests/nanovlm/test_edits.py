@@ -11,7 +11,7 @@ from torch import nn
 
 from models.inference.inference_model import PlainNetwork
 from support import ROOT
-from support.edits import EDITS, IMAGES, check_doors, load, report
+from support.edits import EDITS, IMAGES, check_doors, load, reference, report
 
 pytestmark = pytest.mark.full
 
@@ -43,7 +43,7 @@ CHANGES = {  # of a model that is loaded
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_after_loading_counts(unedited, name, quantize):
     captioner = load(quantize)
-    before = check_doors(captioner, IMAGES[:1])
+    before = reference(captioner, captioner.inference.network.model, IMAGES[:1])
     CHANGES[name](captioner.inference.network.model.decoder)
     after = check_doors(captioner, IMAGES[:1])
     assert type(captioner.inference.network) is PlainNetwork

@@ -164,7 +164,7 @@ def check_doors(captioner: Captioner, images) -> list:
     texts = [text for text, _ in expected]
     asked = list(zip(images, PROMPTS))
     assert [captioner.caption(image, prompt, **SETTINGS) for image, prompt in asked] == texts
-    assert list(captioner.captions(images, PROMPTS, **SETTINGS)) == texts
+    assert list(captioner.captions(images, PROMPTS[: len(images)], **SETTINGS)) == texts
     for (image, prompt), (text, scores) in zip(asked, expected):
         best = max(zip(scores, CHOICES))
         for choice in captioner.classify(image, CHOICES, prompt):
