@@ -50,7 +50,7 @@ from eval.lib import command
 from eval.lib.command import measure_seconds, positive, progress, relative_error, table
 from eval.lib.random_model import SHAPES, random_model_folder
 from eval.lib.training_step import LOOPS
-from eval.peers import Engine, NanoVLMEngine
+from eval.peers import Engine, NanoVLMEngine, PlainEngine
 from eval.peers.llama_cpp_engine import LlamaCppEngine
 from eval.peers.openvino_engine import OpenVINOEngine
 from models.checkpoint import snapshot_path
@@ -127,7 +127,7 @@ def choose_dtypes(names: Sequence[str], folder: Path | None, device: str = "cpu"
     return list(dict.fromkeys(choose_dtype(name, torch.device(device), folder) for name in names))
 
 
-def make_engines(plain: NanoVLMEngine, folder: Path, files: Path, args: argparse.Namespace) -> list[Engine]:
+def make_engines(plain: PlainEngine, folder: Path, files: Path, args: argparse.Namespace) -> list[Engine]:
     """Baselines on the model in folder, and this project in every dtype and at every level; with --quantize in both.
 
     Other engines' files go to `files`. Raises MissingExtraError if a baseline's package is not installed, InputError
@@ -154,7 +154,7 @@ def make_engines(plain: NanoVLMEngine, folder: Path, files: Path, args: argparse
     return engines
 
 
-def stage_costs(plain: NanoVLMEngine, prompts: list[list[int]], image: Tensor) -> dict[str, tuple[int, int]]:
+def stage_costs(plain: PlainEngine, prompts: list[list[int]], image: Tensor) -> dict[str, tuple[int, int]]:
     """Weights that a stage reads once, and its operations, as PyTorch counts them in the plain model."""
     model = plain.model
     first = [0] * len(prompts)
@@ -226,7 +226,7 @@ def run_process(argv: Sequence[str]) -> int | None:
     return peak
 
 
-def measure(engines: Sequence[Engine], plain: NanoVLMEngine, folder: Path, args: Any) -> tuple[list[Result], Ids]:
+def measure(engines: Sequence[Engine], plain: PlainEngine, folder: Path, args: Any) -> tuple[list[Result], Ids]:
     """Time every stage in interleaved rounds; also the decoded ids."""
     cfg = plain.model.cfg
     results = []
@@ -379,7 +379,7 @@ def run(args: argparse.Namespace) -> int:
     with folders[0] as folder, folders[1] as temporary:
         (files := args.cache or Path(temporary)).mkdir(parents=True, exist_ok=True)
         progress("loading engines")
-        plain = NanoVLMEngine(Captioner.from_pretrained(folder, args.device, "float32"), plain=True)
+        plain = PlainEngine(Captioner.from_pretrained(folder, args.device, "float32"))
         engines = make_engines(plain, folder, files, args)
         results, ids = measure(engines, plain, folder, args)
     data = {"model_size": args.model_size, "model": args.model, "results": [asdict(result) for result in results]}

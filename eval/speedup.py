@@ -84,7 +84,7 @@ def measure(args: argparse.Namespace, device: torch.device) -> list[Study]:
     torch.manual_seed(0)
     sizes = Sizes(tuple(args.lengths), rounds=args.rounds)
     model, ids, images = load_model(args.model_size, device, args.dtype)
-    model.validate_length(ids.size(1), max(sizes.lengths))
+    model.cfg.validate_length(ids.size(1), max(sizes.lengths))
     ids = ids.to(device)
     images = images.to(device, model.dtype)
     twin = EncoderDecoder(model.cfg).to(device, model.dtype).eval()

@@ -1,8 +1,9 @@
 """Tensors: the vision-language model, its caches, its generation loop and its checkpoints.
 
-The ten files of this folder are the core, to be read in an afternoon: config, cache, attention, vision_transformer,
-modality_projector, language_model, vision_language_model, decoding, checkpoint and errors. The subfolders are add-ons,
-which the core does not import. It reads nanoVLM's own files; `import models.formats` lets it read SmolVLM's and others.
+The files of this folder are the core, to be read in an afternoon: config, cache, attention, vision_transformer,
+modality_projector, language_model, vision_language_model, sampling, decoding, checkpoint, files and errors. The
+subfolders are add-ons, which the core does not import. It reads nanoVLM's own files; `import models.formats` lets it
+read SmolVLM's and others.
 
 >>> from models import VisionLanguageModel
 >>> model = VisionLanguageModel.from_pretrained("lusxvr/nanoVLM-230M-8k")
@@ -14,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from models.cache import KVCache
     from models.config import VLMConfig
-    from models.decoding import SamplingParams
+    from models.sampling import SamplingParams
     from models.vision_language_model import VisionLanguageModel
 
 __all__ = ["KVCache", "SamplingParams", "VLMConfig", "VisionLanguageModel"]
 
 _LAZY = {  # imported on first use: importing torch takes seconds
     "KVCache": "models.cache",
-    "SamplingParams": "models.decoding",
+    "SamplingParams": "models.sampling",
     "VLMConfig": "models.config",
     "VisionLanguageModel": "models.vision_language_model",
 }

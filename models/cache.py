@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from models.errors import InputError
+
 CAPACITY_STEP = 16  # tokens; a buffer's capacity is a multiple of it
 
 
@@ -39,6 +41,8 @@ class KVCache:
 
     def append(self, key: Tensor, value: Tensor) -> "KVCache":
         """A longer cache with the new tokens' key and value, (B, n_kv_heads, T_new, head_dim)."""
+        if len(key) != len(self.key):
+            raise InputError(f"{len(key)} new rows do not continue a cache of {len(self.key)}; pass one for each")
         if torch.is_grad_enabled():  # autograd needs new tensors, not views of a buffer that changes
             return KVCache(torch.cat([self.key, key], -2), torch.cat([self.value, value], -2))
         buffer = self._buffer

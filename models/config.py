@@ -140,6 +140,15 @@ class VLMConfig:
             del raw["mp_image_token_length"]
         return {key: value for key, value in raw.items() if value is not None} | self.unknown
 
+    def validate_length(self, prompt: int, max_new_tokens: int) -> None:
+        """Raise InputError if a prompt of that length and max_new_tokens exceed the model's positions."""
+        limit = self.lm_max_position_embeddings
+        if prompt + max_new_tokens - 1 > limit:  # the last token generated is not processed
+            raise InputError(
+                f"a prompt of {prompt} tokens and max_new_tokens={max_new_tokens} exceed "
+                f"lm_max_position_embeddings={limit}; shorten either"
+            )
+
     def _check_field(self, f: Field) -> None:
         """Raise InputError if a field's value has the wrong type or is out of range; an int is a valid float."""
         name = f.name

@@ -2,8 +2,6 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -13,66 +11,7 @@ from torch import Tensor
 from models.cache import PrefillState
 from models.config import VLMConfig
 from models.errors import InputError
-
-MAX_NEW_TOKENS = 128  # of a caption
-RepetitionDetection = tuple[int, int, int]  # shortest and longest cycle in tokens, and how often it is repeated
-
-# Of each field of SamplingParams: the type, the values it may have, and how an error names them.
-SAMPLING_LIMITS: dict[str, tuple[type, Callable[[Any], bool], str]] = {
-    "repetition_penalty": (Real, lambda x: 1e-3 <= x <= 1e9, "a number from 0.001 to 1e9"),
-    "frequency_penalty": (Real, lambda x: -2 <= x <= 2, "a number from -2 to 2"),
-    "presence_penalty": (Real, lambda x: -2 <= x <= 2, "a number from -2 to 2"),
-    "temperature": (Real, lambda x: x == 0 or 1e-30 <= x <= 1e30, "0 (greedy), or a number from 1e-30 to 1e30"),
-    "top_k": (Integral, lambda x: x >= 0, "a whole number of at least 0"),
-    "top_p": (Real, lambda x: 1e-30 <= x <= 1, "a number from 1e-30 to 1"),
-    "min_p": (Real, lambda x: 0 <= x <= 1, "a number from 0 to 1"),
-    "seed": (Integral, lambda x: 0 <= x < 2**63, "a whole number of at least 0 and below 2**63"),
-    "repetition_detection": (
-        Sequence,
-        lambda x: (
-            len(x) == 3 and all(isinstance(n, Integral) for n in x) and (x[2] == 0 or (1 <= x[0] <= x[1] and x[2] > 1))
-        ),
-        "three whole numbers: MIN to MAX tokens, from 1 on, and a COUNT of 0 (off), or 2 or more",
-    ),
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class SamplingParams:
-    """How a token is chosen from logits. The default is greedy; the filters apply in the order of the fields.
-
-    The repetition penalty is that of Keskar et al. 2019, the next two are OpenAI's, top_p is that of Holtzman et al.
-    2019, min_p that of Nguyen et al. 2024, repetition_detection vLLM's. InputError for a value out of range.
-    """
-
-    repetition_penalty: float = 1.0  # above 1, tokens of the prompt and the answer become less likely
-    frequency_penalty: float = 0.0  # subtracted from a token's logit each time it is in the answer
-    presence_penalty: float = 0.0  # subtracted once from the logits of tokens in the answer
-    temperature: float = 0.0  # 0 is greedy
-    top_k: int = 0  # sample among the k most likely tokens; 0 is all
-    top_p: float = 1.0  # sample among the most likely tokens whose probabilities sum to top_p
-    min_p: float = 0.0  # drop tokens less likely than min_p times the likeliest
-    seed: int | None = None  # of the random generator; None is torch's global one
-    repetition_detection: RepetitionDetection = (0, 0, 0)  # end an answer that repeats a cycle; a count of 0 is off
-
-    def __post_init__(self) -> None:
-        for name, (kind, fits, limits) in SAMPLING_LIMITS.items():
-            value = getattr(self, name)
-            if not (isinstance(value, kind) and fits(value)) and not (name == "seed" and value is None):
-                raise InputError(f"{name}={value} must be {limits}")
-
-    @property
-    def is_greedy(self) -> bool:
-        """True if the most likely token is always chosen, with no regard to other tokens."""
-        return self.temperature == 0 and not self.counts_output
-
-    @property
-    def counts_output(self) -> bool:
-        """True if a penalty depends on the tokens generated so far."""
-        return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1, 0, 0)
-
-
-GREEDY = SamplingParams()
+from models.sampling import GREEDY, MAX_NEW_TOKENS, RepetitionDetection, SamplingParams
 
 
 def choose_tokens(logits: Tensor, sampling: SamplingParams, generator: torch.Generator | None = None) -> Tensor:
@@ -99,7 +38,6 @@ class TokenSampler:
 
     prompt (B, T) holds the ids that the repetition penalty counts beside the chosen ones; negative ids do not count. Of
     several end tokens the first stands for all. logits_processor changes the logits (B, vocabulary) before all else.
-    `outputs` has each row's tokens if sampling detects repetition.
     """
 
     def __init__(
@@ -117,7 +55,6 @@ class TokenSampler:
         self._prompt = prompt
         self._seen: Tensor | None = None  # (B, vocabulary) bool: in the prompt
         self._counts: Tensor | None = None  # (B, vocabulary): how often in the output
-        self.outputs: list[list[int]] = []
 
     def __call__(self, logits: Tensor) -> Tensor:
         """Logits (B, vocabulary) -> ids (B,)."""
@@ -132,10 +69,6 @@ class TokenSampler:
             self._counts[torch.arange(len(ids), device=ids.device), ids] += 1
         for end in self._other_ends:
             ids = ids.masked_fill(ids == end, self.eos_token_id)
-        if self.sampling.repetition_detection[2]:
-            self.outputs = self.outputs or [[] for _ in ids]
-            for output, token_id in zip(self.outputs, ids.tolist()):
-                output.append(token_id)
         return ids
 
     def _penalize(self, logits: Tensor) -> Tensor:
@@ -157,31 +90,28 @@ class TokenSampler:
         return logits
 
 
-def find_cycle(ids: Sequence[int], detection: RepetitionDetection) -> int:
-    """The length of a cycle that the ids end with, repeated as `detection` says; 0 for none."""
+def trim_repetition(ids: Sequence[int], detection: RepetitionDetection) -> Sequence[int]:
+    """The ids up to the first of the cycles that they end with, if these are repeated as `detection` says; else all."""
     shortest, longest, count = detection
     for n in range(shortest, min(longest, len(ids) // count) + 1 if count else 0):
-        if ids[-1] == ids[-1 - n] and ids[-n * count : -n] == ids[-n * (count - 1) :]:
-            return n
-    return 0
-
-
-def trim_repetition(ids: Sequence[int], detection: RepetitionDetection) -> Sequence[int]:
-    """The ids up to the first of the repeated cycles that they end with, if they end so."""
-    if not (n := find_cycle(ids, detection)):
-        return ids
-    tail = ids[-n * detection[2] :]
-    n = next(k for k in range(1, n + 1) if tail[k:] == tail[:-k])  # a cycle of 8 may be one of 2 four times
-    start = len(ids) - len(tail)
-    while start and ids[start - 1] == ids[start - 1 + n]:
-        start -= 1
-    return ids[: start + n]
+        if ids[-1] != ids[-1 - n]:  # nearly always
+            continue
+        tail = ids[-n * count :]
+        if tail[n:] == tail[:-n]:
+            cycle = next(k for k in range(1, n + 1) if tail[k:] == tail[:-k])  # one of 8 may be one of 2 four times
+            start = len(ids) - len(tail)
+            while start and ids[start - 1] == ids[start - 1 + cycle]:
+                start -= 1
+            return ids[: start + cycle]
+    return ids
 
 
 def finish_reason(ids: Sequence[int], eos_token_id: int | None, detection: RepetitionDetection) -> str:
     """Why an answer ended: "repetition", "stop" if its end token is among the ids, else "length"."""
     answer = ids[: ids.index(eos_token_id)] if eos_token_id in ids else ids
-    return "repetition" if find_cycle(answer, detection) else "stop" if len(answer) < len(ids) else "length"
+    if len(trim_repetition(answer, detection)) < len(answer):
+        return "repetition"
+    return "stop" if len(answer) < len(ids) else "length"
 
 
 def validate_counts(max_new_tokens: int, n_samples: int) -> None:
@@ -202,7 +132,8 @@ def generate_tokens(
     """
     eos = sampler.eos_token_id
     detection = sampler.sampling.repetition_detection
-    ended = torch.zeros(logits.size(0), dtype=torch.bool, device=logits.device)
+    outputs: list[list[int]] = [[] for _ in logits]
+    ended = torch.zeros(len(outputs), dtype=torch.bool, device=logits.device)
     for remaining in reversed(range(max_new_tokens)):
         ids = sampler(logits)
         if eos is not None:
@@ -210,7 +141,9 @@ def generate_tokens(
             ended |= ids == eos
         yield ids
         if detection[2]:
-            ended |= torch.tensor([find_cycle(row, detection) > 0 for row in sampler.outputs], device=ended.device)
+            for row, (output, token_id) in enumerate(zip(outputs, ids.tolist())):
+                output.append(token_id)
+                ended[row] |= len(trim_repetition(output, detection)) < len(output)
         if not remaining or ((eos is not None or detection[2]) and ended.all()):
             return
         logits = step(ids)
@@ -292,7 +225,7 @@ class GenerationMixin(ABC):
         reference for the cache. logits_processor changes the logits (B * n_samples, vocabulary) before each choice.
         """
         validate_counts(max_new_tokens, n_samples)
-        self.validate_length(input_ids.size(1), max_new_tokens)
+        self.cfg.validate_length(input_ids.size(1), max_new_tokens)
         if max_new_tokens == 0:
             return
         rows = torch.arange(len(input_ids), device=input_ids.device).repeat_interleave(n_samples)
@@ -338,13 +271,4 @@ class GenerationMixin(ABC):
         if wanted != given:
             raise InputError(
                 f"the prompt holds {wanted} image tokens, but the images give {given} embeddings; pass its images"
-            )
-
-    def validate_length(self, prompt: int, max_new_tokens: int) -> None:
-        """Raise InputError if a prompt of that length and max_new_tokens exceed the model's positions."""
-        limit = self.cfg.lm_max_position_embeddings
-        if prompt + max_new_tokens - 1 > limit:  # the last token generated is not processed
-            raise InputError(
-                f"a prompt of {prompt} tokens and max_new_tokens={max_new_tokens} exceed "
-                f"lm_max_position_embeddings={limit}; shorten either"
             )

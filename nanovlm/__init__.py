@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from nanovlm.embedded import EMBEDDED, PROMPT, SAMPLE
 
 if TYPE_CHECKING:
-    from models.decoding import SamplingParams
+    from models.sampling import SamplingParams
     from nanovlm.captioner import Captioner
     from nanovlm.chat_session import ChatSession
     from nanovlm.processing.processor import Processor
@@ -30,7 +30,7 @@ _LAZY = {  # imported on first use: importing torch takes seconds, which `nanovl
     "GenerationOptions": "nanovlm.options",
     "ModelOptions": "nanovlm.options",
     "Processor": "nanovlm.processing.processor",
-    "SamplingParams": "models.decoding",
+    "SamplingParams": "models.sampling",
 }
 
 

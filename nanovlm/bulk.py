@@ -245,19 +245,14 @@ def caption_rows(
     A row has text, finish_reason, and columns for choices, several prompts or a schema's properties. Errors are those
     of an image, its file or its size; any other is raised.
     """
-    n = len(options.prompts)
-    answers: Iterator[Callable[[], Row]]
+    n = len(options.choices) or len(options.prompts)
+    n_images = max(1, batch_size // n) if options.choices else batch_size  # there may be hundreds of choices
     with closing(_read_ahead(captioner, images, options, 2 * batch_size)) as requests:
-        if options.choices:
-            answers = (partial(_choose, captioner, name, image, options) for name, image in images)
-        else:
-            first = captioner.run(islice(requests, n), n)  # alone, so that the first caption comes soon
-            answered = chain(first, captioner.run(requests, batch_size * n))
-            groups = iter(lambda: list(islice(answered, n)), [])
-            answers = (partial(_answer, captioner, group, options) for group in groups)
-        for answer in answers:
+        first = captioner.run(islice(requests, n), n)  # alone, so that the first caption comes soon
+        answered = chain(first, captioner.run(requests, n * n_images, n))
+        while group := list(islice(answered, n)):
             try:
-                yield answer()
+                yield _answer(captioner, group, options)
             except Exception as error:
                 if not (isinstance(error, (NanoVLMError, OSError)) or is_out_of_memory(error)):
                     raise
@@ -267,14 +262,19 @@ def caption_rows(
 def _read_ahead(
     captioner: "Captioner", images: Iterable[tuple[str, Any]], options: CaptionOptions, n_ahead: int
 ) -> Generator["Request", None, None]:
-    """A request for each prompt about each image, which threads read and preprocess n_ahead."""
+    """A request for each prompt, or choice, about each image, which threads read and preprocess n_ahead."""
     from models.inference.request import Request
 
     def read(name: str, image: Any) -> list[Request]:
         try:
-            requests = captioner.requests(_source(image, options), _prompts(name, options), options)
+            source = _source(image, options)
+            prompts = [options.filled(prompt, name) for prompt in options.prompts]
+            if options.choices:
+                requests = captioner.choice_requests(source, options.choices, prompts[0])
+            else:
+                requests = captioner.requests(source, prompts, options)
         except Exception as error:
-            return [Request((), name=name, error=error) for _ in options.prompts]
+            return [Request((), name=name, error=error) for _ in options.choices or options.prompts]
         for request in requests:
             request.name = name
         return requests
@@ -303,14 +303,13 @@ def _source(image: Any, options: CaptionOptions) -> Any:
     return image
 
 
-def _choose(captioner: "Captioner", name: str, image: Any, options: CaptionOptions) -> Row:
-    """The row of an image whose answer is one of the choices."""
-    best = captioner.classify(_source(image, options), options.choices, _prompts(name, options)[0])[0]
-    return _row(name, best.text, "stop", options, best.columns())
-
-
 def _answer(captioner: "Captioner", requests: Sequence["Request"], options: CaptionOptions) -> Row:
-    """The row of an image whose requests, one for each prompt, have ended. Raises their errors."""
+    """The row of an image whose requests, one for each prompt or choice, have ended. Raises their errors."""
+    if options.choices:
+        from nanovlm.choices import ranked_choices
+
+        best = ranked_choices(requests)[0]
+        return _row(requests[0].name, best.text, "stop", options, best.columns())
     values = [captioner.answer(request, options) for request in requests]
     texts = [captioner.text(request, options).strip() for request in requests]
     if not any(text.removeprefix(options.start_with.rstrip()).strip() for text in texts):
@@ -325,7 +324,3 @@ def _row(name: str, text: str, reason: str, options: CaptionOptions, columns: Ro
     """A row; columns of a schema that have the name of one of ours stay in the text only."""
     row = {"text": options.filled(options.prefix, name) + text, "finish_reason": reason}
     return row | {column: value for column, value in columns.items() if column not in RESERVED}
-
-
-def _prompts(name: str, options: CaptionOptions) -> list[str]:
-    return [options.filled(prompt, name) for prompt in options.prompts]

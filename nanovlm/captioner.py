@@ -1,5 +1,6 @@
 """Captioner: a model and its processor, from images and a prompt to text."""
 
+import logging
 import os
 import time
 import warnings
@@ -22,6 +23,7 @@ from models.inference.continuous_batching import ContinuousBatch
 from models.inference.inference_model import InferenceModel
 from models.inference.request import Request, TokenOutput
 from models.vision_language_model import VisionLanguageModel, load_model
+from nanovlm.choices import Choice, forced_answers, ranked_choices, score_requests
 from nanovlm.device import choose_device, choose_dtype
 from nanovlm.embedded import EMBEDDED, PROMPT, default_prompt, write_prompt
 from nanovlm.errors import InputError
@@ -33,8 +35,9 @@ from nanovlm.processing.processor import Processor, pair_prompts
 from nanovlm.processing.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from nanovlm.choices import Choice
     from nanovlm.processing.structured_output import StructuredOutput
+
+logger = logging.getLogger(__name__)
 
 PathOrId = str | os.PathLike[str]  # a folder, or a Hub id
 # A path, a file's bytes, a PIL image, a tensor (C, H, W), a numpy array (H, W, C), a binary file or an http(s) URL
@@ -167,10 +170,19 @@ class Captioner:
         return cls(model, Processor(backbones.cfg, tokenizer))
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Write config, weights and tokenizer, atomically, and the default prompt, as `from_pretrained` loads them."""
+        """Write config, weights and tokenizer, atomically, and the default prompt, as `from_pretrained` loads them.
+
+        A line says so if the network is not the one that the config describes.
+        """
+        self.note_edits()
         self.model.save_pretrained(folder, tokenizer=self.tokenizer.to_json())
         if self.prompt != default_prompt(folder):
             write_prompt(folder, self.prompt)
+
+    def note_edits(self) -> None:
+        """Log a line if the core was edited or the model changed, which no written config can say."""
+        if difference := self.inference.difference:
+            logger.warning("note: the files describe the network as it was published, but %s", difference)
 
     # ------------------------------------------------------------------------------------------------------- answers
 
@@ -217,11 +229,12 @@ class Captioner:
             raise InputError(f"ask takes a list of prompts, not {prompts!r}; for one prompt use caption")
         return self._answers(self.requests(image, prompts, record), record, stats)
 
-    def classify(self, image: ImageInputs, choices: Sequence[str], prompt: str | None = None) -> list["Choice"]:
+    def classify(self, image: ImageInputs, choices: Sequence[str], prompt: str | None = None) -> list[Choice]:
         """Rank choices as answers, the most probable first; each has text, probability and log_probability."""
-        from nanovlm.choices import rank_choices
-
-        return rank_choices(self, image, choices, self.prompt if prompt is None else prompt)
+        requests = self.choice_requests(image, choices, prompt)
+        for _ in self.generate(requests):
+            pass
+        return ranked_choices(requests)
 
     def caption_video(
         self, video: Any, prompt: str | None = None, max_frames: int | None = None, **options: Any
@@ -301,24 +314,31 @@ class Captioner:
         for prompt in prompts:
             chat = dialogue([self.prompt if prompt is None else prompt], parts)
             ids = self.processor.encode(chat) + self._start_ids(options)
-            self.inference.validate_length(len(ids), options.max_new_tokens)
-            requests.append(Request(ids, images_of(chat), options.sampling, options.max_new_tokens))
+            self.inference.cfg.validate_length(len(ids), options.max_new_tokens)
+            requests.append(Request(ids, images_of(chat), options, options.max_new_tokens))
         if options.schema is not None:
             grammars = self.structured_output.make_processors(options.schema, len(requests))
             for request, grammar in zip(requests, grammars):
                 request.grammar = grammar
         return requests
 
+    def choice_requests(self, image: ImageInputs, choices: Sequence[str], prompt: str | None = None) -> list[Request]:
+        """Make a request for each choice as the answer to a prompt; see `ranked_choices`."""
+        answers = forced_answers(choices, self.tokenizer)
+        longest = max(len(answer.steps) for answer in answers)
+        return score_requests(self.request(image, prompt, max_new_tokens=longest), answers)
+
     def batch(self, batch_size: int = 16, **caches: Any) -> ContinuousBatch:
         """An empty batch that runs batch_size requests at once; see `ContinuousBatch` for caches."""
         ends = self.tokenizer.eos_token_ids
         return ContinuousBatch(self.inference, max_num_seqs=batch_size, eos_token_id=ends, **caches)
 
-    def run(self, requests: Iterable[Request], batch_size: int = 16) -> Iterator[Request]:
+    def run(self, requests: Iterable[Request], batch_size: int = 16, n_together: int = 1) -> Iterator[Request]:
         """Yield requests in order, each when it has ended, with its output or its error.
 
-        Requests are taken when slots are free, so at most 2 * batch_size have been taken and not yielded. One that has
-        an error already is passed through.
+        Requests are taken when slots are free, so at most 2 * batch_size have been taken and not yielded. n_together in
+        succession, of one image, are taken at once: the first then still runs when the others copy its beginning. One
+        that has an error already is passed through.
         """
         batch = self.batch(batch_size)
         pending = deque[Request]()
@@ -328,7 +348,7 @@ class Captioner:
                 yield pending.popleft()
             free = min(batch_size - batch.running - batch.waiting, 2 * batch_size - len(pending))
             if free >= batch_size // 4:  # prefilled together, prompts are faster
-                for request in islice(requests, free):
+                for request in islice(requests, free - free % n_together):
                     pending.append(request)
                     if not request.finished:
                         batch.add(request)
@@ -381,7 +401,7 @@ class Captioner:
 
     def check_prompt(self, prompt: str, max_new_tokens: int) -> None:
         """Raise InputError if the prompt and max_new_tokens exceed the model's context even without an image."""
-        self.inference.validate_length(len(self.processor.encode(dialogue([prompt]))), max_new_tokens)
+        self.inference.cfg.validate_length(len(self.processor.encode(dialogue([prompt]))), max_new_tokens)
 
     def prepare(self, image: ImageInputs, prompt: str | None = None) -> tuple[list[int], list[Tensor]]:
         """Token ids of one prompt, and the tiles (n, 3, S, S) of each image."""

@@ -57,7 +57,7 @@ class ChatSession:
                 f"{len(ids)} tokens with this question exceed lm_max_position_embeddings={limit}; shorten it, or reset "
                 "the chat"
             )
-        request = Request(ids, images_of(chat), options.sampling, min(options.max_new_tokens, limit - len(ids) + 1))
+        request = Request(ids, images_of(chat), options, min(options.max_new_tokens, limit - len(ids) + 1))
         if options.schema is not None:
             (request.grammar,) = captioner.structured_output.make_processors(options.schema, 1)
         outputs = captioner.generate([request], stats := Stats(), self.batch)

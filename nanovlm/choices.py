@@ -1,15 +1,15 @@
-"""The most probable of given answers: each is scored from one prefill, whose keys and values all of them continue."""
+"""The most probable of given answers: each is a request that forces its tokens and adds up how probable they are."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
+from models.inference.request import Request
+from models.sampling import GREEDY
 from nanovlm.errors import InputError
-
-if TYPE_CHECKING:
-    from nanovlm.captioner import Captioner
+from nanovlm.processing.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -25,30 +25,54 @@ class Choice:
         return {"probability": round(self.probability, 4), "log_probability": round(self.log_probability, 3)}
 
 
-@torch.inference_mode()
-def rank_choices(captioner: "Captioner", image: Any, choices: Sequence[str], prompt: str) -> list[Choice]:
-    """The choices as answers to a prompt about an image, the most probable first."""
+class ForcedAnswer:
+    """A grammar of one answer; `log_probability` is that of the tokens so far.
+
+    first is shared by the answers to one prompt: the log-probabilities (vocabulary,) of their first token, as whichever
+    of them is computed first has them. With quantized weights another computation would round otherwise.
+    """
+
+    def __init__(self, text: str, tokenizer: Tokenizer, first: list[Tensor]):
+        self.text = text
+        self.first = first
+        ids = tokenizer.encode(tokenizer.answer_prefix + text)
+        self.steps = [*([token_id] for token_id in ids), list(tokenizer.eos_token_ids)]  # any end is one
+        self.log_probability = 0.0
+
+    def __call__(self, output: list[int], logits: Tensor) -> Tensor:
+        allowed = self.steps[len(output)]
+        log_probabilities = self.first[0] if self.first and not output else logits[0].double().cpu().log_softmax(-1)
+        if not self.first:
+            self.first.append(log_probabilities)
+        self.log_probability += log_probabilities[allowed].logsumexp(0).item()
+        forced = torch.full_like(logits, -torch.inf)
+        forced[:, allowed[0]] = 0
+        return forced
+
+
+def forced_answers(choices: Sequence[str], tokenizer: Tokenizer) -> list[ForcedAnswer]:
+    """A grammar for each choice; InputError unless there are two or more."""
     if isinstance(choices, str) or len(set(choices)) < 2 or not all(map(str.strip, choices)):
         raise InputError(f"choices={choices!r}: name two or more answers, such as red,green")
-    tokenizer = captioner.tokenizer
-    model = captioner.inference
-    ends = list(tokenizer.eos_token_ids)
-    encoded = [tokenizer.encode(tokenizer.answer_prefix + choice) for choice in choices]
-    answers = [[*([token_id] for token_id in ids), ends] for ids in encoded]  # the ids of each step: any end is one
-    n_steps = max(map(len, answers))
-    request = captioner.request(image, prompt, max_new_tokens=n_steps)
-    tiles = [one.tiles for one in request.images if one.tiles is not None]
-    images = torch.cat(tiles).to(model.device) if tiles else None
-    logits, state = model.prefill(torch.tensor([request.ids], device=model.device), images)
-    state = state.rows(torch.zeros(len(answers), dtype=torch.long, device=model.device))
-    logits = logits.expand(len(answers), -1)
-    totals = torch.zeros(len(answers), dtype=torch.float64)
-    for step in range(n_steps):
-        if step:  # an answer that has ended is continued by anything
-            chosen = torch.tensor([answer[min(step, len(answer)) - 1][0] for answer in answers], device=model.device)
-            logits, state = model.decode(chosen, state)
-        log_probabilities = logits.double().cpu().log_softmax(-1)
-        for i, answer in enumerate(answers):
-            totals[i] += log_probabilities[i, answer[step]].logsumexp(0) if step < len(answer) else 0
-    ranked = zip(choices, totals.softmax(0).tolist(), totals.tolist())
-    return sorted((Choice(*one) for one in ranked), key=lambda choice: -choice.log_probability)
+    first: list[Tensor] = []
+    return [ForcedAnswer(choice, tokenizer, first) for choice in choices]
+
+
+def score_requests(request: Request, answers: Sequence[ForcedAnswer]) -> list[Request]:
+    """A request for each answer to the prompt of one, which the batch then computes once."""
+    return [
+        replace(request, sampling=GREEDY, max_new_tokens=len(answer.steps), grammar=answer, output=[])
+        for answer in answers
+    ]
+
+
+def ranked_choices(requests: Sequence[Request]) -> list[Choice]:
+    """The choices of requests that have ended, the most probable first. Raises their errors."""
+    for request in requests:
+        if request.error is not None:
+            raise request.error
+    answers = [request.grammar for request in requests if isinstance(request.grammar, ForcedAnswer)]
+    log_probabilities = torch.tensor([answer.log_probability for answer in answers], dtype=torch.float64)
+    shares = log_probabilities.softmax(0).tolist()
+    ranked = [Choice(answer.text, share, answer.log_probability) for answer, share in zip(answers, shares)]
+    return sorted(ranked, key=lambda choice: -choice.log_probability)

@@ -4,72 +4,25 @@ Each setting is one field, with its default, its check and the help of its flag 
 A record is made once, from keyword arguments or from flags, and passed whole.
 """
 
-import operator
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from numbers import Integral, Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, get_args
+from typing import Any, ClassVar, Self, TypeVar
 
+from models.sampling import MAX_NEW_TOKENS, RepetitionDetection, SamplingParams, check_settings, setting
 from nanovlm.embedded import EMBEDDED, PROMPT, default_prompt
 from nanovlm.errors import InputError, UsageError
 from nanovlm.processing import MAX_FRAMES
 
-if TYPE_CHECKING:
-    from models.decoding import SamplingParams
-
 Record = TypeVar("Record")
 
 QUANTIZATIONS = ("int8", "int4")
-MAX_NEW_TOKENS = 128  # of a caption
 CHAT_MAX_NEW_TOKENS = 256
 RESERVED = {"file_name", "text", "finish_reason", "model", "prompt", "prefix", "choices"}  # columns of every caption
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
-
-BOUNDS = {  # of a number, by their names in `setting`
-    "minimum": (operator.ge, "at least"), "above": (operator.gt, "above"),
-    "maximum": (operator.le, "at most"), "below": (operator.lt, "below"),
-}  # fmt: skip
-
-
-def setting(default: Any, help: str, limits: str = "", fits: Callable[[Any], bool] | None = None, **flag: Any) -> Any:
-    """A field of an options record: default, help, and the check fits(value), whose limits an error names.
-
-    flag holds bounds of a number, see BOUNDS, choices, and what else the command-line flag needs. Without help there is
-    no flag. The default itself is always allowed.
-    """
-    return field(default=default, metadata={"help": help, "limits": limits, "fits": fits, **flag})
-
-
-def check_settings(record: Any) -> None:
-    """Raise InputError for the first field of a record whose value is of another type, or not within its limits."""
-    for f in fields(record):
-        value = getattr(record, f.name)
-        choices = f.metadata.get("choices")
-        fits = f.metadata.get("fits")
-        types = get_args(f.type) or (f.type,)
-        bounds = [(*BOUNDS[name], f.metadata[name]) for name in BOUNDS if name in f.metadata]
-        kind, kind_name = (Real, "number") if float in types else (Integral, "whole number")
-        if value is f.default or (value is None and type(None) in types):
-            continue
-        if bool in types and value not in (True, False):
-            raise InputError(f"{f.name}={value!r} must be True or False")
-        if choices and value not in choices:
-            raise InputError(f"{f.name}={value} is none of {', '.join(choices)}")
-        with suppress(TypeError):  # the value is of a type that fits cannot take
-            if not fits or fits(value):
-                fits = None
-        if fits:
-            raise InputError(f"{f.name}={value} must be {f.metadata['limits']}")
-        if bounds and not isinstance(value, kind):
-            raise InputError(f"{f.name}={value} must be a {kind_name}")
-        if not all(is_within(value, bound) for is_within, _, bound in bounds):
-            limits = " and ".join(f"{words} {bound}" for _, words, bound in bounds)
-            raise InputError(f"{f.name}={value} must be {limits}")
 
 
 def is_model_name(name: Any) -> bool:
@@ -143,30 +96,17 @@ class ModelOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerationOptions:
-    """How answers are generated: the fields of `SamplingParams`, which they become, and three more.
+class GenerationOptions(SamplingParams):
+    """How answers are generated: how tokens are chosen, with another default, and three fields more.
 
     `given` names the fields that were passed; the others give way to the model's own generation_config.json.
     """
 
     given: ClassVar[frozenset[str]] = frozenset()
 
-    repetition_penalty: float = setting(1.0, "above 1, tokens of the prompt and the answer become less likely")
-    frequency_penalty: float = setting(
-        0.0, "subtracted from a token's logit each time it is in the answer; below 0 favors it"
+    repetition_detection: RepetitionDetection = field(
+        default=(8, 64, 4), metadata=SamplingParams.__dataclass_fields__["repetition_detection"].metadata
     )
-    presence_penalty: float = setting(
-        0.0, "subtracted once from the logits of tokens in the answer; below 0 favors them"
-    )
-    temperature: float = setting(0.0, "sampling temperature; 0 is greedy")
-    top_k: int = setting(0, "sample among the K most likely tokens; 0 is all", metavar="K")
-    top_p: float = setting(1.0, "sample among the most likely tokens whose probabilities sum to P", metavar="P")
-    min_p: float = setting(0.0, "drop tokens less likely than P times the likeliest", metavar="P")
-    seed: int | None = setting(None, "seed of the random generator, for reproducible samples")
-    repetition_detection: tuple[int, int, int] = setting(
-        (8, 64, 4), "end an answer that repeats a cycle of MIN to MAX tokens COUNT times; a COUNT of 0 is off",
-        nargs=3, metavar=("MIN", "MAX", "COUNT"),
-    )  # fmt: skip
     max_new_tokens: int = setting(MAX_NEW_TOKENS, "maximum length of an answer", minimum=1)
     start_with: str = setting(
         "", "beginning of each answer, which the model continues", "a text", lambda text: isinstance(text, str),
@@ -180,21 +120,11 @@ class GenerationOptions:
         return self
 
     def __post_init__(self) -> None:
-        check_settings(self)
-        own = ("max_new_tokens", "start_with", "schema")
-        if any(getattr(self, f.name) != f.default for f in fields(GenerationOptions) if f.name not in own):
-            _ = self.sampling  # InputError for a value out of range; wrong use is noticed before torch is imported
+        super().__post_init__()
         if self.schema is not None:
             if self.start_with:
                 raise InputError("schema excludes start_with, as JSON begins by itself")
             object.__setattr__(self, "repetition_detection", (0, 0, 0))  # a list may repeat a value
-
-    @property
-    def sampling(self) -> "SamplingParams":
-        """How tokens are chosen."""
-        from models.decoding import SamplingParams  # here, as it imports torch, which --help does not wait for
-
-        return SamplingParams(**{f.name: getattr(self, f.name) for f in fields(SamplingParams)})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,9 +24,8 @@ FORBIDDEN = {  # packages that the modules of a package must not import
 }
 CORE = {
     "models.config", "models.errors", "models.cache", "models.attention", "models.language_model",
-    "models.vision_transformer", "models.modality_projector", "models.vision_language_model", "models.decoding",
-    "models.files",
-    "models.checkpoint",
+    "models.vision_transformer", "models.modality_projector", "models.vision_language_model", "models.sampling",
+    "models.decoding", "models.files", "models.checkpoint",
 }  # fmt: skip
 ADD_ONS = ("models.inference", "models.kv_study", "models.lora", "models.mingpt", "models.formats")
 

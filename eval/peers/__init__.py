@@ -6,8 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from models.cache import PrefillState, capacity_for
 from models.config import VLMConfig
-from models.vision_language_model import PrefillState, empty_model
+from models.inference.kernel_network import empty_cache
+from models.vision_language_model import empty_model
 from nanovlm import PROMPT
 from nanovlm.captioner import Captioner, ImageInput
 from nanovlm.errors import MissingExtraError
@@ -51,22 +53,17 @@ class Engine:
         return self.logits.argmax(-1).tolist()
 
 
-class NanoVLMEngine(Engine):
-    """This project: the plain model, layer by layer as nanoVLM computes it, or its InferenceModel."""
+class PlainEngine(Engine):
+    """The core's modules in float32, layer by layer as nanoVLM computes them."""
 
-    def __init__(self, captioner: Captioner, quantize: str | None = None, plain: bool = False):
+    name = "plain float32"
+
+    def __init__(self, captioner: Captioner):
         self.captioner = captioner
+        self.model = captioner.model
         self.state: PrefillState | None = None
-        self.model: Any = captioner.model if plain else captioner.inference
         self.dtype = self.model.dtype
-        self.weight_bytes = self.model.dtype.itemsize
-        level = getattr(captioner.inference.network, "level", "none")  # none where the kernels could not be built
-        words = ("nanovlm", str(self.dtype).removeprefix("torch."), quantize, level)
-        self.name = "plain float32" if plain else " ".join(filter(None, words))
-        if quantize:
-            self.weight_bytes = with_head(*QUANTIZED_BYTES[quantize], self.model.cfg)
-        if quantize == "int8" and level != "none":
-            self.dtype = torch.int8
+        self.weight_bytes = self.dtype.itemsize
 
     def clear(self) -> None:
         self.state = None
@@ -82,9 +79,7 @@ class NanoVLMEngine(Engine):
 
     @torch.inference_mode()
     def encode_image(self, image: Tensor) -> Tensor:
-        device = self.model.device
-        ids = torch.full((1, self.model.cfg.mp_image_token_length), self.model.image_token_id, device=device)
-        return self.model.embed(ids, image.to(device))
+        return self.model.encode_images(image.to(self.model.device))
 
     @torch.inference_mode()
     def first_token(self, image: ImageInput) -> int:
@@ -92,6 +87,50 @@ class NanoVLMEngine(Engine):
         ids, tiles = self.captioner.prepare(image, PROMPT)
         device = self.model.device
         return int(self.model.prefill(torch.tensor([ids], device=device), torch.cat(tiles).to(device))[0].argmax())
+
+
+class NanoVLMEngine(Engine):
+    """This project's network, kernels or modules, called as `ContinuousBatch` calls it."""
+
+    def __init__(self, captioner: Captioner, quantize: str | None = None):
+        self.captioner = captioner
+        self.clear()
+        inference = captioner.inference
+        level = getattr(self.network, "level", "none")  # none where the kernels could not be built
+        self.dtype = torch.int8 if quantize == "int8" and level != "none" else inference.dtype
+        self.name = " ".join(filter(None, ("nanovlm", str(inference.dtype).removeprefix("torch."), quantize, level)))
+        self.weight_bytes = inference.dtype.itemsize
+        if quantize:
+            self.weight_bytes = with_head(*QUANTIZED_BYTES[quantize], inference.cfg)
+
+    def clear(self) -> None:
+        self.network = self.captioner.inference.network
+        self.cache = empty_cache(self.network, 0, 0)
+        self.length = 0
+
+    @torch.inference_mode()
+    def append(self, ids: list[list[int]]) -> Tensor:
+        new = torch.tensor(ids, device=self.network.model.device)
+        past = self.length
+        slots = range(len(ids))
+        self.length += new.size(1)
+        if self.length > self.cache.size(4):
+            old = self.cache
+            self.cache = empty_cache(self.network, len(ids), capacity_for(self.length))
+            if past:
+                self.cache[..., :past, :] = old[..., :past, :]
+        if past and new.size(1) == 1:
+            return self.network.decode_tokens(new, self.cache, [past] * len(ids), slots)
+        return self.network.prefill([*self.network.embed_tokens(new)], self.cache, past, slots)
+
+    @torch.inference_mode()
+    def encode_image(self, image: Tensor) -> Tensor:
+        return self.captioner.inference.encode_images(image.to(self.network.model.device))
+
+    def first_token(self, image: ImageInput) -> int:
+        """Preprocess an image, encode it and prefill the default prompt."""
+        (output,) = self.captioner.generate([self.captioner.request(image, PROMPT, max_new_tokens=1)])
+        return output.token_id
 
 
 def with_head(layers: float, head: float, cfg: VLMConfig) -> float:

@@ -87,12 +87,12 @@ class ContinuousBatch:
             raise InputError("a request is used once; make another")
         if request.max_new_tokens < 1 or not ids:
             raise InputError(f"max_new_tokens={request.max_new_tokens} and {len(ids)} ids: each is at least 1")
-        self.model.validate_length(len(ids), request.max_new_tokens)
+        self.model.cfg.validate_length(len(ids), request.max_new_tokens)
         n_tiles = [image.n_tiles for image in images]
         dtype = next((image.tiles.dtype for image in images if image.tiles is not None), None)
         prompt = torch.tensor([ids])
         image_token = self.model.image_token_id
-        self.model.validate_images(prompt, torch.empty(sum(n_tiles), 0, dtype=dtype))
+        self._network.model.validate_images(prompt, torch.empty(sum(n_tiles), 0, dtype=dtype))
         positions = [i for i, token_id in enumerate(ids) if token_id == image_token] + [len(ids)]
         first = [sum(n_tiles[:i]) * self.model.cfg.mp_image_token_length for i in range(len(images))]
         request.starts = [(image.key, positions[n]) for image, n in zip(images, first)]

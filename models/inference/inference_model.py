@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.cache import KVCache, PrefillState
-from models.decoding import GenerationMixin
 from models.errors import InputError
 from models.inference.kernel_network import KernelNetwork, find_library
 from models.inference.proof import STANDARD, Proof
@@ -33,17 +32,6 @@ class PlainNetwork:
         self.encode_images = model.encode_images
         self.embed_tokens = model.embed_tokens
         self.embed_encoded = model.embed_encoded
-
-    def prefill_embeds(
-        self, embeds: Tensor, attention_mask: Tensor | None, prefix: PrefillState | None
-    ) -> tuple[Tensor, PrefillState]:
-        """See `VisionLanguageModel.prefill_embeds`; the prefix may be of another dtype or device."""
-        if prefix is not None:
-            like = torch.empty(0, dtype=self.cache_dtype, device=self.model.device)
-            kv_cache = [KVCache(kv.key.to(like), kv.value.to(like)) for kv in prefix.kv_cache]
-            if kv_cache[0].key is not prefix.kv_cache[0].key:
-                prefix = PrefillState(kv_cache, prefix.attention_mask)
-        return self.model.prefill_embeds(embeds, attention_mask, prefix)
 
     def prefill(self, rows: Sequence[Tensor], cache: Tensor, start: int, slots: Sequence[int]) -> Tensor:
         """See `KernelNetwork.prefill`. Padding is on the left, where the core's last step expects it."""
@@ -102,8 +90,8 @@ class PlainNetwork:
 Network = KernelNetwork | PlainNetwork
 
 
-class InferenceModel(GenerationMixin):
-    """Generates what a VisionLanguageModel generates, up to rounding, as fast as possible; for inference only.
+class InferenceModel:
+    """The network by which a `ContinuousBatch` computes a model, as fast as possible; for inference only.
 
     On CPUs with kernels (`models.inference.kernels`), a model in float32 or bfloat16 is computed by these if they were
     written for its modules (`models.inference.proof`); else by the modules, and a line says why. It never changes the
@@ -152,6 +140,12 @@ class InferenceModel(GenerationMixin):
             if versions != self._versions or self._find_difference() != self._difference:
                 self.refresh()
             return self._network
+
+    @property
+    def difference(self) -> str:
+        """What of the core, or of the model, is not as the kernels were written for it; "" if nothing."""
+        with self._lock:
+            return self._find_difference()
 
     @property
     def device(self) -> torch.device:
@@ -220,24 +214,6 @@ class InferenceModel(GenerationMixin):
             tiles.append(network.encode_images(tile))
         self.on_tile(len(images), len(images))
         return torch.cat(tiles)
-
-    @torch.no_grad()
-    def embed_tokens(self, input_ids: Tensor) -> Tensor:
-        """See `VisionLanguageModel.embed_tokens`."""
-        return self.network.embed_tokens(input_ids)
-
-    @torch.no_grad()
-    def prefill_embeds(
-        self, embeds: Tensor, attention_mask: Tensor | None = None, prefix: PrefillState | None = None
-    ) -> tuple[Tensor, PrefillState]:
-        """See `VisionLanguageModel.prefill_embeds`."""
-        return self.network.prefill_embeds(embeds, attention_mask, prefix)
-
-    @torch.no_grad()
-    def decode(self, ids: Tensor, prefix: PrefillState) -> tuple[Tensor, PrefillState]:
-        """See `GenerationMixin.decode`. A change of the weights is noticed by the next prefill."""
-        network = self._network
-        return network.prefill_embeds(network.embed_tokens(ids[:, None]), None, prefix)
 
 
 @torch.inference_mode(False)

@@ -7,13 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from models.cache import KVCache, PrefillState, capacity_for
 from models.config import VLMConfig
 from models.decoding import GenerationMixin
 from models.errors import InputError
 from models.inference.kernels.load import WITHOUT_BF16_DOT, chosen_level, load_library, read_structs
 from models.inference.quantization import QuantizedLinear
-from models.language_model import LanguageModel, build_attention_mask, rope_cos_sin
+from models.language_model import LanguageModel, rope_cos_sin
 from models.modality_projector import pixel_shuffle
 from models.vision_language_model import VisionLanguageModel
 from models.vision_transformer import VisionTransformer
@@ -141,48 +140,10 @@ def _check_device(x: Tensor) -> None:
 
 
 def empty_cache(network: Any, n_sequences: int, capacity: int) -> Tensor:
-    """Zeros (n_blocks, 2, n_sequences, n_kv_heads, capacity, head_dim) for `run` of a KernelNetwork or PlainNetwork."""
+    """Zeros (n_blocks, 2, n_sequences, n_kv_heads, capacity, head_dim) for a KernelNetwork or PlainNetwork."""
     cfg = network.model.cfg
-    shape = cfg.lm_n_blocks, 2, n_sequences, cfg.lm_n_kv_heads, capacity, cfg.lm_head_dim
+    shape = len(network.model.decoder.blocks), 2, n_sequences, cfg.lm_n_kv_heads, capacity, cfg.lm_head_dim
     return torch.zeros(shape, dtype=network.cache_dtype, device=network.model.device)
-
-
-class StackedCache(Sequence[KVCache]):
-    """The caches of all blocks: the first `length` tokens of data (n_blocks, 2, B, n_kv_heads, capacity, head_dim).
-
-    Like KVCache it is a value: `extend` returns a longer one, which shares the memory unless another continuation
-    already took the place.
-    """
-
-    def __init__(self, data: Tensor, length: int, filled: list[int] | None = None):
-        self.data = data
-        self.length = length
-        self._filled = [length] if filled is None else filled  # tokens in data, for all caches that share it
-
-    @classmethod
-    def copy(cls, kv_cache: Sequence[KVCache], n: int, dtype: torch.dtype) -> "StackedCache":
-        """A copy of other caches in dtype, with capacity for n tokens more."""
-        B, heads, length, D = kv_cache[0].key.shape
-        data = kv_cache[0].key.new_empty(len(kv_cache), 2, B, heads, capacity_for(length + n), D, dtype=dtype)
-        for block, kv in zip(data, kv_cache):
-            block[0, :, :, :length] = kv.key
-            block[1, :, :, :length] = kv.value
-        return cls(data, length)
-
-    def extend(self, n: int) -> "StackedCache":
-        """A cache longer by n tokens, whose keys and values the caller writes into `data`."""
-        fits = self._filled[0] == self.length and self.length + n <= self.data.size(4)
-        if not fits or (self.data.is_inference() and not torch.is_inference_mode_enabled()):
-            return StackedCache.copy(self, n, self.data.dtype).extend(n)
-        self._filled[0] = self.length + n
-        return StackedCache(self.data, self.length + n, self._filled)
-
-    def __len__(self) -> int:
-        return len(self.data)
-
-    def __getitem__(self, index: int) -> KVCache:  # type: ignore[override]  # nobody asks for a slice of blocks
-        key, value = self.data[index, :, :, :, : self.length]
-        return KVCache(key, value)
 
 
 def find_library(model: VisionLanguageModel) -> tuple[str, ctypes.CDLL] | None:
@@ -261,65 +222,30 @@ class KernelNetwork:
         """Logits (B, vocabulary) after ids (B, T), behind `past` tokens of each slot."""
         return self.run(self.embed_tokens(ids), cache, past, [ids.size(1) - 1] * len(ids), slots)
 
-    def prefill_embeds(
-        self, embeds: Tensor, attention_mask: Tensor | None, prefix: PrefillState | None
-    ) -> tuple[Tensor, PrefillState]:
-        """`VisionLanguageModel.prefill_embeds`; logits are float32."""
-        mask = self.model.join_masks(embeds, attention_mask, prefix)
-        cfg = self.cfg
-        B, T, _ = embeds.shape
-        past = 0 if prefix is None else prefix.length
-        if past + T > (limit := cfg.lm_max_position_embeddings):
-            raise InputError(f"{past + T} tokens exceed lm_max_position_embeddings={limit}; shorten the prompt")
-        if prefix is None:
-            cache = StackedCache(empty_cache(self, B, capacity_for(T)), 0)
-        elif isinstance(prefix.kv_cache, StackedCache) and prefix.kv_cache.data.dtype == self.cache_dtype:
-            cache = prefix.kv_cache
-        else:
-            cache = StackedCache.copy(prefix.kv_cache, T, self.cache_dtype)
-        n_blocks, _, n_sequences, heads, _, head_dim = cache.data.shape
-        wanted = cfg.lm_n_blocks, B, cfg.lm_n_kv_heads, cfg.lm_head_dim
-        if (n_blocks, n_sequences, heads, head_dim) != wanted:  # the kernels would read and write beyond it
-            raise InputError(f"the prefix is {tuple(cache.data.shape)}, not {wanted}: blocks, rows, heads, head_dim")
-        cache = cache.extend(T)
-        logits = self.run(embeds, cache.data, [past] * B, [T - 1] * B, range(B), mask)
-        return logits, PrefillState(cache, mask)
-
-    def run(
-        self,
-        x: Tensor,
-        cache: Tensor,
-        past: Sequence[int],
-        last: Sequence[int],
-        slots: Sequence[int],
-        mask: Tensor | None = None,
-    ) -> Tensor:
+    def run(self, x: Tensor, cache: Tensor, past: Sequence[int], last: Sequence[int], slots: Sequence[int]) -> Tensor:
         """The decoder on embeddings x (B, T, C), new tokens of B sequences: logits (B, vocabulary) float32.
 
         cache (n_blocks, 2, slots, n_kv_heads, capacity, head_dim) holds `past` tokens of each sequence, in the slot of
         that number, and gets the new ones behind them. last says whose logits are computed, a new token of each
-        sequence. mask is that of `build_attention_mask`, for sequences of equal `past`.
+        sequence.
         """
-        B, T, _ = x.shape
+        B, T, width = x.shape
         _check_device(x)
-        logits = x.new_empty(B, self.cfg.lm_vocab_size, dtype=torch.float32)
-        if not B:  # the kernels divide the work by it
-            return logits
+        cfg = self.cfg
+        wanted = cfg.lm_n_blocks, 2, cache.size(2), cfg.lm_n_kv_heads, cache.size(4), cfg.lm_head_dim
+        fits = tuple(cache.shape) == wanted and all(0 <= slot < cache.size(2) for slot in slots)
+        if width != cfg.lm_hidden_dim or not T or not fits or max(past) + T > cache.size(4):
+            raise InputError(f"{tuple(x.shape)} new tokens behind {max(past)} do not fit a cache of {wanted}")
+        logits = x.new_empty(B, cfg.lm_vocab_size, dtype=torch.float32)
         x = (x if x.dtype in DTYPES else x.float()).contiguous()
-        visible = None
-        if mask is None:
-            angles = self._angles[past] if T == 1 else torch.cat([self._angles.narrow(0, n, T) for n in past])
-        else:
-            visible = build_attention_mask(mask, T)[:, 0]
-            angles = self._angles[visible.sum(-1).flatten() - 1]
-            visible = visible.transpose(1, 2).to(torch.uint8).contiguous()
+        angles = self._angles[past] if T == 1 else torch.cat([self._angles.narrow(0, n, T) for n in past])
         sequences = (STRUCTS["sequence"] * B)(*zip(slots, past, last))
         block_stride, part_stride, sequence_stride, *_ = cache.stride()
         step = STRUCTS["decoder_step"](
             x=x.data_ptr(), x_dtype=DTYPES[x.dtype], n_sequences=B, n_new=T, sequences=ctypes.addressof(sequences),
-            angles=angles.data_ptr(), mask=None if visible is None else visible.data_ptr(), cache=cache.data_ptr(),
-            cache_dtype=DTYPES[cache.dtype], capacity=cache.size(4), block_stride=block_stride, part_stride=part_stride,
-            sequence_stride=sequence_stride, logits=logits.data_ptr(), threads=torch.get_num_threads(),
+            angles=angles.data_ptr(), cache=cache.data_ptr(), cache_dtype=DTYPES[cache.dtype], capacity=cache.size(4),
+            block_stride=block_stride, part_stride=part_stride, sequence_stride=sequence_stride,
+            logits=logits.data_ptr(), threads=torch.get_num_threads(),
         )  # fmt: skip
         self._library.decoder_forward(ctypes.byref(self._decoder), ctypes.byref(step))
         return logits

@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cache
-from types import FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from models.vision_language_model import VisionLanguageModel, empty_model
 # Digests by file. A test fails if they are not those of the source, and says how to renew them.
 WRITTEN_FOR = {
     "models/attention.py": "9d028824ae82276b",
-    "models/cache.py": "dc486872539fd013",
+    "models/cache.py": "a34fc9672e1f317e",
     "models/decoding.py": "af12f48f3f83a5f5",
     "models/language_model.py": "8f1a9c8b8d9f83d2",
     "models/modality_projector.py": "bef14cc52d1d750f",
@@ -108,9 +108,13 @@ class Source:
 
     def _add_function(self, function: FunctionType) -> None:
         file = _file(function)
-        node = _node(self._look(function, "__code__"), function.__globals__)
+        code = self._look(function, "__code__")
+        source = "".join(linecache.getlines(code.co_filename, function.__globals__))
+        node = _nodes(source).get((code.co_firstlineno, code.co_name))
         if node is None:
             self._unreadable.add(file)
+        elif code not in _codes(source):  # the file was edited and its module reloaded, or the code is of another text
+            node = None
         tree = "?" if node is None else _dump(node)
         lines = [function.__qualname__, tree, *map(_describe, self._look(function, "__defaults__") or ())]
         for part in () if node is None else ast.walk(node):
@@ -163,9 +167,16 @@ def _describe(value: Any) -> str:
     return f"{module if module.startswith('models.') else module.partition('.')[0]} {name}"
 
 
-def _node(code: Any, namespace: dict[str, Any]) -> ast.AST | None:
-    """The syntax tree of a function's code; None without source."""
-    return _nodes("".join(linecache.getlines(code.co_filename, namespace))).get((code.co_firstlineno, code.co_name))
+@cache
+def _codes(source: str) -> set[CodeType]:
+    """The code of all functions in a file's text; codes are equal if they do the same, whatever their file."""
+    found = {compile(source, "", "exec", dont_inherit=True)}
+    waiting = [*found]
+    while waiting:
+        nested = [one for one in waiting.pop().co_consts if isinstance(one, CodeType)]
+        found.update(nested)
+        waiting += nested
+    return found
 
 
 @cache

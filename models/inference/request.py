@@ -6,8 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from models.decoding import GREEDY, MAX_NEW_TOKENS, SamplingParams, TokenSampler
+from models.decoding import TokenSampler
 from models.inference.caches import TiledImage
+from models.sampling import GREEDY, MAX_NEW_TOKENS, SamplingParams
 
 # (ids generated so far, logits (1, vocabulary)) -> logits. An optional method forced_tokens(ids) returns the ids that
 # alone can follow.

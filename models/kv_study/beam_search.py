@@ -78,7 +78,7 @@ def beam_search(
 
 
 class Prefillable(Protocol):
-    """The product's model, an InferenceModel, or the encoder-decoder of this study."""
+    """The product's model, or the encoder-decoder of this study."""
 
     def prefill(self, input_ids: Tensor, images: Any) -> tuple[Tensor, Any]: ...
     def decode(self, ids: Tensor, prefix: Any) -> tuple[Tensor, Any]: ...

@@ -7,11 +7,11 @@ The classes and signatures are those of the KV-cache homework at github.com/data
 its scripts and minGPT's Trainer run on this package.
 """
 
-from models.mingpt.cached import Block_kv, CausalSelfAttention_kv, GPT_kv, KVBuffer, KVView, append_kv
+from models.mingpt.cached import Block_kv, CausalSelfAttention_kv, GPT_kv, KVList, append_kv
 from models.mingpt.config import SIZES, Config, GPTConfig
 from models.mingpt.model import GPT, Block, CausalSelfAttention, NewGELU, cross_entropy, next_token
 
 __all__ = [
     "GPT", "SIZES", "Block", "Block_kv", "CausalSelfAttention", "CausalSelfAttention_kv", "Config", "GPTConfig",
-    "GPT_kv", "KVBuffer", "KVView", "NewGELU", "append_kv", "cross_entropy", "next_token",
+    "GPT_kv", "KVList", "NewGELU", "append_kv", "cross_entropy", "next_token",
 ]  # fmt: skip

@@ -1,66 +1,34 @@
 """minGPT with a key/value cache: GPT_kv keeps `[k, v]` per block and computes only the tokens that the cache lacks."""
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from models.cache import KVCache
 from models.mingpt.model import GPT, Block, CausalSelfAttention, cross_entropy, next_token
 
 Cache = list[list[Tensor]]  # [k, v] per block, each (B, T, C)
 EmptyCache = list[None]  # [None] * n_layer
 
 
-class KVBuffer:
-    """Preallocated keys and values of one block, k and v (B, capacity, C) each; the first `length` tokens are in use.
+class KVList(list):
+    """A cache [k, v], each (B, T, C): those of a KVCache of the core, which appends in place."""
 
-    In memory the time dimension is innermost: decoding one token reads each channel over all tokens, contiguously.
-    """
-
-    def __init__(self, k: Tensor, v: Tensor, capacity: int):
-        self.k, self.v = (t.new_empty(t.size(0), t.size(2), capacity).transpose(1, 2) for t in (k, v))
-        self.length = 0
-        self.append(k, v)
-
-    def append(self, k: Tensor, v: Tensor) -> "KVView":
-        """Write k and v (B, T_new, C) behind the tokens in use; returns a view of all of them."""
-        start = self.length
-        self.length = self.length + k.size(1)
-        self.k[:, start : self.length] = k
-        self.v[:, start : self.length] = v
-        return KVView(self)
-
-
-class KVView(list):
-    """A cache [k, v], each (B, T, C), whose tensors are views of a buffer's first T tokens."""
-
-    def __init__(self, buffer: KVBuffer):
-        self.buffer = buffer
-        self.views = buffer.k[:, : buffer.length], buffer.v[:, : buffer.length]
-        super().__init__(self.views)
-
-    def can_append(self, n: int) -> bool:
-        """Check whether n tokens can be written in place: the buffer has space, and no other cache has taken it."""
-        k, v = self.views
-        buffer = self.buffer
-        unmodified = self[0] is k and self[1] is v  # a caller may have replaced the list's items
-        writable = torch.is_inference_mode_enabled() or not buffer.k.is_inference()
-        return unmodified and writable and k.size(1) == buffer.length <= buffer.k.size(1) - n
+    def __init__(self, kv: KVCache):
+        self.kv = kv
+        super().__init__((kv.key, kv.value))
 
 
 def append_kv(kv_cache: list[Tensor], k: Tensor, v: Tensor) -> list[Tensor]:
     """Return kv_cache extended by k and v (B, T_new, C); the given cache keeps its value and can be continued again.
 
-    Tokens are written in place where the buffer has space behind this cache. Otherwise, also when another
-    continuation has used that space, the history is copied to a buffer of twice the length.
+    Tokens are written in place where there is space behind this cache, see `KVCache`; else the history is copied.
     """
-    if torch.is_grad_enabled():  # autograd needs tensors that are never written again
-        return [torch.cat([kv_cache[0], k], dim=1), torch.cat([kv_cache[1], v], dim=1)]
-    if isinstance(kv_cache, KVView) and kv_cache.can_append(k.size(1)):
-        return kv_cache.buffer.append(k, v)
     past_k, past_v = kv_cache
-    return KVBuffer(past_k, past_v, capacity=2 * (past_k.size(1) + k.size(1))).append(k, v)
+    kv = kv_cache.kv if isinstance(kv_cache, KVList) else KVCache(past_k, past_v)
+    if past_k is not kv.key or past_v is not kv.value:  # a caller has replaced the list's items
+        kv = KVCache(past_k, past_v)
+    return KVList(kv.append(k, v))
 
 
 class CausalSelfAttention_kv(CausalSelfAttention):
@@ -78,14 +46,11 @@ class CausalSelfAttention_kv(CausalSelfAttention):
         kv_cache = [k, v] if kv_cache is None else append_kv(kv_cache, k, v)
         k, v = kv_cache
         S = k.size(1)
-        if T == 1:
-            q = self.split_heads(q * (1.0 / math.sqrt(C // self.n_head)))
-            y = self.attn_dropout(F.softmax(q @ self.split_heads(k).transpose(-2, -1), dim=-1)) @ self.split_heads(v)
-        else:  # SDPA aligns is_causal to the top left, which is wrong when there is a past
-            mask = self.bias[:, :, S - T : S, :S] == 1 if S > T else None
-            p = self.attn_dropout.p if self.training else 0.0
-            q, k, v = self.split_heads(q), self.split_heads(k), self.split_heads(v)
-            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=p, is_causal=mask is None)
+        # SDPA aligns is_causal to the top left, which is wrong when there is a past
+        mask = self.bias[:, :, S - T : S, :S] == 1 if S > T > 1 else None
+        p = self.attn_dropout.p if self.training else 0.0
+        q, k, v = self.split_heads(q), self.split_heads(k), self.split_heads(v)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=p, is_causal=S == T)
         y = y.transpose(1, 2).reshape(B, T, C)
         return self.resid_dropout(self.c_proj(y)), kv_cache
 

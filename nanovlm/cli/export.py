@@ -74,6 +74,7 @@ def export(args: argparse.Namespace) -> None:
     from nanovlm.export.adapters import export_with_adapters
     from nanovlm.export.onnx import check_onnx_extra, export_onnx
     from nanovlm.export.transformers import export_notes, export_smolvlm
+    from nanovlm.processing.convert import convert_layout
 
     if args.onnx:
         check_onnx_extra()
@@ -84,6 +85,13 @@ def export(args: argparse.Namespace) -> None:
     else:
         captioner = Captioner.from_pretrained(args.model, "cpu", args.dtype, revision=args.revision)
     if args.gguf:
+        captioner.note_edits()
+        if captioner.model.cfg.format is None:
+            captioner = Captioner(*convert_layout(captioner.model, captioner.tokenizer), prompt=captioner.prompt)
+            logger.warning(
+                "note: llama.cpp lays out tiles and chats as SmolVLM does, and this model was trained with nanoVLM's: "
+                "compare its answers, or train what `nanovlm export` writes without --gguf"
+            )
         export_gguf(captioner, args.out, Path(args.model).resolve().name, args.gguf_type or "f16")
         return
     if not args.adapters:

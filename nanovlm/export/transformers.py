@@ -59,6 +59,7 @@ def export_smolvlm(captioner: Captioner, folder: str | Path) -> None:
     if isinstance(cfg.format, SmolVLM):
         captioner.save_pretrained(folder)
         return remove_stale(Path(folder), cfg.format.files)
+    captioner.note_edits()
     raw = json.loads(tokenizer.to_json())
     tokens = None
     texts = {}

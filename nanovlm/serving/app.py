@@ -283,7 +283,7 @@ class Chats:
         check_length(len(ids), processor, f"{len(ids)} tokens")
         room = processor.cfg.lm_max_position_embeddings - len(ids) + 1  # the last token is never read
         max_new_tokens = request.max_new_tokens(room, defaults.get("max_new_tokens"))
-        return Prompt(ids, images, options.sampling, max_new_tokens, grammar)
+        return Prompt(ids, images, options, max_new_tokens, grammar)
 
     async def _pieces(self, prompt: Prompt, request: ChatRequest, response: Response) -> AsyncGenerator[str, None]:
         """Text of an answer as its tokens come, up to a stop string; the first may be empty."""

@@ -14,7 +14,7 @@ from eval import latency
 from eval.latency import greedy
 from eval.lib.command import current_level, levels_here, relative_error
 from eval.lib.random_model import SHAPES, write_random_model
-from eval.peers import NanoVLMEngine, with_head
+from eval.peers import PlainEngine, with_head
 from eval.peers.llama_cpp_engine import LlamaCppEngine
 from eval.peers.openvino_engine import export_graphs
 from models.checkpoint import load_config
@@ -48,7 +48,7 @@ def cache(tmp_path_factory):
 def make(folder, files, flags):
     args = latency.make_latency_parser().parse_args(flags.split())
     args.level = args.level or [LEVEL]
-    plain = NanoVLMEngine(Captioner.from_pretrained(folder, "cpu", "float32"), plain=True)
+    plain = PlainEngine(Captioner.from_pretrained(folder, "cpu", "float32"))
     return {engine.name: engine for engine in latency.make_engines(plain, folder, files, args)}
 
 
@@ -82,9 +82,7 @@ def test_every_configuration_is_an_engine(folders, tmp_path, flags, expected):
 def test_every_level_is_an_engine_with_the_dtype_that_is_best_there(folders, tmp_path):
     levels = levels_here()
     engines = make(folders["nanovlm"], tmp_path, f"--baselines --level {' '.join(levels)}")
-    assert (
-        [name.split()[-1] for name in engines] == [engine.model.network.level for engine in engines.values()] == levels
-    )
+    assert [name.split()[-1] for name in engines] == [engine.network.level for engine in engines.values()] == levels
     assert all(("bfloat16" in name) == name.endswith(("bf16", "amx")) for name in engines)
 
 

@@ -1,5 +1,6 @@
 """Generation: caching, batching, chunking and sampling give the same tokens."""
 
+from functools import partial
 from itertools import pairwise
 from random import Random
 
@@ -7,11 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from models.decoding import SamplingParams
+from models.cache import PrefillState
 from models.errors import InputError
+from models.sampling import SamplingParams
 from models.vision_language_model import VisionLanguageModel
 from support import watch
-from support.generation import IMAGE, PER_IMAGE, only_row, prompt
+from support.generation import IDS, IMAGE, IMAGES, PER_IMAGE, only_row, prompt
 
 
 def close(a, b):
@@ -225,3 +227,31 @@ def test_new_weights_keep_the_scale_of_what_they_read(tiny_config):
             assert module.bias is None or not module.bias.any()
     gray = model.vision_encoder.patch_embedding.conv(torch.full((1, 3, 16, 16), 0.5))
     assert gray.abs().max() < 1e-5, "pixels in [0, 1] act as if they were in [-1, 1]"
+
+
+@torch.inference_mode()
+def test_shapes_that_do_not_fit_are_refused(tiny_model):
+    model, ids = tiny_model(), torch.tensor([[5, 6, 7, 8]])
+    logits, state = model.prefill(ids)
+    masked = PrefillState(state.kv_cache, torch.ones(1, 500, dtype=torch.long))
+    assert model.prefill(ids[:0])[0].shape == (0, logits.size(1))
+    _, full = model.prefill(torch.randint(4, 40, (1, 64)))
+    _, two = model.prefill(ids.repeat(2, 1))
+    others = [tiny_model(**sizes).prefill(ids)[1] for sizes in ({"lm_n_blocks": 1}, {"lm_n_kv_heads": 6})]
+    width = model.cfg.lm_hidden_dim
+    for wrong, message in (
+        (partial(model.generate, ids, prefix=state, max_new_tokens=2), "not .B, T, .* of at least one new token"),
+        (partial(model.prefill_embeds, torch.rand(1, 3, width - 2)), f"have the shape .1, 3, {width - 2}., not"),
+        (partial(model.prefill, ids, attention_mask=ids[:, :2].ge(5)), r"the shape \(1, 2\), not \(1, 4\)"),
+        (partial(model.decode, ids[0, :1], masked), r"the prefix's mask has the shape \(1, 500\), not \(1, 4\)"),
+        (partial(model.decode, ids[:, :1], state), "have the shape .1, 1, 1, .*, not"),
+        (partial(model.prefill, IDS, IMAGES.byte()), "images are of torch.uint8, not floats; normalize them"),
+        (partial(model.decode, torch.tensor([8]), full), "65 tokens exceed lm_max_position_embeddings=64"),
+        (partial(model.decode, torch.tensor([5, 6]), state), "2 new rows do not continue a cache of 1; pass one for"),
+        (partial(model.decode, torch.tensor([5]), two), "1 new rows do not continue a cache of 2; pass one for each"),
+        *((partial(model.decode, torch.tensor([5]), prefix), None) for prefix in others),
+        (partial(model.encode_images, IMAGES.to("meta")), "meta"),
+        (partial(model.prefill_embeds, torch.rand(1, 3, width, device="meta")), "meta"),
+    ):
+        with pytest.raises((InputError, RuntimeError), match=message):
+            wrong()

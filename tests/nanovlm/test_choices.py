@@ -1,10 +1,13 @@
-"""Choices: scored together from one prefill, each exactly as alone without a cache."""
+"""Choices: scored together from one prefill of their image, each exactly as alone without a cache."""
 
 import pytest
 import torch
 
 from nanovlm import SAMPLE
-from nanovlm.errors import InputError
+from nanovlm.bulk import caption_rows
+from nanovlm.errors import ImageError, InputError
+from nanovlm.options import CaptionOptions
+from support import noise_image, watch
 
 CHOICES = ["A large green ring", "blue", "A", "a much longer answer than all the others"]
 
@@ -26,6 +29,28 @@ def test_each_choice_is_scored_as_alone_without_a_cache(random_captioner):
     assert {one.text: one.log_probability for one in ranked} == pytest.approx(scores, abs=1e-3)
     assert [one.text for one in ranked] == sorted(scores, key=lambda choice: -scores[choice])
     assert sum(one.probability for one in ranked) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("batch_size", [1, 7])
+def test_many_images_are_scored_together_and_each_is_read_once(random_captioner, batch_size):
+    images, captioner = [noise_image(seed=seed) for seed in range(5)], random_captioner
+    expected = [captioner.classify(image, CHOICES)[0] for image in images]
+    n_prompt = len(captioner.request(images[0]).ids)
+    with watch(captioner.model.vision_encoder) as tiles, watch(captioner.model.decoder) as shapes:
+        options = CaptionOptions(choices=tuple(CHOICES))
+        rows = list(caption_rows(captioner, [(str(i), image) for i, image in enumerate(images)], options, batch_size))
+    assert [row["text"] for row in rows] == [best.text for best in expected]
+    for row, best in zip(rows, expected):
+        assert (row["probability"], row["log_probability"]) == pytest.approx(tuple(best.columns().values()), abs=1e-3)
+    assert sum(n for n, *_ in tiles) == len(images)
+    assert sum(rows for rows, n, *_ in shapes if n >= n_prompt - 1) == len(images)
+
+
+def test_an_image_that_fails_fails_alone(random_captioner):
+    options = CaptionOptions(choices=("red", "green"))
+    images = [("absent.png", "absent.png"), ("a", noise_image())]
+    failed, row = caption_rows(random_captioner, images, options)
+    assert isinstance(failed, ImageError) and row["text"] in options.choices
 
 
 @pytest.mark.parametrize("choices", ["red", ["red"], ["red", "red"], ["red", " "]])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from models.decoding import SamplingParams
+from models.sampling import SamplingParams
 from nanovlm import SAMPLE, Captioner, ChatSession, GenerationOptions
 from nanovlm.errors import CheckpointError, InputError
 from nanovlm.generation_config import read_generation_defaults

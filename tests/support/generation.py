@@ -2,6 +2,9 @@
 
 import torch
 
+from models.inference import ContinuousBatch, InferenceModel
+from models.inference.caches import TiledImage
+from models.inference.request import Request
 from nanovlm.processing.conversation import dialogue, images_of
 
 IMAGE, PER_IMAGE = 3, 4  # id of the image token, and number of image tokens per image
@@ -35,12 +38,34 @@ def only_row(inputs, row):
     }
 
 
-def logits_of(model, n=6):
-    """Logits of a prefill of IDS and n decode steps with fixed tokens: (n + 1, vocabulary) float32."""
+class Forced:
+    """A grammar that forces tokens, and keeps the logits that it is given."""
+
+    def __init__(self, tokens):
+        self.tokens, self.logits = tokens, []
+
+    def __call__(self, output, logits):
+        self.logits.append(logits)
+        return torch.zeros_like(logits).index_fill(1, torch.tensor(self.tokens[len(output)]), 1)
+
+
+def logits_of(model, n=6, ids=IDS, images=IMAGES):
+    """Logits of a prefill of ids (1, T) and n decode steps with fixed tokens: (n + 1, vocabulary) float32.
+
+    A model's are those of its own prefill and decode, an InferenceModel's those of a batch.
+    """
+    tokens = [*range(8, 9 + n)]
+    if isinstance(model, InferenceModel):
+        shown = [] if images is None else [TiledImage(images.to(model.dtype))]
+        request = Request(ids[0].tolist(), shown, max_new_tokens=n + 1, grammar=Forced(tokens))
+        run(ContinuousBatch(model), request)
+        if request.error is not None:
+            raise request.error
+        return torch.cat(request.grammar.logits).float()
     with torch.inference_mode():
-        logits, prefix = model.prefill(IDS, IMAGES.to(model.dtype))
+        logits, prefix = model.prefill(ids, None if images is None else images.to(model.dtype))
         rows = [logits]
-        for token in range(8, 8 + n):
+        for token in tokens[:-1]:
             logits, prefix = model.decode(torch.tensor([token]), prefix)
             rows.append(logits)
     return torch.cat(rows).float()

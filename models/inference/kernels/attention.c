@@ -18,7 +18,6 @@ typedef struct {
     long n_heads, n_kv_heads, head_dim;
     long n_new, n_keys;
     int causal;            // the last query sees all keys, the one before it all but one, and so on
-    const uint8_t *mask;   // (n_keys, n_new), 1 where a query may attend; or NULL
 } attention_args;
 
 INLINE const void *row_of(const head_rows *x, long head, long token, long depth) {
@@ -26,7 +25,6 @@ INLINE const void *row_of(const head_rows *x, long head, long token, long depth)
 }
 
 INLINE int is_visible(const attention_args *a, long key, long query) {
-    if (a->mask) return a->mask[key * a->n_new + query];
     return !a->causal || key <= a->n_keys - a->n_new + query;
 }
 
@@ -86,7 +84,7 @@ static void transpose_values(const attention_args *a, long kv, long type, char *
 // scores (n_keys, PANEL) of n queries from t on become units of `weights`, e^(score - largest); their sums are `total`
 static void softmax_panel(const attention_args *a, long t, long n, long n_keys, float *scores, operand *weights,
                           float *total) {
-    const long always = a->mask ? 0 : a->causal ? min_long(n_keys, a->n_keys - a->n_new + t + 1) : n_keys;
+    const long always = a->causal ? min_long(n_keys, a->n_keys - a->n_new + t + 1) : n_keys;
     for (long s = always; s < n_keys; s++)
         for (long i = 0; i < n; i++)
             if (!is_visible(a, s, t + i)) scores[s * PANEL + i] = -INFINITY;

@@ -84,7 +84,6 @@ typedef struct {
     long n_sequences, n_new;
     const sequence *sequences;
     const float *angles;  // cosines, then sines of each token's position (n_sequences * n_new, head_dim)
-    const uint8_t *mask;  // (n_sequences, past + n_new, n_new), 1 where a query may attend; NULL: causal
     void *cache;
     long cache_dtype, capacity;
     long block_stride, part_stride, sequence_stride;  // of the cache, in values
@@ -124,7 +123,7 @@ static void attend_all(const decoder *d, const decoder_step *s, long block, cons
             .q = qkv, .y = y, .first_token = b * s->n_new, .key = {key, s->cache_dtype, s->capacity * D},
             .value = {key + s->part_stride * size, s->cache_dtype, s->capacity * D},
             .n_heads = d->n_heads, .n_kv_heads = d->n_kv_heads, .head_dim = D, .n_new = s->n_new, .n_keys = n_keys,
-            .causal = !s->mask, .mask = s->mask ? s->mask + b * n_keys * s->n_new : NULL,
+            .causal = 1,
         };
         if (s->n_new > 1) attend(&args, unit % d->n_heads);
         else attend_one(&args, unit % d->n_heads);

@@ -7,8 +7,11 @@ from pydoc_data.topics import topics
 import pytest
 import torch
 
+from models.inference.continuous_batching import ContinuousBatch
 from models.inference.inference_model import InferenceModel, PlainNetwork
+from models.inference.request import Request
 from support import Package
+from support.generation import run
 
 pytestmark = [
     pytest.mark.full,
@@ -63,8 +66,8 @@ def test_logits_are_those_of_transformers(captioner, reference):
 def test_greedy_text_is_that_of_transformers(captioner, reference, prompt):
     ids = torch.tensor([captioner.tokenizer.encode(prompt)])
     expected = reference.generate(ids, max_new_tokens=N_NEW, do_sample=False, eos_token_id=NEVER)[:, ids.size(1) :]
-    for model in (captioner.model, InferenceModel(captioner.model)):
-        assert torch.equal(model.generate(ids, max_new_tokens=N_NEW), expected)
+    assert torch.equal(captioner.model.generate(ids, max_new_tokens=N_NEW), expected)
+    assert run(ContinuousBatch(captioner.model), Request(ids[0].tolist(), max_new_tokens=N_NEW)) == expected.tolist()
 
 
 @pytest.mark.parametrize("quantize", ["int8", "int4"])

@@ -1,4 +1,4 @@
-"""InferenceModel generates what its model generates, never changes it, and follows its live weights."""
+"""The networks compute what the core does, never change the model, and follow its live weights."""
 
 import copy
 import logging
@@ -9,16 +9,19 @@ import pytest
 import torch
 from torch import nn
 
-from models.cache import PrefillState
 from models.errors import InputError
+from models.inference.caches import TiledImage
+from models.inference.continuous_batching import ContinuousBatch
 from models.inference.inference_model import InferenceModel, PlainNetwork
-from models.inference.kernel_network import KernelNetwork
+from models.inference.kernel_network import KernelNetwork, empty_cache
 from models.inference.kernels.load import WITHOUT_BF16_DOT
 from models.inference.quantization import QuantizedLinear
+from models.inference.request import Request
 from models.lora import adapt, adapters
 from models.lora.files import read_adapters, write_adapters
+from models.sampling import SamplingParams
 from models.vision_language_model import VisionLanguageModel
-from support.generation import IDS, IMAGES, logits_of, only_row, prompt
+from support.generation import IDS, IMAGES, logits_of, only_row, prompt, run
 from support.kernels import LEVELS
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
@@ -102,14 +105,67 @@ def test_a_subclass_is_computed_by_its_own_methods(tiny_model, name):
 
 
 @pytest.mark.parametrize("changes", [{}, {"lm_tie_weights": False}, {"lm_attn_scaling": 0.5}, {"lm_n_kv_heads": 6}])
-def test_it_generates_what_the_model_generates(tiny_model, changes):
-    plain = tiny_model(**changes)
-    assert_same(inference := InferenceModel(tiny_model(**changes)), plain)
-    inputs = [{"input_ids": IDS, "images": IMAGES, "max_new_tokens": 40, "use_kv_cache": cached} for cached in (0, 1)]
-    for batch in (prompt("titt", "tt"), only_row(prompt("titt", "tt"), 1), prompt("tt", "titt", "i")):
-        inputs += [{**batch, "max_new_tokens": 8, "n_samples": n_samples} for n_samples in (1, 2)]
-    for each in inputs if not changes else inputs[:2]:
-        assert torch.equal(inference.generate(**each), plain.generate(**each))
+def test_a_batch_generates_what_the_model_generates_alone(tiny_model, changes):
+    """Prompts of several lengths and images, of which two begin alike, and samples."""
+    model = tiny_model(lm_max_position_embeddings=128, **changes)
+    assert_same(InferenceModel(model), model)
+    rows = ["titt", "tt", "i", "t", f"i{'t' * 40}", f"i{'t' * 40}", "titt"]
+    prompts = [only_row(prompt(row, seed=seed), 0) for seed, row in enumerate(rows[:4])]
+    prompts += 2 * [only_row(prompt(rows[4]), 0)] + [prompts[0]]
+    samplings = [*6 * [SamplingParams()], SamplingParams(temperature=1.0, repetition_penalty=1.2, seed=3)]
+    shown = [None if one["images"] is None else TiledImage(one["images"]) for one in prompts]
+    shown[5] = shown[4]
+    requests = [
+        Request(one["input_ids"][0].tolist(), [image] if image else [], sampling, 40)
+        for one, image, sampling in zip(prompts, shown, samplings)
+    ]
+    found = run(ContinuousBatch(model, max_num_seqs=4), *requests)
+    for ids, one, sampling in zip(found, prompts, samplings):
+        assert ids == model.generate(**one, max_new_tokens=40, sampling=sampling)[0].tolist()
+    assert requests[5].n_cached == len(requests[5].ids) - 1
+
+
+@few_levels
+@torch.inference_mode()
+@by_dtype
+def test_prompts_and_tokens_of_odd_lengths_behind_any_slot(tiny_model, dtype, level):
+    """Lengths around a panel, in slots in any order, against the same weights in float32, each prompt alone.
+
+    Without bfloat16 arithmetic the kernels multiply bfloat16 weights exactly.
+    """
+    model = tiny_model(lm_max_position_embeddings=256).to(dtype)
+    network, exact_model = InferenceModel(model).network, copy.deepcopy(model).float()
+    exact = dtype == torch.float32 or level in WITHOUT_BF16_DOT
+    generator = torch.Generator().manual_seed(0)
+    for lengths in ((2,), (31, 32), (33, 33, 30), (70,), (16, 15, 14, 13, 2), (1, 1)):
+        prompts = [torch.randint(4, 40, (n,), generator=generator) for n in lengths]
+        slots = [*range(1, len(prompts) + 1)][::-1]
+        cache = empty_cache(network, len(prompts) + 2, 120).fill_(7)  # what other requests have left there
+        rows = [network.prefill([network.embed_tokens(ids) for ids in prompts], cache, 0, slots)]
+        past = [*lengths]
+        new = torch.randint(4, 40, (len(prompts), 2), generator=generator)
+        for column in new.unbind(1):
+            rows.append(network.decode_tokens(column[:, None], cache, past, slots))
+            past = [n + 1 for n in past]
+        alone = network.decode_tokens(torch.tensor([[8, 9, 10]]), cache, past[:1], slots[:1])
+        for i, ids in enumerate(prompts):
+            logits, state = exact_model.prefill(ids[None])
+            wanted = [logits]
+            for token in new[i]:
+                logits, state = exact_model.decode(token[None], state)
+                wanted.append(logits)
+            got = torch.stack([row[i] for row in rows]).float()
+            if i == 0:
+                got = torch.cat([got, alone.float()])
+                wanted.append(exact_model.prefill(torch.tensor([[8, 9, 10]]), prefix=state)[0])
+            assert (got - torch.cat(wanted)).norm() < (1e-5 if exact else 0.05) * torch.cat(wanted).norm()
+        if len(set(lengths)) == 1:  # behind a beginning that they have in common
+            halves = [len(ids) // 2 for ids in prompts]
+            x = [network.embed_tokens(ids) for ids in prompts]
+            if start := halves[0]:
+                network.prefill([row[:start] for row in x], cache, 0, slots)
+                behind = network.prefill([row[start:] for row in x], cache, start, slots)
+                assert (behind - rows[0]).norm() < (1e-5 if exact else 0.05) * rows[0].norm()
 
 
 @by_dtype
@@ -140,7 +196,7 @@ def test_the_model_is_never_changed_nor_its_floating_point_weights_copied(tiny_m
     before = fingerprint(model := tiny_model().bfloat16())
     for quantize in (None, "int8", "int4"):
         inference = InferenceModel(model, quantize=quantize)
-        inference.generate(IDS, IMAGES.bfloat16(), max_new_tokens=5)
+        logits_of(inference)
         used = {p.data_ptr() for p in inference.parameters()}
         assert quantize or used <= {p.data_ptr() for p in model.parameters()}
     assert fingerprint(model) == before
@@ -148,56 +204,29 @@ def test_the_model_is_never_changed_nor_its_floating_point_weights_copied(tiny_m
     assert all(p.grad is not None for p in model.parameters())
 
 
-def test_a_prefix_is_continued_twice_and_by_both_in_turn(tiny_model):
-    inference = InferenceModel(model := tiny_model())
-    _, prefix = inference.prefill(IDS, IMAGES)  # without inference mode, and without a graph
-    assert not inference.decode(torch.tensor([8]), prefix)[0].requires_grad
-    with torch.inference_mode():
-        once, first = inference.decode(torch.tensor([8]), prefix)
-        inference.decode(torch.tensor([11]), first)
-        other, _ = inference.decode(torch.tensor([9]), prefix)
-        _, plain = model.decode(torch.tensor([8]), prefix)
-        for begun in (first, plain):
-            torch.testing.assert_close(
-                inference.decode(torch.tensor([12]), begun)[0], model.decode(torch.tensor([12]), begun)[0], **CLOSE
-            )
-        torch.testing.assert_close(once, inference.decode(torch.tensor([8]), prefix)[0], **CLOSE)
-        torch.testing.assert_close(once, logits_of(model)[1:2], **CLOSE)
-        assert not torch.allclose(once, other)
-        model.bfloat16()
-        inference.refresh()  # a prefix of another precision is continued, too
-        got, _ = inference.decode(torch.tensor([8]), prefix)
-        torch.testing.assert_close(got.float(), once, rtol=0.05, atol=0.05 * once.abs().max().item())
-
-
 @few_levels
 @torch.inference_mode()
 def test_shapes_that_do_not_fit_are_refused(tiny_model):
     """The kernels read and write where a wrong shape points."""
-    for model in (plain := tiny_model(), InferenceModel(plain)):
-        ids = torch.tensor([[5, 6, 7, 8]])
-        logits, state = model.prefill(ids)
-        masked = PrefillState(state.kv_cache, torch.ones(1, 500, dtype=torch.long))
-        assert model.prefill(ids[:0])[0].shape == (0, logits.size(1))
-        width = plain.cfg.lm_hidden_dim
-        embeds = torch.rand(1, 3, width, device="meta")
-        _, full = model.prefill(torch.randint(4, 40, (1, 64)))
-        others = [tiny_model(**sizes).prefill(ids)[1] for sizes in ({"lm_n_blocks": 1}, {"lm_n_kv_heads": 6})]
-        for wrong, message in (
-            (partial(model.generate, ids, prefix=state, max_new_tokens=2), "not .B, T, .* of at least one new token"),
-            (partial(model.prefill_embeds, torch.rand(1, 3, width - 2)), f"have the shape .1, 3, {width - 2}., not"),
-            (partial(model.prefill, ids, attention_mask=ids[:, :2].ge(5)), r"the shape \(1, 2\), not \(1, 4\)"),
-            (partial(model.decode, ids[0, :1], masked), r"the prefix's mask has the shape \(1, 500\), not \(1, 4\)"),
-            (partial(model.decode, ids[:, :1], state), "have the shape .1, 1, 1, .*, not"),
-            (partial(model.prefill, IDS, IMAGES.byte()), "images are of torch.uint8, not floats; normalize them"),
-            (partial(model.decode, torch.tensor([8]), full), "65 tokens exceed lm_max_position_embeddings=64"),
-            (partial(model.decode, torch.tensor([5, 6]), state), None),
-            *((partial(model.decode, torch.tensor([5]), prefix), None) for prefix in others),
-            (partial(model.encode_images, IMAGES.to("meta")), "meta"),
-            (partial(model.prefill_embeds, embeds), "meta"),
-        ):
-            with pytest.raises((InputError, RuntimeError), match=message):
-                wrong()
+    network = InferenceModel(tiny_model()).network
+    width, cache = network.model.cfg.lm_hidden_dim, empty_cache(network, 2, 8)
+    is_kernel = type(network) is KernelNetwork
+    for x, memory, start, slots in is_kernel * (
+        (torch.rand(3, width - 2), cache, 0, [0]),
+        (torch.rand(0, width), cache, 0, [0]),
+        (torch.rand(9, width), cache, 0, [0]),
+        (torch.rand(3, width), cache, 6, [0]),
+        (torch.rand(3, width), cache, 0, [2]),
+        (torch.rand(3, width), cache[:1], 0, [0]),
+        (torch.rand(3, width), cache[..., :2], 0, [0]),
+        (torch.rand(3, width, device="meta"), cache, 0, [0]),
+    ):
+        with pytest.raises(InputError, match="do not fit a cache of|meta"):
+            network.prefill([x], memory, start, slots)
+    with pytest.raises((InputError, RuntimeError), match="meta"):
+        network.encode_images(IMAGES.to("meta"))
+    with pytest.raises((InputError, RuntimeError), match="vit_img_size=16|size"):
+        network.encode_images(torch.rand(1, 3, 20, 20))
 
 
 @few_levels
@@ -205,14 +234,13 @@ def test_shapes_that_do_not_fit_are_refused(tiny_model):
 def test_torchs_default_dtype_and_device_change_nothing(tiny_model, dtype):
     """The kernels write float32, whatever the default dtype of the memory that is made for them."""
     inference = InferenceModel(tiny_model())
-    embeds, wanted = inference.embed(IDS, IMAGES), logits_of(inference, n=0)
+    wanted = logits_of(inference)
     torch.set_default_dtype(dtype)
     try:
-        torch.testing.assert_close(logits_of(inference, n=0), wanted, rtol=0, atol=0)
-        if type(inference.network) is KernelNetwork:
-            with torch.device("meta"):
-                for model in (inference, InferenceModel(inference.model)):
-                    torch.testing.assert_close(model.prefill_embeds(embeds)[0], wanted, rtol=0, atol=0)
+        with torch.device("meta"):
+            other = InferenceModel(inference.model)
+        for each in (inference, other):
+            torch.testing.assert_close(logits_of(each), wanted, rtol=0, atol=0)
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -260,11 +288,14 @@ def test_results_follow_the_weights(tiny_model, tmp_path, caplog, change, quanti
     only_rounds, logged = change in CHANGES[-4:], []
     with caplog.at_level(logging.INFO, "models"):
         before = logits_of(inference)
-        _, prefix = inference.prefill(IDS, IMAGES)
+        batch = ContinuousBatch(inference)
+        batch.add(running := Request([4, 5, 6], max_new_tokens=9))
+        batch.step()
         assert not caplog.records
         change(model, tmp_path / "adapters")
         if not only_rounds:
-            inference.decode(torch.tensor([8]), prefix)  # a generation goes on
+            batch.step()  # a generation goes on
+            assert len(running.output) == 2 and running.error is None
         got = logits_of(inference)
         logged = [record.message for record in caplog.records if record.levelno == logging.INFO]
     assert logged == ["the model's weights have changed; rebuilding the inference model"]
@@ -282,35 +313,6 @@ def test_edits_through_data_need_refresh_only_when_quantized(tiny_model):
     assert_same(exact, model)
     quantized.refresh()
     assert torch.equal(logits_of(quantized), logits_of(InferenceModel(model, quantize="int8")))
-
-
-@torch.inference_mode()
-@by_dtype
-def test_attention_masks_positions_and_odd_lengths(tiny_model, dtype, level):
-    """Left padding, continuations of a shared prefix and lengths around a panel, against the same weights in float32.
-
-    Without bfloat16 arithmetic the kernels multiply bfloat16 weights exactly.
-    """
-    model = tiny_model(lm_max_position_embeddings=256).to(dtype)
-    inference, model = InferenceModel(model), copy.deepcopy(model).float()
-    exact = dtype == torch.float32 or level in WITHOUT_BF16_DOT
-    for B, T in ((1, 2), (2, 31), (3, 33), (1, 70), (5, 16)):
-        ids = torch.randint(4, 40, (B, T), generator=torch.Generator().manual_seed(T))
-        padded, packed = torch.ones(2, B, T, dtype=torch.long)
-        padded[0, : T // 3] = 0
-        packed[:, T // 3 : T // 2], packed[:, T // 2 :] = 2, 3
-        for mask in (None, padded, packed):
-            both = []
-            for each in (inference, model):
-                logits, prefix = each.prefill(ids, None, mask)
-                rows = [logits.float()]
-                for token in (8, 9):
-                    logits, prefix = each.decode(torch.full((B,), token), prefix)
-                    rows.append(logits.float())
-                more, _ = each.prefill(ids[:, : min(T, 5)], None, None, prefix)  # several tokens behind a prefix
-                both.append(torch.stack([*rows, more.float()]))
-            error = (both[0] - both[1]).norm() / both[1].norm()
-            assert error < (1e-5 if exact else 0.05)
 
 
 @torch.inference_mode()

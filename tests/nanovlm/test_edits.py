@@ -1,0 +1,85 @@
+"""An edit of the core counts in captions, folders, choices and training, as a patch and in the files."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+from torch import nn
+
+from models.inference.inference_model import PlainNetwork
+from support import ROOT
+from support.edits import EDITS, IMAGES, check_doors, load, reference, report
+
+pytestmark = pytest.mark.full
+
+
+@pytest.fixture(scope="module")
+def unedited():
+    return report()
+
+
+def differs(found, unedited) -> bool:
+    pairs = zip(found["answers"], unedited["answers"])
+    scores = [(a, b) for (_, new), (_, old) in pairs for a, b in zip(new, old)]
+    return any(abs(a - b) > 0.05 for a, b in [*scores, (found["loss"], unedited["loss"])])
+
+
+def negate(module, inputs, output):
+    return -output[0], output[1]
+
+
+CHANGES = {  # of a model that is loaded
+    "a hook": lambda decoder: decoder.blocks[1].register_forward_hook(negate),
+    "a hook of a layer": lambda decoder: decoder.blocks[1].mlp.up_proj.register_forward_hook(lambda m, x, y: 1.5 * y),
+    "a module of another class": lambda decoder: setattr(decoder.blocks[1], "norm1", nn.Identity()),
+    "a function of its own": lambda decoder: setattr(decoder.blocks[1].mlp, "forward", lambda x: 0.5 * x),
+}
+
+
+@pytest.mark.parametrize("quantize", [None, "int8", "int4"])
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_after_loading_counts(unedited, name, quantize):
+    captioner = load(quantize)
+    before = reference(captioner, captioner.inference.network.model, IMAGES[:1])
+    CHANGES[name](captioner.inference.network.model.decoder)
+    after = check_doors(captioner, IMAGES[:1])
+    assert type(captioner.inference.network) is PlainNetwork
+    assert any(abs(a - b) > 0.05 for a, b in zip(before[0][1], after[0][1]))
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_an_edit_counts_as_a_patch(unedited, monkeypatch, name):
+    edit = EDITS[name]
+    edit.patch(monkeypatch)
+    found = report()
+    assert differs(found, unedited)
+    assert not edit.changes_training or abs(found["loss"] - unedited["loss"]) > 1e-3
+    for quantize in ("int8", "int4"):
+        check_doors(captioner := load(quantize), IMAGES[:1])
+        assert type(captioner.inference.network) is PlainNetwork
+    monkeypatch.undo()
+    loaded = load()
+    before = loaded.inference.network
+    edit.patch(monkeypatch)
+    if edit.function != "attention":  # which each block of the decoder has got when it was made
+        assert check_doors(loaded, IMAGES) == found["answers"]
+    assert type(before) is not type(loaded.inference.network) is PlainNetwork
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_an_edit_counts_in_the_files(unedited, tmp_path, name):
+    edit = EDITS[name]
+    for package in ("models", "nanovlm", "tests/support"):
+        target = tmp_path / package.removeprefix("tests/")
+        shutil.copytree(ROOT / package, target, ignore=shutil.ignore_patterns("__pycache__"))
+    path = tmp_path / f"models/{edit.file}.py"
+    path.write_text(edit.apply(path.read_text(encoding="utf-8")), encoding="utf-8")
+    environment = os.environ | {"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "support.edits"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert differs(json.loads(done.stdout), unedited)
+    assert f"models/{edit.file}.py is edited or patched" in done.stderr
