@@ -173,9 +173,10 @@ def test_the_core_is_complete():
 
 
 def test_mingpt_stands_alone():
-    """The reader of GPT-2's weights needs the core's reader of files, and nothing else of this project."""
+    """It needs the core's cache and, for GPT-2's weights, its reader of files, and nothing else of this project."""
     foreign = {target for module, target in edges() if within(module, "models.mingpt")}
     assert {target for target in foreign if not within(target, "models.mingpt")} == {
+        "models.cache",
         "models.checkpoint",
         "models.errors",
     }
