@@ -11,15 +11,14 @@ from torch import nn
 
 from models.errors import InputError
 from models.inference.caches import TiledImage
-from models.inference.continuous_batching import ContinuousBatch
+from models.inference.continuous_batching import ContinuousBatch, Request
 from models.inference.inference_model import InferenceModel, PlainNetwork
 from models.inference.kernel_network import KernelNetwork, empty_cache
 from models.inference.kernels.load import WITHOUT_BF16_DOT
 from models.inference.quantization import QuantizedLinear
-from models.inference.request import Request
 from models.lora import adapt, adapters
 from models.lora.files import read_adapters, write_adapters
-from models.sampling import SamplingParams
+from models.options import SamplingParams
 from models.vision_language_model import VisionLanguageModel
 from support.generation import IDS, IMAGES, logits_of, only_row, prompt, run
 from support.kernels import LEVELS
