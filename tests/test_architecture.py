@@ -24,7 +24,7 @@ FORBIDDEN = {  # packages that the modules of a package must not import
 }
 CORE = {
     "models.config", "models.errors", "models.cache", "models.attention", "models.language_model",
-    "models.vision_transformer", "models.modality_projector", "models.vision_language_model", "models.sampling",
+    "models.vision_transformer", "models.modality_projector", "models.vision_language_model", "models.options",
     "models.decoding", "models.files", "models.checkpoint",
 }  # fmt: skip
 ADD_ONS = ("models.inference", "models.kv_study", "models.lora", "models.mingpt", "models.formats")

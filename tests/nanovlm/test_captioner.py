@@ -15,9 +15,9 @@ import torch
 from PIL import Image
 
 import nanovlm
+from models.inference.continuous_batching import Request
 from models.inference.inference_model import InferenceModel
 from models.inference.kernels.load import WITHOUT_BF16_DOT, available_levels
-from models.inference.request import Request
 from models.lora import adapt, adapters
 from models.lora.files import write_adapters
 from nanovlm import SAMPLE, Captioner, ChatSession
