@@ -24,7 +24,7 @@ from pydoc_data.topics import topics
 import torch
 from torch import Tensor
 
-from eval.lib.command import Measured, add_threads_flag, environment, positive, progress, run, table
+from eval.lib.command import PRECISIONS, Measured, add_threads_flag, environment, positive, progress, run, table
 from eval.lib.smollm2 import join_with_random_vision, write_smollm2
 from eval.peers import Engine, NanoVLMEngine
 from eval.peers.llama_cpp_engine import LlamaCppEngine
@@ -34,7 +34,6 @@ from nanovlm.cli.main import Parser
 from nanovlm.errors import InputError
 
 Append = Callable[[list[list[int]]], Tensor]  # see `Engine.append`
-PRECISIONS = [("float32", None), ("bfloat16", None), ("float32", "int8"), ("float32", "int4")]
 GGUF_TYPES = ("f32", "q8_0", "q4_0")
 
 

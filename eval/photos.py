@@ -14,7 +14,6 @@ Needs the extra photos. docs/training.md has results.
 
 import argparse
 import json
-import os
 import sys
 import time
 from collections import Counter
@@ -28,7 +27,9 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
+from eval.lib.classification import Labeled, classify_pixels, cpu_seconds, share, train
 from eval.lib.command import (
+    PRECISIONS,
     Measured,
     add_threads_flag,
     at_level,
@@ -41,10 +42,8 @@ from eval.lib.command import (
 )  # fmt: skip
 from eval.lib.smollm2 import write_smollm2
 from nanovlm.captioner import Captioner
-from nanovlm.cli.main import Parser, run_verb
+from nanovlm.cli.main import Parser
 from nanovlm.errors import InputError, MissingExtraError, TrainingError
-from nanovlm.evaluation.metrics import intervals
-from nanovlm.processing.image_loading import load_image
 
 MEAN = torch.tensor([0.485, 0.456, 0.406])  # ImageNet's, by which DINOv2 normalizes pixels in [0, 1]
 STD = torch.tensor([0.229, 0.224, 0.225])
@@ -53,13 +52,9 @@ PATCH = 14
 WIDTH = 384
 LAYERS = 12
 HEADS = 6
-PIXELS = 32  # side of the images that the support vector machine sees
 BINS = 10  # of probabilities, for the calibration
 TOLERANCE = 1e-3  # of the encoder, recomputed with its class token, to the package's own graph
-PRECISIONS = (("float32", None), ("bfloat16", None), ("float32", "int8"), ("float32", "int4"))
 QKV = (("query", "q_proj"), ("key", "k_proj"), ("value", "v_proj"))
-
-Photos = tuple[list[str], list[str]]  # paths, and the kinds that they show
 
 
 # ------------------------------------------------------------------------------------------------------- the encoder
@@ -199,17 +194,12 @@ def check_encoder(
 # --------------------------------------------------------------------------------------------------- photographs, runs
 
 
-def read_photos(folder: Path) -> Photos:
+def read_photos(folder: Path) -> Labeled:
     """Photographs in a folder for each kind, in the order of their names."""
     paths = sorted(path for path in folder.glob("*/*") if path.is_file())
     if len({path.parent.name for path in paths}) < 2:
         raise InputError(f"data={folder}: it has no folders of photographs, one for each of several kinds")
     return [str(path) for path in paths], [path.parent.name for path in paths]
-
-
-def cpu_seconds() -> float:
-    """Seconds of all cores since the start, of this process and of those that it has waited for."""
-    return sum(os.times()[:4])
 
 
 def build(out: Path) -> dict[str, Tensor]:
@@ -220,29 +210,6 @@ def build(out: Path) -> dict[str, Tensor]:
     if not (out / "language/tokenizer.json").exists():
         write_smollm2(out / "language")
     return state
-
-
-def train(out: Path, data: Path, flags: Sequence[str]) -> float:
-    """Train by `train.py --backbones`, or resume; returns CPU seconds of this call."""
-    started = cpu_seconds()
-    argv = ["--backbones", str(out / "vision"), str(out / "language"), "--data", str(data / "train")]
-    argv += ["--validation", str(data / "validation"), "--out", str(out / "model"), *flags]
-    progress(f"train.py {' '.join(argv)}")
-    if code := run_verb("train", argv):
-        raise TrainingError(f"train.py ended with exit code {code}")
-    return cpu_seconds() - started
-
-
-def share(answers: Sequence[str], truths: Sequence[str]) -> dict[str, Any]:
-    """How many answers are right, of how many, and the 95% interval of the share (Wilson 1927)."""
-    right = sum(answer.strip() == truth for answer, truth in zip(answers, truths, strict=True))
-    exact = right / len(truths)
-    return {
-        "right": right,
-        "of": len(truths),
-        "exact": exact,
-        "interval": intervals({"exact": exact}, len(truths))["exact"],
-    }
 
 
 def calibration(probabilities: Sequence[float], is_right: Sequence[bool]) -> dict[str, Any]:
@@ -265,7 +232,7 @@ def encoder_features(captioner: Captioner, paths: Sequence[str]) -> Tensor:
     return torch.cat([torch.cat([one.mean(1), one.amax(1)], dim=1) for one in encoded])
 
 
-def classify_features(captioner: Captioner, learned: Photos, tested: Photos) -> list[str]:
+def classify_features(captioner: Captioner, learned: Labeled, tested: Labeled) -> list[str]:
     """scikit-learn's logistic regression on the encoder's features, standardized."""
     from sklearn.linear_model import LogisticRegression
     from sklearn.pipeline import make_pipeline
@@ -276,19 +243,8 @@ def classify_features(captioner: Captioner, learned: Photos, tested: Photos) -> 
     return model.predict(encoder_features(captioner, tested[0]).numpy()).tolist()
 
 
-def classify_pixels(learned: Photos, tested: Photos) -> list[str]:
-    """scikit-learn's support vector machine on 32 x 32 RGB pixels."""
-    from sklearn.svm import SVC
-
-    def pixels(paths: list[str]) -> list[list[float]]:
-        images = (load_image(path).resize((PIXELS, PIXELS)) for path in paths)
-        return [[value / 255 for value in image.tobytes()] for image in images]
-
-    return SVC(C=10).fit(pixels(learned[0]), learned[1]).predict(pixels(tested[0])).tolist()
-
-
 @torch.inference_mode()
-def measure_precision(folder: Path, dtype: str, quantize: str | None, photos: Photos, kinds: Sequence[str]) -> dict:
+def measure_precision(folder: Path, dtype: str, quantize: str | None, photos: Labeled, kinds: Sequence[str]) -> dict:
     """Answers of one precision to all photographs, log-probabilities of the kinds, and the encoder's outputs."""
     captioner = Captioner.from_pretrained(folder, "cpu", dtype, quantize=quantize)
     ranked = [captioner.classify(path, kinds) for path in photos[0]]
@@ -300,7 +256,7 @@ def measure_precision(folder: Path, dtype: str, quantize: str | None, photos: Ph
     return {"answers": [row[0].text for row in ranked], "logs": logs, "encoded": encoded}
 
 
-def compare_precisions(folder: Path, photos: Photos, kinds: Sequence[str]) -> list[dict[str, Any]]:
+def compare_precisions(folder: Path, photos: Labeled, kinds: Sequence[str]) -> list[dict[str, Any]]:
     """A row for each precision at each CPU level, beside float32 by plain modules."""
     with at_level("none"):
         reference = measure_precision(folder, "float32", None, photos, kinds)
@@ -340,7 +296,9 @@ def measure(args: argparse.Namespace) -> Measured:
     truths = tested[1]
     kinds = sorted(set(learned[1]))
     state = build(args.out)
-    trained = train(args.out, args.data, args.flags.split())
+    argv = ["--backbones", str(args.out / "vision"), str(args.out / "language"), "--data", str(args.data / "train")]
+    argv += ["--validation", str(args.data / "validation"), "--out", str(args.out / "model"), *args.flags.split()]
+    trained = train(argv)
     captioner = Captioner.from_pretrained(args.out / "model", "cpu", "float32")
     joined = Captioner.from_backbones(args.out / "vision", args.out / "language")
     encoder = check_encoder(encoder_file(), state, joined, tested[0][:: max(1, len(truths) // 8)])

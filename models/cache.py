@@ -41,7 +41,7 @@ class KVCache:
 
     def append(self, key: Tensor, value: Tensor) -> "KVCache":
         """A longer cache with the new tokens' key and value, (B, n_kv_heads, T_new, head_dim)."""
-        if len(key) != len(self.key):
+        if key.size(0) != self.key.size(0):  # not len, of which torch.export makes a constant
             raise InputError(f"{len(key)} new rows do not continue a cache of {len(self.key)}; pass one for each")
         if torch.is_grad_enabled():  # autograd needs new tensors, not views of a buffer that changes
             return KVCache(torch.cat([self.key, key], -2), torch.cat([self.value, value], -2))

@@ -136,8 +136,8 @@ class Format:
 
 
 NANOVLM = Format()
-# model_type of config.json -> a subclass of Format; "import models.formats" fills it.
-FORMATS: dict[str, type[Format]] = {}
+# model_type of config.json -> a function that imports a subclass of Format; "import models.formats" fills it.
+FORMATS: dict[str, Callable[[], type[Format]]] = {}
 
 
 def format_of(cfg: VLMConfig) -> Format:
@@ -185,7 +185,7 @@ def load_config(folder: str | os.PathLike[str]) -> VLMConfig:
     if raw.get("quantization_config"):
         raise CheckpointError(f"{path} has a quantization_config: take the model in 16 bits, which quantize= reduces")
     kind = raw.get("model_type")
-    format = FORMATS.get(str(kind), Format)
+    format = FORMATS[str(kind)]() if str(kind) in FORMATS else Format
     if format is Format and kind is not None and not (FORMATS and "lm_hidden_dim" in raw):
         known = f"none of {', '.join(FORMATS)}, and nanoVLM's own config.json has none; take a model of one of these"
         cure = 'not nanoVLM\'s own format; "import models.formats" first, which reads others'

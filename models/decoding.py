@@ -11,7 +11,7 @@ from torch import Tensor
 from models.cache import PrefillState
 from models.config import VLMConfig
 from models.errors import InputError
-from models.sampling import GREEDY, MAX_NEW_TOKENS, RepetitionDetection, SamplingParams
+from models.options import GREEDY, MAX_NEW_TOKENS, RepetitionDetection, SamplingParams
 
 
 def choose_tokens(logits: Tensor, sampling: SamplingParams, generator: torch.Generator | None = None) -> Tensor:

@@ -5,15 +5,14 @@
 >>> captioner.caption("image.png")
 """
 
-import importlib
 import importlib.util
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nanovlm.embedded import EMBEDDED, PROMPT, SAMPLE
 
 if TYPE_CHECKING:
-    from models.sampling import SamplingParams
+    from models.options import SamplingParams
     from nanovlm.captioner import Captioner
     from nanovlm.chat_session import ChatSession
     from nanovlm.processing.processor import Processor
@@ -23,15 +22,6 @@ __all__ = [
     "EMBEDDED", "PROMPT", "SAMPLE", "Captioner", "ChatSession", "GenerationOptions", "ModelOptions", "Processor",
     "SamplingParams",
 ]  # fmt: skip
-
-_LAZY = {  # imported on first use: importing torch takes seconds, which `nanovlm --help` should not
-    "Captioner": "nanovlm.captioner",
-    "ChatSession": "nanovlm.chat_session",
-    "GenerationOptions": "nanovlm.options",
-    "ModelOptions": "nanovlm.options",
-    "Processor": "nanovlm.processing.processor",
-    "SamplingParams": "models.sampling",
-}
 
 
 def _check_models_package() -> None:
@@ -48,8 +38,16 @@ def _check_models_package() -> None:
 
 _check_models_package()
 
+from models import imported_on_use  # noqa: E402 (of the package that was checked)
 
-def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return getattr(importlib.import_module(_LAZY[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = imported_on_use(
+    __name__,
+    {
+        "Captioner": "nanovlm.captioner",
+        "ChatSession": "nanovlm.chat_session",
+        "GenerationOptions": "nanovlm.options",
+        "ModelOptions": "nanovlm.options",
+        "Processor": "nanovlm.processing.processor",
+        "SamplingParams": "models.options",
+    },
+)

@@ -24,7 +24,7 @@ from nanovlm.outputs import Table as Table
 from nanovlm.processing import ANIMATION_EXTENSIONS, VIDEO_EXTENSIONS
 
 if TYPE_CHECKING:
-    from models.inference.request import Request
+    from models.inference.continuous_batching import Request
     from nanovlm.captioner import Captioner
 
 logger = logging.getLogger(__name__)
@@ -263,7 +263,7 @@ def _read_ahead(
     captioner: "Captioner", images: Iterable[tuple[str, Any]], options: CaptionOptions, n_ahead: int
 ) -> Generator["Request", None, None]:
     """A request for each prompt, or choice, about each image, which threads read and preprocess n_ahead."""
-    from models.inference.request import Request
+    from models.inference.continuous_batching import Request
 
     def read(name: str, image: Any) -> list[Request]:
         try:

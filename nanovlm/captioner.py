@@ -19,22 +19,20 @@ import models.formats  # noqa: F401 (lets the core read other formats)
 from models.checkpoint import load_config, snapshot_path
 from models.config import VLMConfig
 from models.decoding import trim_repetition
-from models.inference.continuous_batching import ContinuousBatch
+from models.inference.continuous_batching import ContinuousBatch, Request, TokenOutput
 from models.inference.inference_model import InferenceModel
-from models.inference.request import Request, TokenOutput
 from models.vision_language_model import VisionLanguageModel, load_model
-from nanovlm.choices import Choice, forced_answers, ranked_choices, score_requests
 from nanovlm.device import choose_device, choose_dtype
 from nanovlm.embedded import EMBEDDED, PROMPT, default_prompt, write_prompt
 from nanovlm.errors import InputError
-from nanovlm.generation_config import read_generation_defaults
-from nanovlm.options import GenerationOptions, ModelOptions, generation_options, with_changes
+from nanovlm.options import GenerationOptions, ModelOptions, generation_options, read_generation_defaults, with_changes
 from nanovlm.processing.conversation import dialogue, images_of
 from nanovlm.processing.image_loading import is_array, load_or_fetch
 from nanovlm.processing.processor import Processor, pair_prompts
 from nanovlm.processing.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from nanovlm.choices import Choice
     from nanovlm.processing.structured_output import StructuredOutput
 
 logger = logging.getLogger(__name__)
@@ -229,8 +227,10 @@ class Captioner:
             raise InputError(f"ask takes a list of prompts, not {prompts!r}; for one prompt use caption")
         return self._answers(self.requests(image, prompts, record), record, stats)
 
-    def classify(self, image: ImageInputs, choices: Sequence[str], prompt: str | None = None) -> list[Choice]:
+    def classify(self, image: ImageInputs, choices: Sequence[str], prompt: str | None = None) -> "list[Choice]":
         """Rank choices as answers, the most probable first; each has text, probability and log_probability."""
+        from nanovlm.choices import ranked_choices
+
         requests = self.choice_requests(image, choices, prompt)
         for _ in self.generate(requests):
             pass
@@ -324,6 +324,8 @@ class Captioner:
 
     def choice_requests(self, image: ImageInputs, choices: Sequence[str], prompt: str | None = None) -> list[Request]:
         """Make a request for each choice as the answer to a prompt; see `ranked_choices`."""
+        from nanovlm.choices import forced_answers, score_requests
+
         answers = forced_answers(choices, self.tokenizer)
         longest = max(len(answer.steps) for answer in answers)
         return score_requests(self.request(image, prompt, max_new_tokens=longest), answers)

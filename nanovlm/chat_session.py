@@ -7,7 +7,7 @@ from itertools import chain
 from typing import Any
 
 from models.inference.caches import PrefixCache
-from models.inference.request import Request
+from models.inference.continuous_batching import Request
 from nanovlm.captioner import NO_IMAGE, Captioner, ImageInputs, Stats
 from nanovlm.errors import InputError
 from nanovlm.options import CHAT_MAX_NEW_TOKENS, GenerationOptions, generation_options

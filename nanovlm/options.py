@@ -4,6 +4,8 @@ Each setting is one field, with its default, its check and the help of its flag 
 A record is made once, from keyword arguments or from flags, and passed whole.
 """
 
+import json
+import logging
 import os
 import re
 import shutil
@@ -12,16 +14,29 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
-from models.sampling import MAX_NEW_TOKENS, RepetitionDetection, SamplingParams, check_settings, setting
+from models.options import MAX_NEW_TOKENS, RepetitionDetection, SamplingParams, check_settings, setting
 from nanovlm.embedded import EMBEDDED, PROMPT, default_prompt
-from nanovlm.errors import InputError, UsageError
+from nanovlm.errors import CheckpointError, InputError, UsageError
 from nanovlm.processing import MAX_FRAMES
 
 Record = TypeVar("Record")
+logger = logging.getLogger(__name__)
 
 QUANTIZATIONS = ("int8", "int4")
 CHAT_MAX_NEW_TOKENS = 256
 RESERVED = {"file_name", "text", "finish_reason", "model", "prompt", "prefix", "choices"}  # columns of every caption
+# Of a generation_config.json, as transformers writes and reads it:
+FOLLOWED = {"repetition_penalty", "max_new_tokens"}
+SAMPLED = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0}  # transformers' defaults, with do_sample only
+# Read elsewhere, or without a say in the answer: token ids, what is returned, speed, and settings of beams alone.
+OTHERS = {
+    "do_sample", "transformers_version", "_from_model_config", "eos_token_id", "bos_token_id", "pad_token_id",
+    "decoder_start_token_id", "use_cache", "cache_implementation", "cache_config", "early_stopping", "length_penalty",
+    "output_attentions", "output_hidden_states", "output_scores", "output_logits", "return_dict_in_generate",
+    "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold",
+    "assistant_lookbehind", "target_lookbehind", "prompt_lookup_num_tokens", "max_matching_ngram_size",
+    "disable_compile", "compile_config", "prefill_chunk_size", "is_assistant",
+}  # fmt: skip
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 
@@ -205,6 +220,36 @@ def generation_options(
     if sampling := changes.get("sampling"):
         values |= vars(sampling)
     return with_changes(options, values | {name: value for name, value in changes.items() if name != "sampling"})
+
+
+def read_generation_defaults(folder: Path) -> dict[str, Any]:
+    """Fields of `GenerationOptions` that the generation_config.json of a model's folder recommends, if there is one.
+
+    Settings that would change answers but are not computed here are named in one line. CheckpointError for a value out
+    of range.
+    """
+    from models.checkpoint import read_object  # here, as it imports torch
+
+    path = folder / "generation_config.json"
+    if not path.exists():
+        return {}
+    raw = {key: value for key, value in read_object(path).items() if value is not None}
+    defaults = {key: raw[key] for key in raw if key in FOLLOWED}
+    if raw.get("do_sample"):
+        defaults |= {key: raw.get(key, default) for key, default in SAMPLED.items()}
+    try:
+        GenerationOptions(**defaults)
+    except InputError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    ignored = []
+    for key in raw.keys() - OTHERS - FOLLOWED - SAMPLED.keys():
+        is_one = raw[key] == 1 and raw[key] is not True  # off, for a number of beams or a penalty
+        if raw[key] and not (is_one and not key.startswith(("min_", "max_"))):
+            ignored.append(f"{key}={json.dumps(raw[key])[:60]}")
+    if ignored:
+        settings = ", ".join(sorted(ignored))
+        logger.warning("note: %s: %s: not supported, answers are generated without", path, settings)
+    return defaults
 
 
 def check_positive(numbers: Mapping[str, int | None]) -> None:

@@ -24,7 +24,7 @@ FORBIDDEN = {  # packages that the modules of a package must not import
 }
 CORE = {
     "models.config", "models.errors", "models.cache", "models.attention", "models.language_model",
-    "models.vision_transformer", "models.modality_projector", "models.vision_language_model", "models.sampling",
+    "models.vision_transformer", "models.modality_projector", "models.vision_language_model", "models.options",
     "models.decoding", "models.files", "models.checkpoint",
 }  # fmt: skip
 ADD_ONS = ("models.inference", "models.kv_study", "models.lora", "models.mingpt", "models.formats")
@@ -173,9 +173,10 @@ def test_the_core_is_complete():
 
 
 def test_mingpt_stands_alone():
-    """The reader of GPT-2's weights needs the core's reader of files, and nothing else of this project."""
+    """It needs the core's cache and, for GPT-2's weights, its reader of files, and nothing else of this project."""
     foreign = {target for module, target in edges() if within(module, "models.mingpt")}
     assert {target for target in foreign if not within(target, "models.mingpt")} == {
+        "models.cache",
         "models.checkpoint",
         "models.errors",
     }

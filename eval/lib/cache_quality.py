@@ -28,7 +28,7 @@ from models.kv_study.quantized_cache import QuantizedKV
 from models.kv_study.sharing import CrossLayerModel, LatentAttention
 from models.kv_study.speculative import DraftModel, Guess, Read, prompt_lookup, read_lm, read_vlm, speculate
 from models.language_model import LanguageModel
-from models.sampling import GREEDY, MAX_NEW_TOKENS
+from models.options import GREEDY, MAX_NEW_TOKENS
 from models.vision_language_model import IGNORE_INDEX, PrefillState
 from nanovlm import PROMPT, SAMPLE
 from nanovlm.captioner import Captioner

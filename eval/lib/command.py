@@ -24,6 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from models.inference.kernels.load import FOR_TESTS, available_levels, chosen_level, cpu_info, load_library
 from nanovlm.cli.main import Parser
+from nanovlm.console import print_error
 from nanovlm.device import DTYPES
 from nanovlm.errors import NanoVLMError
 
@@ -32,6 +33,8 @@ DEVICES = ("auto", "cpu", "cuda", "mps")
 LEVEL = "NANOVLM_CPU_LEVEL"
 PACKAGES = {"llama_cpp": "llama-cpp-python", "openvino": "openvino"}  # named in `environment` once imported
 CPU = torch.device("cpu")
+# Dtype and quantization of those that are compared
+PRECISIONS = (("float32", None), ("bfloat16", None), ("float32", "int8"), ("float32", "int4"))
 
 Measured = tuple[dict, str, str, Sequence[str]]  # see `report`
 
@@ -200,7 +203,7 @@ def run(
     name: str, doc: str | None, add_flags: Callable[[Parser], None],
     measure: Callable[[argparse.Namespace], Measured], argv: Sequence[str] | None,
 ) -> int:  # fmt: skip
-    """A whole command: measure returns what `report` prints. A NanoVLMError is one line and exit code 2."""
+    """A whole command: measure returns what `report` prints. A NanoVLMError is one line and its exit code."""
     parser = make_parser(name, doc)
     add_flags(parser)
     add_save_flag(parser)
@@ -208,7 +211,8 @@ def run(
     try:
         results, text, where, failures = measure(args)
     except NanoVLMError as error:
-        parser.error(str(error))
+        print_error(f"{parser.prog}: {error}")
+        parser.exit(error.exit_code)
     return report(results, text, where, args.json, failures, args.save)
 
 

@@ -4,8 +4,10 @@ Each running request has a slot in a cache of fixed capacity. Its keys and value
 finished request therefore costs nothing, and a new one is prefilled into a free slot.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,19 +19,68 @@ from models.inference.caches import (
     CachedPrefix,
     ImageCache,
     PrefixCache,
+    TiledImage,
     common_prefix,
     encode_images,
 )
 from models.inference.inference_model import InferenceModel
 from models.inference.kernel_network import empty_cache
 from models.inference.proof import CORE
-from models.inference.request import Request, TokenOutput
+from models.options import GREEDY, MAX_NEW_TOKENS, SamplingParams
 from models.vision_language_model import VisionLanguageModel
 
 MAX_PREFILL_TOKENS = 2048  # of several prompts in one step; running requests wait for them
 MAX_PADDING = 16  # new tokens, or an eighth of them, by which the prompts of one prefill may differ
 REGROWTH = 1 / 8  # requests, by which a batch that memory has limited grows with each answer
 CAPACITY_STEP = 64  # tokens; the capacity of a slot is a multiple of it
+
+
+# (ids generated so far, logits (1, vocabulary)) -> logits. An optional method forced_tokens(ids) returns the ids that
+# alone can follow.
+Grammar = Callable[[list[int], Tensor], Tensor]
+
+
+@dataclass(eq=False)
+class Request:
+    """A prompt and its answer, which a `ContinuousBatch` fills in. It is used once."""
+
+    ids: Sequence[int]
+    images: Sequence[TiledImage] = ()  # in reading order; dropped when the request has ended
+    sampling: SamplingParams = GREEDY  # its seed belongs to this request alone
+    max_new_tokens: int = MAX_NEW_TOKENS
+    grammar: Grammar | None = None
+    name: Any = None  # of the caller
+    error: Exception | None = None  # why there is no answer
+    output: list[int] = field(default_factory=list)  # generated ids, the end token included
+    finished: str | None = None  # stop, length, repetition, error or cancelled
+    n_cached: int = 0  # tokens of the prompt that were not computed, as their keys and values were known
+    # The rest belongs to the batch:
+    starts: Sequence[tuple[Hashable, int]] = ()  # each image's key, and the position of its first token
+    sampler: TokenSampler | None = None  # None for the most likely token, which all such requests choose together
+    length: int = 0  # tokens in the KV cache
+
+    def __post_init__(self) -> None:
+        if self.error is not None:
+            self.finished = "error"
+
+    @property
+    def tokens(self) -> list[int]:
+        return [*self.ids, *self.output]
+
+    @property
+    def unread(self) -> list[int]:
+        """The tokens of the output that are not yet in the KV cache: the last one, and forced ones before it."""
+        return self.output[self.length - len(self.ids) :]
+
+
+@dataclass(frozen=True)
+class TokenOutput:
+    """The next token of a request, or its error."""
+
+    request: Request
+    token_id: int  # -1 with an error
+    finished: str | None = None  # why it was the last token
+    error: Exception | None = None
 
 
 class ContinuousBatch:

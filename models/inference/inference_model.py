@@ -5,7 +5,7 @@ import ctypes
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -115,7 +115,6 @@ class InferenceModel:
         self._used = model  # the one whose modules compute: the source, or its quantized copy
         self._difference = ""
         self._lock = threading.RLock()
-        self.on_tile: Callable[[int, int], None] | None = None  # told how many of how many tiles are encoded, from 0 on
         self.refresh()
 
     @property
@@ -205,15 +204,7 @@ class InferenceModel:
     @torch.no_grad()
     def encode_images(self, images: Tensor) -> Tensor:
         """See `VisionLanguageModel.encode_images`."""
-        network = self.network
-        if self.on_tile is None:
-            return network.encode_images(images)
-        tiles = []
-        for i, tile in enumerate(images.split(1)):
-            self.on_tile(i, len(images))
-            tiles.append(network.encode_images(tile))
-        self.on_tile(len(images), len(images))
-        return torch.cat(tiles)
+        return self.network.encode_images(images)
 
 
 @torch.inference_mode(False)

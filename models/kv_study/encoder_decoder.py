@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from models.config import VLMConfig
 from models.decoding import TokenSampler, collect_tokens, generate_tokens, validate_counts
 from models.kv_study.text_decoder import TextDecoder, TextPrefillState
-from models.sampling import GREEDY, SamplingParams
+from models.options import GREEDY, SamplingParams
 from models.vision_transformer import VisionTransformer
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from models.inference.request import Request
+from models.inference.continuous_batching import Request
 from nanovlm.captioner import Captioner
 from nanovlm.console import progress_bar
 from nanovlm.data import Subset

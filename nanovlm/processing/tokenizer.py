@@ -22,7 +22,7 @@ from models.checkpoint import (
 from models.config import VLMConfig
 from nanovlm.errors import CheckpointError, InputError
 from nanovlm.processing.chat_template import ChatTemplate
-from nanovlm.processing.conversation import Chat, Turn
+from nanovlm.processing.conversation import Chat, Turn, dialogue
 from nanovlm.processing.layouts import layout_of
 
 DOCTAGS = "<doctag>"  # in the vocabularies of SmolDocling and granite-docling
@@ -58,7 +58,7 @@ class Tokenizer:
         backend.add_special_tokens(sorted(known - {token.content for token in added if token.special}))
         self.skip_special_tokens = DOCTAGS not in vocabulary  # in answers; Docling's mark up documents
         self._add_twins()
-        self.answer_prefix, self.eos_token_ids = self.layout.answer_bounds(self)
+        self.answer_prefix, self.eos_token_ids = self._answer_bounds()
 
     @property
     def eos_token_id(self) -> int:
@@ -137,6 +137,26 @@ class Tokenizer:
         if id is None:
             raise CheckpointError(f"the tokenizer has no token {token!r}, which the model needs")
         return id
+
+    def _answer_bounds(self) -> tuple[str, tuple[int, ...]]:
+        """The text that the chat template writes before an answer, and the ids of which any ends it.
+
+        nanoVLM's are fixed. Other formats' are found by rendering the template with and without an answer.
+        """
+        if self.layout.end_token_ids is None:
+            return "", (self.special_id(self.cfg.end_token),)
+        answer = "\N{REPLACEMENT CHARACTER}"  # in no template
+        before = self.render(dialogue(["?"]), True)
+        after = self.render(dialogue(["?", answer]), False)
+        prefix = ""
+        ends = list(self.layout.end_token_ids)
+        if after.startswith(before) and answer in after:
+            prefix, _, rest = after[len(before) :].partition(answer)
+            if end := self.special.match(rest):
+                ends = [self.special_id(end[0]), *ends]
+        if not ends:
+            raise CheckpointError("no end token: neither generation_config.json nor the chat template has one")
+        return prefix, tuple(dict.fromkeys(ends))
 
     def _add_twins(self) -> None:
         """Make the encoder: a second backend in which each special token has a twin that no text can spell.

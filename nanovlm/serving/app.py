@@ -26,7 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from models.inference.caches import ImageCache, PrefixCache
-from models.inference.request import Request as Prompt
+from models.inference.continuous_batching import Request as Prompt
 from nanovlm.captioner import Captioner
 from nanovlm.console import count
 from nanovlm.embedded import SAMPLE

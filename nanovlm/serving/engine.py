@@ -6,8 +6,7 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
 
-from models.inference.continuous_batching import ContinuousBatch
-from models.inference.request import Request, TokenOutput
+from models.inference.continuous_batching import ContinuousBatch, Request, TokenOutput
 from nanovlm.serving.openai_api import APIError
 
 Result = TokenOutput | Exception

@@ -18,7 +18,7 @@ class ServeOptions:
     host: str = setting(
         "127.0.0.1", "address of this machine to listen on; one that other machines can reach needs a key"
     )
-    port: int = setting(8000, "port to listen on; 0 is any free one", minimum=0, maximum=65535)
+    port: int = setting(8000, "port to listen on; 0 is any free one", maximum=65535)
     api_key: str | None = setting(
         None, "key that clients must send; ps does not show it in NANOVLM_API_KEY", metavar="KEY"
     )
@@ -32,17 +32,17 @@ class ServeOptions:
     )  # fmt: skip
     allow_remote: bool = setting(False, "fetch images from http(s) URLs of public addresses")
     max_num_seqs: int = setting(32, "sequences decoded at once", minimum=1)
-    max_pending: int = setting(64, "requests that may wait, --max-body each; clients of more get 429", minimum=0)
+    max_pending: int = setting(64, "requests that may wait, --max-body each; clients of more get 429")
     max_body: int = setting(
         20 * MiB, "size of a request, and of its remote images", minimum=1, metavar="BYTES", default_text="20 MiB"
     )
     image_cache: int = setting(
         128 * MiB, "memory for encoded images, which are not encoded again; 0 keeps none",
-        minimum=0, metavar="BYTES", default_text="128 MiB",
+        metavar="BYTES", default_text="128 MiB",
     )  # fmt: skip
     prefix_cache: int = setting(
         256 * MiB, "memory for keys and values of earlier chats, which are not computed again; 0 keeps none",
-        minimum=0, metavar="BYTES", default_text="256 MiB",
+        metavar="BYTES", default_text="256 MiB",
     )  # fmt: skip
     timeout: float = setting(120.0, "seconds for a request, waiting included", minimum=1, metavar="S")
     quiet: bool = setting(False, "write no line of log for each request")

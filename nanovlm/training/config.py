@@ -13,8 +13,7 @@ from typing import Any
 
 from nanovlm.embedded import EMBEDDED
 from nanovlm.errors import InputError
-from nanovlm.options import ReadOptions, check_settings
-from nanovlm.options import setting as bounded
+from nanovlm.options import ReadOptions, check_settings, setting
 
 MUON_LR = 5e-4  # of fine-tuning by Muon, for the embedded model
 EPOCHS = 45  # by default each example is shown 45 times, in at least FINETUNING's steps
@@ -23,15 +22,6 @@ PATH = (str, os.PathLike)
 RUN_FILE = "run.json"  # beside a trained model: the flags of its training
 PROJECTOR = "MP"
 PARTS = {"vision": "vision_encoder", "projector": PROJECTOR, "language": "decoder"}  # as --freeze names them
-
-
-def setting(default: Any, help: str = "", **options: Any) -> Any:
-    """A field, with a flag if it has a help text; a number without a lower bound is at least 0, and finite."""
-    if isinstance(default, int | float) and not options.keys() & {"minimum", "above"}:
-        options["minimum"] = 0
-    if isinstance(default, float) and not options.keys() & {"maximum", "below"}:
-        options["below"] = math.inf
-    return bounded(default, help, **options)
 
 
 @dataclass(frozen=True)

@@ -130,7 +130,7 @@ def check_folder(folder: Path, data: Sequence[str | os.PathLike[str]]) -> None:
         raise UsageError(f"--out {folder} holds a model but no checkpoints to resume from; name another folder")
     if link := next((path for path in (folder / "checkpoints", folder / BASE) if path.is_symlink()), None):
         raise UsageError(f"--out {folder}: {link} is a link; remove it, or name another folder")
-    names = {*WRITTEN, *(name for format in FORMATS.values() for name in format.other_files), *[BASE] * is_main()}
+    names = {*WRITTEN, *(name for find in FORMATS.values() for name in find().other_files), *[BASE] * is_main()}
     if (found := sorted(name for name in names if os.path.lexists(folder / name))) and not holds_run(folder):
         raise UsageError(f"--out {folder} holds {found[0]}, but no run to resume; move it away, or name another folder")
     if folder.resolve() in [Path(parse_data(text)[0]).resolve() for text in data]:

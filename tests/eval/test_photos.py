@@ -7,7 +7,8 @@ import torch
 from PIL import Image
 
 from eval import photos
-from eval.photos import calibration, encode_with_class_token, read_photos, share, write_encoder
+from eval.lib.classification import share
+from eval.photos import calibration, encode_with_class_token, read_photos, write_encoder
 from models.formats.backbones import find_backbones, read_backbones
 from nanovlm.errors import InputError
 

@@ -9,7 +9,7 @@ import torch
 
 from models.decoding import TokenSampler, choose_tokens, finish_reason, generate_tokens, trim_repetition
 from models.errors import InputError
-from models.sampling import SamplingParams
+from models.options import SamplingParams
 
 DRAWS = 20_000
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from models.cache import PrefillState
 from models.errors import InputError
-from models.sampling import SamplingParams
+from models.options import SamplingParams
 from models.vision_language_model import VisionLanguageModel
 from support import watch
 from support.generation import IDS, IMAGE, IMAGES, PER_IMAGE, only_row, prompt

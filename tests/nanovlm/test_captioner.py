@@ -15,9 +15,9 @@ import torch
 from PIL import Image
 
 import nanovlm
+from models.inference.continuous_batching import Request
 from models.inference.inference_model import InferenceModel
 from models.inference.kernels.load import WITHOUT_BF16_DOT, available_levels
-from models.inference.request import Request
 from models.lora import adapt, adapters
 from models.lora.files import write_adapters
 from nanovlm import SAMPLE, Captioner, ChatSession
@@ -281,7 +281,7 @@ def test_adapters_are_used_with_their_base_and_in_any_precision(model_folder, tm
     ids, tiles = base.prepare(SAMPLE, "What?")
     inputs = {"ids": torch.tensor([ids]), "images": torch.cat(tiles), "n": 0}
     expected, plain = (logits_of(model, **inputs) for model in (adapted, base.model))  # not merged, by the modules
-    for quantize, tolerance in ((None, 1e-5), ("int8", 0.1)):
+    for quantize, tolerance in ((None, 1e-5), ("int8", 0.2)):
         captioner = Captioner.from_pretrained(adapter=tmp_path / "adapter", dtype="float32", quantize=quantize)
         error = (logits_of(captioner.inference, **inputs) - expected).norm() / expected.norm()
         assert error < tolerance < (plain - expected).norm() / expected.norm()

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from models.sampling import SamplingParams
+from models.options import SamplingParams
 from nanovlm import SAMPLE, Captioner, ChatSession, GenerationOptions
 from nanovlm.errors import CheckpointError, InputError
-from nanovlm.generation_config import read_generation_defaults
-from nanovlm.options import ModelOptions, generation_options
+from nanovlm.options import ModelOptions, generation_options, read_generation_defaults
 from nanovlm.processing.image_loading import load_image
 from support.generation import prompt_of
 

@@ -4,7 +4,7 @@ import torch
 
 from models.inference import ContinuousBatch, InferenceModel
 from models.inference.caches import TiledImage
-from models.inference.request import Request
+from models.inference.continuous_batching import Request
 from nanovlm.processing.conversation import dialogue, images_of
 
 IMAGE, PER_IMAGE = 3, 4  # id of the image token, and number of image tokens per image

@@ -1,14 +1,26 @@
 """How images and prompts are laid out: one file, and one line in LAYOUTS, for each format of `models.formats`."""
 
+from collections.abc import Callable
+
 from models.config import VLMConfig
-from nanovlm.processing.layouts.base import Grid
-from nanovlm.processing.layouts.nanovlm import Layout
-from nanovlm.processing.layouts.smolvlm import SmolVLMLayout
-from nanovlm.processing.layouts.visionpsy import VisionPsyLayout
+from nanovlm.processing.layouts.nanovlm import Grid, Layout
 
 __all__ = ["LAYOUTS", "Grid", "Layout", "layout_of"]
 
-LAYOUTS: dict[str, type[Layout]] = {"nanovlm": Layout, "smolvlm": SmolVLMLayout, "visionpsy": VisionPsyLayout}
+
+def _smolvlm(cfg: VLMConfig) -> Layout:
+    from nanovlm.processing.layouts.smolvlm import SmolVLMLayout
+
+    return SmolVLMLayout(cfg)
+
+
+def _visionpsy(cfg: VLMConfig) -> Layout:
+    from nanovlm.processing.layouts.visionpsy import VisionPsyLayout
+
+    return VisionPsyLayout(cfg)
+
+
+LAYOUTS: dict[str, Callable[[VLMConfig], Layout]] = {"nanovlm": Layout, "smolvlm": _smolvlm, "visionpsy": _visionpsy}
 
 
 def layout_of(cfg: VLMConfig) -> Layout:

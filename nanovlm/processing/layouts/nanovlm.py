@@ -11,7 +11,7 @@ Each version of nanoVLM's format adds to the one before:
 import math
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,17 +22,16 @@ from torch import Tensor
 from models.config import VLMConfig
 from nanovlm.errors import InputError
 from nanovlm.processing.conversation import Chat, Turn, dialogue, images_of
-from nanovlm.processing.image_loading import as_tensor
-from nanovlm.processing.layouts.base import Grid, check_size, split
+from nanovlm.processing.image_loading import MAX_PIXELS, as_tensor
 
-if TYPE_CHECKING:
-    from nanovlm.processing.tokenizer import Tokenizer
+Grid = tuple[int, int]  # rows and columns of an image's tiles
 
 
 class Layout:
     """How a format turns images into tiles, and lays out images and text in a prompt."""
 
     images_in_turns = False  # images stand anywhere among the texts of a turn; else all come before all text
+    end_token_ids: Sequence[int] | None = None  # of generation_config.json; by default cfg.end_token ends an answer
 
     def __init__(self, cfg: VLMConfig):
         self.cfg = cfg
@@ -92,10 +91,6 @@ class Layout:
         """Tokens that text must not produce, beside cfg.special_tokens; added are those of the tokenizer."""
         return [self.cfg.end_token]
 
-    def answer_bounds(self, tokenizer: "Tokenizer") -> tuple[str, tuple[int, ...]]:
-        """The text that the chat template writes before an answer, and the ids of which any ends it."""
-        return "", (tokenizer.special_id(self.cfg.end_token),)
-
     def arrange(self, chat: Chat, default: str | None = None) -> list[Turn]:
         """A conversation as this format was trained: all images, then user and assistant by turns.
 
@@ -150,3 +145,19 @@ def preprocess(
         whole = as_tensor(resized)[None].float().div_(255)
         tiles = torch.cat([F.interpolate(whole, (tile, tile), mode="bilinear", antialias=True), tiles])
     return tiles, (height // tile, width // tile)
+
+
+def check_size(image: Image.Image, width: int, height: int, setting: str) -> None:
+    """InputError if an image would be resized beyond MAX_PIXELS, which `setting` of the checkpoint decides."""
+    if width * height > MAX_PIXELS:
+        raise InputError(
+            f"an image of {image.width} x {image.height} would be resized to {width} x {height}, more than "
+            f"{MAX_PIXELS:,} pixels; lower {setting}"
+        )
+
+
+def split(image: Image.Image, tile: int) -> Tensor:
+    """The tiles of an RGB image, row by row: (n, 3, tile, tile), uint8."""
+    rows, columns = image.height // tile, image.width // tile
+    parts = as_tensor(image).view(3, rows, tile, columns, tile)
+    return parts.permute(1, 3, 0, 2, 4).reshape(-1, 3, tile, tile).contiguous()

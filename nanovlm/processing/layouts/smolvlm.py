@@ -7,7 +7,7 @@ grids. Resizing is Pillow's, as in its PIL variant.
 import math
 import re
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from PIL import Image
@@ -16,13 +16,8 @@ from torch import Tensor
 
 from models.config import VLMConfig
 from models.formats.smolvlm import SmolVLM
-from nanovlm.errors import CheckpointError
-from nanovlm.processing.conversation import Chat, Turn, dialogue, is_asked
-from nanovlm.processing.layouts.base import Grid, check_size, split
-from nanovlm.processing.layouts.nanovlm import Layout
-
-if TYPE_CHECKING:
-    from nanovlm.processing.tokenizer import Tokenizer
+from nanovlm.processing.conversation import Chat, Turn, is_asked
+from nanovlm.processing.layouts.nanovlm import Grid, Layout, check_size, split
 
 MAX_SIDE = 4096  # pixels; transformers scales larger images down to it
 ROW_AND_COLUMN = re.compile(r"<row_\d+_col_\d+>")
@@ -35,6 +30,7 @@ class SmolVLMLayout(Layout):
         super().__init__(cfg)
         self.has_chat = self.has_processor = self.adds_text_prefix = True
         self.settings = cast(SmolVLM, cfg.format)
+        self.end_token_ids = self.settings.end_token_ids
 
     def max_tiles_per_image(self, max_tiles: int | None) -> int:
         if not self.settings.split or max_tiles == 1:
@@ -85,21 +81,6 @@ class SmolVLMLayout(Layout):
     def special_tokens(self, added: Iterable[str]) -> list[str]:
         markers = [self.settings.fake_image_token, self.settings.global_image_token]
         return [token for token in (*markers, *filter(ROW_AND_COLUMN.fullmatch, added)) if token]
-
-    def answer_bounds(self, tokenizer: "Tokenizer") -> tuple[str, tuple[int, ...]]:
-        """From the chat template, rendered with and without an answer, and generation_config.json."""
-        answer = "\N{REPLACEMENT CHARACTER}"  # in no template
-        before = tokenizer.render(dialogue(["?"]), True)
-        after = tokenizer.render(dialogue(["?", answer]), False)
-        prefix = ""
-        ends = list(self.settings.end_token_ids)
-        if after.startswith(before) and answer in after:
-            prefix, _, rest = after[len(before) :].partition(answer)
-            if end := tokenizer.special.match(rest):
-                ends = [tokenizer.special_id(end[0]), *ends]
-        if not ends:
-            raise CheckpointError("no end token: neither generation_config.json nor the chat template has one")
-        return prefix, tuple(dict.fromkeys(ends))
 
     def arrange(self, chat: Chat, default: str | None = None) -> list[Turn]:
         """Turns as they are. Adjacent texts are joined, as together they could spell a special token."""

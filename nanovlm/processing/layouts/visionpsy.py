@@ -6,8 +6,7 @@ from PIL import Image
 from torch import Tensor
 
 from models.formats.visionpsy import VisionPsy
-from nanovlm.processing.layouts.base import Grid
-from nanovlm.processing.layouts.nanovlm import Layout, preprocess, resized_size
+from nanovlm.processing.layouts.nanovlm import Grid, Layout, preprocess, resized_size
 
 
 class VisionPsyLayout(Layout):

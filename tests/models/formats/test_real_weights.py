@@ -7,9 +7,8 @@ from pydoc_data.topics import topics
 import pytest
 import torch
 
-from models.inference.continuous_batching import ContinuousBatch
+from models.inference.continuous_batching import ContinuousBatch, Request
 from models.inference.inference_model import InferenceModel, PlainNetwork
-from models.inference.request import Request
 from support import Package
 from support.generation import run
 

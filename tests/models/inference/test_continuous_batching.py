@@ -9,9 +9,8 @@ from models.decoding import finish_reason
 from models.errors import is_out_of_memory
 from models.inference import caches, continuous_batching
 from models.inference.caches import ImageCache, LRUCache, PrefixCache, TiledImage
-from models.inference.continuous_batching import ContinuousBatch
-from models.inference.request import Request
-from models.sampling import GREEDY, SamplingParams
+from models.inference.continuous_batching import ContinuousBatch, Request
+from models.options import GREEDY, SamplingParams
 from support import watch
 from support.generation import IMAGE, PER_IMAGE, only_row, prompt, run
 

@@ -8,7 +8,7 @@ import torch
 from models.errors import InputError
 from models.kv_study.hook_cache import install_kv_cache_hooks
 from models.kv_study.text_decoder import TextPrefillState
-from models.sampling import SamplingParams
+from models.options import SamplingParams
 
 
 def assert_close(a, b):

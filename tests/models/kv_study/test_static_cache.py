@@ -8,7 +8,7 @@ import torch
 
 from models.decoding import TokenSampler, generate_tokens
 from models.kv_study.static_cache import LanguageModelStep, language_model_cache, text_decoder_cache
-from models.kv_study.static_export import EXAMPLE_BATCH, export_language_model, export_text_decoder
+from models.kv_study.static_export import export_language_model, export_text_decoder
 
 CAPACITY = 24
 
@@ -95,28 +95,6 @@ def test_exported_text_decoder_generates_the_same_ids(encoder_decoder, text_prog
     for _ in range(10):
         whole = torch.cat([whole, decoder(whole, xa)[:, -1:].argmax(-1)], 1)
     assert torch.equal(output, whole[:, 4:])
-
-
-@pytest.mark.full
-def test_executorch_runs_the_same_graphs(language_model, programs, tmp_path):
-    """Its programs return the caches that ours write in place, and keep the batch size of the export."""
-    exir = pytest.importorskip("executorch.exir", reason="no executorch; pip install executorch")
-    from executorch.runtime import Runtime
-
-    module, methods, kept = save_and_load(programs), {}, []  # a method needs its program
-    for name, program in programs.items():
-        (tmp_path / name).write_bytes(exir.to_edge(program).to_executorch().buffer)
-        kept.append(Runtime.get().load_program(tmp_path / name))
-        methods[name] = kept[-1].load_method("forward")
-    mask = torch.ones(EXAMPLE_BATCH, CAPACITY, dtype=torch.long)
-    x = language_model.embed_tokens(torch.randint(4, 40, (EXAMPLE_BATCH, 5)))
-    cache = language_model_cache(language_model.decoder, EXAMPLE_BATCH, CAPACITY)
-    theirs = [tensor.clone() for pair in cache for tensor in pair]
-    for start, name in ((0, "prefill"), (5, "decode"), (6, "decode"), (7, "decode")):
-        expected = module[name](x, mask, torch.tensor(start), cache)
-        *theirs, logits = methods[name].execute([x, mask, torch.tensor(start), *theirs])
-        assert torch.allclose(logits, expected, atol=1e-4)
-        x, theirs = expected.argmax(-1)[:, None], [tensor.clone() for tensor in theirs]
 
 
 def test_a_capacity_beyond_the_positions_raises(language_model, encoder_decoder):

@@ -18,7 +18,7 @@ from support.cli import FAST_FLAGS, FakeTerminal, assert_usage_error, run_progra
 
 pytestmark = pytest.mark.usefixtures("workdir")
 
-MAX_FILES_OF_A_CAPTION = 41  # beside generate.py and the packages' __init__.py
+MAX_FILES_OF_A_CAPTION = 43  # beside generate.py and the packages' __init__.py
 
 
 def test_images_stand_before_and_after_flags(generate, captions_of):

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from models import files
+from models.language_model import MLP
 from models.lora.files import read_adapters
 from nanovlm import EMBEDDED, PROMPT, SAMPLE, Captioner
 from nanovlm.cli.export import MARKER
@@ -142,7 +143,6 @@ BEFORE = [  # files of the output folder, flags, words of the error or none
     ("mine-f16.gguf", "--gguf", "holds mine-f16.gguf"),
     ("adapter/adapter_config.json", "--adapters", "holds adapter"),
     ("onnx/decoder.onnx", "--onnx", "holds onnx"),
-    ("notes.txt", "--gguf", "this model has nanovlm's layout"),
 ]
 
 
@@ -164,6 +164,19 @@ def test_an_export_replaces_former_exports_only(model_folder, tmp_path, export, 
     assert code == 0 and (out / MARKER).exists() and not (out / "special_tokens_map.json").exists()
     assert all((out / name).exists() for name in before.split() if "notes" in name or "photos" in name)
     assert Captioner.from_pretrained(out, "cpu").caption(SAMPLE, max_new_tokens=1) is not None
+
+
+def test_a_model_of_nanovlms_layout_becomes_gguf_files_and_edits_are_named(model_folder, export, tmp_path, monkeypatch):
+    pytest.importorskip("gguf")
+    code, _, err = export(model_folder, "--gguf")
+    names = sorted(path.name for path in (tmp_path / "out").glob("*.gguf"))
+    assert code == 0 and names == ["mmproj-random-f16.gguf", "random-f16.gguf"]
+    assert err.count("\n") == 1 and "llama.cpp lays out tiles and chats as SmolVLM does" in err
+    monkeypatch.setattr(MLP, "forward", lambda self, x: self.down_proj(self.up_proj(x)))
+    for flags in ((), ("--gguf",)):
+        shutil.rmtree(tmp_path / "out")
+        code, _, err = export(model_folder, *flags)
+        assert code == 0 and "as it was published, but models/language_model.py is edited or patched" in err
 
 
 def test_what_a_killed_export_left_is_removed_by_the_next(model_folder, export, tmp_path):

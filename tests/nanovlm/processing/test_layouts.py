@@ -33,7 +33,7 @@ def converted(tiled):
 
 
 def test_every_format_has_a_layout_and_another_one_is_refused(converted):
-    assert {"nanovlm", *(format.name for format in FORMATS.values())} == {*LAYOUTS}
+    assert {"nanovlm", *(find().name for find in FORMATS.values())} == {*LAYOUTS}
     with pytest.raises(InputError, match="format=nanovlm, but this model has SmolVLM's layout"):
         check_format(converted.model.cfg, "nanovlm")
 

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from models.sampling import SamplingParams
+from models.options import SamplingParams
 from nanovlm import PROMPT, SAMPLE, Captioner
 from nanovlm.errors import InputError
 from nanovlm.processing.conversation import images_of

@@ -1,5 +1,6 @@
 """SamplingParams: how a token is chosen. Each field of a record of options tells its default, limits and help once."""
 
+import math
 import operator
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,12 +19,18 @@ BOUNDS = {  # of a number, by their names in `setting`
 }  # fmt: skip
 
 
-def setting(default: Any, help: str, limits: str = "", fits: Callable[[Any], bool] | None = None, **flag: Any) -> Any:
+def setting(
+    default: Any, help: str = "", limits: str = "", fits: Callable[[Any], bool] | None = None, **flag: Any
+) -> Any:
     """A field of an options record: default, help, and the check fits(value), whose limits an error names.
 
     flag holds bounds of a number, see BOUNDS, choices, and what else the command-line flag needs. Without help there is
-    no flag. The default itself is always allowed.
+    no flag. The default itself is always allowed. A number without a lower bound is at least 0, and finite.
     """
+    if isinstance(default, int | float) and not flag.keys() & {"minimum", "above"}:
+        flag["minimum"] = 0
+    if isinstance(default, float) and not flag.keys() & {"maximum", "below"}:
+        flag["below"] = math.inf
     return field(default=default, metadata={"help": help, "limits": limits, "fits": fits, **flag})
 
 
@@ -81,11 +88,11 @@ class SamplingParams:
         0.0, "sampling temperature; 0 is greedy", "0 (greedy), or a number from 1e-30 to 1e30",
         lambda value: value == 0 or 1e-30 <= value <= 1e30,
     )  # fmt: skip
-    top_k: int = setting(0, "sample among the K most likely tokens; 0 is all", metavar="K", minimum=0)
+    top_k: int = setting(0, "sample among the K most likely tokens; 0 is all", metavar="K")
     top_p: float = setting(
         1.0, "sample among the most likely tokens whose probabilities sum to P", metavar="P", minimum=1e-30, maximum=1
     )
-    min_p: float = setting(0.0, "drop tokens less likely than P times the likeliest", metavar="P", minimum=0, maximum=1)
+    min_p: float = setting(0.0, "drop tokens less likely than P times the likeliest", metavar="P", maximum=1)
     seed: int | None = setting(None, "seed of the random generator, for reproducible samples", minimum=0, below=2**63)
     repetition_detection: RepetitionDetection = setting(  # noqa: RUF009
         (0, 0, 0), "end an answer that repeats a cycle of MIN to MAX tokens COUNT times; a COUNT of 0 is off",
