@@ -52,7 +52,7 @@ class Format:
     other_files: ClassVar[tuple[str, ...]] = ()  # read and written beside config.json, weights and tokenizer.json
     tied: ClassVar[tuple[str, str]] = TIED  # the files' names of token embedding and head, which may be one tensor
     unit_pixels: ClassVar[bool] = True  # pixels are in [0, 1]; in [-1, 1] if False
-    crops_to_patches: ClassVar[bool] = False  # a rest of a tile's side that is no whole patch is left out
+    crops_to_patches: ClassVar[bool] = False  # pixels beyond the last whole patch of a tile are cut off
     for_transformers: ClassVar[bool] = False  # transformers reads the folder
     words: ClassVar[Mapping[str, str]] = {}  # the key in config.json for some fields of VLMConfig, in errors
 

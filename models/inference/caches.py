@@ -84,7 +84,7 @@ class ImageCache(LRUCache[TiledImage]):
 
 
 def encode_images(model: InferenceModel, images: Sequence[TiledImage], cache: ImageCache | None) -> None:
-    """Encode those images together that neither are encoded nor in the cache, equal keys once."""
+    """Encode in one batch the images without embeddings, here or in the cache; those of equal keys once."""
     pending: dict[Hashable, list[TiledImage]] = {}
     for image in images:
         cached = None if cache is None or image.embeds is not None else cache.get(image.key)

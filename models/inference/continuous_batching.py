@@ -69,7 +69,7 @@ class Request:
 
     @property
     def unread(self) -> list[int]:
-        """The tokens of the output that are not yet in the KV cache: the last one, and forced ones before it."""
+        """The output's tokens that the KV cache lacks: the last one, and any forced tokens before it."""
         return self.output[self.length - len(self.ids) :]
 
 

@@ -28,8 +28,8 @@ ADAPTER = "adapter"  # subfolder of a folder that transformers reads
 MAX_ALPHA = torch.finfo(torch.float32).max
 PREFIX = "base_model.model."  # of every tensor name
 
-# Keys of adapter_config.json that do not change what an adapter computes, or are read below. Of others, only the values
-# here are known, by default those of a switch that is off: PEFT 0.21 has twenty more kinds of LoRA.
+# Keys of adapter_config.json that do not change what an adapter computes, or that are read below. Any other key must
+# have one of the values in KNOWN, or else in OFF: PEFT 0.21 has twenty more kinds of LoRA.
 FREE = {
     "r", "lora_alpha", "target_modules", "exclude_modules", "modules_to_save", "ensure_weight_tying", "lora_dropout",
     "base_model_name_or_path", "revision", "task_type", "inference_mode", "auto_mapping", "peft_version",

@@ -13,10 +13,10 @@ from nanovlm.errors import InputError
 
 @dataclass(frozen=True)
 class Turn:
-    """What one side says and shows; role is system, user or assistant.
+    """One side's texts and images; role is system, user or assistant.
 
     parts are texts and images in reading order. An image is anything but a str, such as its URL, a `TiledImage`, or
-    None where an image will stand. learned says of an answer if it is trained on.
+    None where an image will stand. learned is True for an answer that is trained on.
     """
 
     role: str

@@ -30,7 +30,7 @@ def sample_times(duration: float, last: float, max_frames: int) -> list[float]:
 
 
 def shown_frames(frames: Iterable[Any], wanted: list[float], fps: float) -> Iterator[tuple[float, Any]]:
-    """Those of a video's frames that are shown at the wanted seconds, each once, with the second each starts at."""
+    """Yield the frames that a video shows at the wanted seconds, each once, with the second at which it starts."""
     start = current = None
     for i, frame in enumerate(frames):
         now = i / fps if frame.time is None else frame.time

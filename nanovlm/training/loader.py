@@ -44,7 +44,7 @@ def load_batches(
 ) -> Iterator[Batches]:
     """get_batch(number) for each of the numbers; workers end with the context, streams go on from state."""
     if hasattr(get_batch, "states"):
-        get_batch = replace(get_batch, states=dict(state or {}))  # type: ignore[type-var]  # nanovlm.data.Batches
+        get_batch = replace(get_batch, states=dict(state or {}))  # type: ignore[type-var]  # nanovlm.data.ExampleBatches
     loader: DataLoader = DataLoader(
         numbers,  # type: ignore[arg-type]  # a dataset is anything with a length and items
         batch_size=None,

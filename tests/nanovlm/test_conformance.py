@@ -84,7 +84,7 @@ def captioner(folder):
 
 
 def assert_same_settings(folder, written):
-    """What transformers reads beside weights, config.json and tokenizer.json is as it was."""
+    """Check that the other files that transformers reads, beside config.json and tokenizer.json, did not change."""
     for name in format_of(load_config(folder)).other_files:
         old, new = (path.read_text() if path.exists() else "" for path in (folder / name, written / name))
         assert old == new, name

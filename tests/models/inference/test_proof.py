@@ -202,7 +202,7 @@ def test_adapters_in_training_are_computed_by_modules_without_a_word(tiny_model,
 
 
 def python(folder, *command):
-    """What a Python in a folder that holds our packages writes to its standard output and error."""
+    """Run Python in a folder that holds our packages; returns its standard output and error."""
     environment = os.environ | {"PYTHONPATH": str(folder)}
     done = subprocess.run(
         [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, check=True
