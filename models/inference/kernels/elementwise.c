@@ -157,11 +157,14 @@ static void mix_group(float *x) {
     }
 }
 
-// Units of an operand from a panel x (depth, PANEL) of float32
+// Units of an operand from a panel x (depth, PANEL) of float32, which is mixed for int8
 static void pack_panel(const float *x, operand *out, long panel) {
     const long depth = out->depth;
     char *units = out->data + panel * out->panel_bytes;
     if (out->type == FLOAT32 && (const char *)x == units) return;
+    const long n_values = out->type == INT8 ? round_up(depth, QUANT_GROUP) : depth;
+    const long stride = out->type == INT8 ? LANES : PANEL;  // from a feature to the next
+    float *mixed = out->type == INT8 ? allocate(n_values * LANES * 4) : NULL;
     for (long i = 0; i < PANEL; i += LANES) {
         const float *lane = x + i;
         char *to = units + i * 4;
@@ -177,9 +180,6 @@ static void pack_panel(const float *x, operand *out, long panel) {
             for (long u = (depth + 1) / 2; u < out->units; u++) store_int(to + u * PANEL * 4, (ivec){0});
             continue;
         }
-        const long n_values = out->type == INT8 ? round_up(depth, QUANT_GROUP) : depth;
-        const long stride = out->type == INT8 ? LANES : PANEL;
-        float *mixed = out->type == INT8 ? allocate(n_values * LANES * 4) : NULL;
         if (mixed) mix_panel(lane, depth, PANEL, mixed), lane = mixed;
         vec largest = splat(1e-30f);
         for (long c = 0; c < n_values; c++) largest = max_abs(largest, load(lane + c * stride));
@@ -198,8 +198,8 @@ static void pack_panel(const float *x, operand *out, long panel) {
         }
         store(out->scale + panel * PANEL + i, largest / limit);
         store_int(out->sum + panel * PANEL + i, sum);
-        release(mixed);
     }
+    release(mixed);
 }
 
 // Round a single token x (depth) to int8, with a scale for each QUANT_GROUP values, mixed for int8 weights; data is
