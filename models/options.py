@@ -24,8 +24,8 @@ def setting(
 ) -> Any:
     """A field of an options record: default, help, and the check fits(value), whose limits an error names.
 
-    flag holds bounds of a number (see BOUNDS), choices, and arguments of argparse such as metavar. Without help there is
-    no flag. The default itself is always allowed. A number without a lower bound is at least 0; a float is finite.
+    flag holds bounds of a number (see BOUNDS), choices, and arguments of argparse such as metavar. Without help there
+    is no flag. The default itself is always allowed. A number without a lower bound is at least 0; a float is finite.
     """
     if isinstance(default, int | float) and not flag.keys() & {"minimum", "above"}:
         flag["minimum"] = 0

@@ -142,7 +142,7 @@ class InferenceModel:
 
     @property
     def difference(self) -> str:
-        """The first difference of core or model from the code that the kernels were written for; "" if there is none."""
+        """The first difference of core or model from what the kernels were written for; "" if there is none."""
         with self._lock:
             return self._find_difference()
 
