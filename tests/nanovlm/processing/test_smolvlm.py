@@ -12,6 +12,7 @@ import torch
 from models.checkpoint import checkpoint_dtype, load_config
 from models.vision_language_model import VisionLanguageModel
 from nanovlm.captioner import Captioner
+from nanovlm.cli.main import main
 from nanovlm.data.examples import collate, encode
 from nanovlm.data.records import to_example
 from nanovlm.errors import CheckpointError
@@ -134,6 +135,31 @@ def test_files_as_transformers_4_writes_them(folders, tmp_path):
         (folder / name).unlink()
         with pytest.raises(CheckpointError, match=name):
             VisionLanguageModel.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("flags", [["--lora-rank", "2"], ["--pack", "200"]])
+def test_models_are_trained_in_smolvlms_layout_and_transformers_reads_them(folders, tmp_path, flags):
+    data = tmp_path / "data"
+    data.mkdir()
+    for i in range(4):
+        noise_image(20 + 8 * i, 30, seed=i).save(data / f"{i}.png")
+        (data / f"{i}.txt").write_text(f"Image {i}.")
+    out, source = tmp_path / "out", ["--model", str(folders("SmolVLM2")[0])]
+    common = ["--batch-size", "2", "--validation", "1", "--device", "cpu", *flags, *source]
+    for steps in ("2", "4"):  # the second run resumes the first
+        assert main(["train", "--data", str(data), "--out", str(out), "--max-steps", steps, *common]) == 0
+    ours = Captioner.from_pretrained(out, "cpu", "float32")
+    assert ours.model.cfg.format_name == "smolvlm"
+    theirs = transformers.SmolVLMForConditionalGeneration.from_pretrained(out, dtype=torch.float32).eval()
+    processor = transformers.AutoProcessor.from_pretrained(out, use_fast=False)
+    processor.image_processor = transformers.SmolVLMImageProcessorPil.from_pretrained(out)
+    inputs = their_inputs(processor, [noise_image(70, 40)], ["What is this?"])
+    mine = inputs_of(ours, [noise_image(70, 40)], "What is this?")
+    assert inputs["input_ids"].tolist() == mine["input_ids"].tolist()
+    assert (inputs["pixel_values"][0] - mine["images"]).abs().max() <= 1e-5
+    expected = their_answers(theirs, inputs, 6)
+    got = ours.model.generate(**mine, max_new_tokens=6, eos_token_id=ours.tokenizer.eos_token_ids)
+    assert got[0].tolist() == expected
 
 
 def test_the_loss_of_a_training_example_is_transformers(folders):
