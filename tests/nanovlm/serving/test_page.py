@@ -216,6 +216,7 @@ def test_page_asks_for_the_key_of_a_server_that_needs_one(embedded, open_page):
             page.keyboard.press("Enter")
             expect(page.get_by_role("alert")).to_contain_text(message)
         expect(page.locator("#key-form")).to_be_hidden()
+        expect(page.get_by_label("Your question")).to_be_focused()  # the server has taken the key
         page.reload()
         show_sample(page)
         assert ask(page) == [embedded.caption(SAMPLE)], "the key is kept until the tab is closed"
