@@ -8,8 +8,8 @@ token behind a cache of T - 1. Both read the same ids with the same random weigh
 the highest logit; that their logits agree is checked before timing.
 
 Figures are medians of interleaved rounds. Every timed step with a cache starts from the same T - 1 tokens, which an
-untimed step has just cached, so that the cache has room for one more token: growing it, which copies its tokens once
-each time it has doubled, is not timed.
+untimed step has just cached, so that the cache has room for one more token: growing it by an eighth, which
+copies its tokens, is not timed.
 """
 
 import argparse
