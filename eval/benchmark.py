@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 
 from eval.lib import command
-from eval.lib.command import interleave, measure_seconds, positive, progress, table
+from eval.lib.command import interleave, measure_seconds, positive, progress
 from models import files
 from models.mingpt import GPT, SIZES, GPT_kv, GPTConfig
 from nanovlm.cli.main import Parser
-from nanovlm.console import print_error
+from nanovlm.console import print_error, table
 from nanovlm.device import choose_device
 from nanovlm.errors import NanoVLMError
 

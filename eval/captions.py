@@ -36,11 +36,12 @@ import torch
 from torch import Tensor
 
 from eval.lib import command
-from eval.lib.command import Measured, at_level, environment, levels_here, positive, progress, relative_error, table
+from eval.lib.command import Measured, at_level, environment, levels_here, positive, progress, relative_error
 from nanovlm import EMBEDDED, PROMPT
 from nanovlm.captioner import Captioner
 from nanovlm.chat_session import ChatSession
 from nanovlm.cli.main import Parser
+from nanovlm.console import table
 from nanovlm.errors import UsageError
 from nanovlm.evaluation.metrics import intervals
 from nanovlm.options import QUANTIZATIONS

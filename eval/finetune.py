@@ -22,10 +22,11 @@ import torch
 from PIL import Image
 
 from eval.lib.classification import Labeled, classify_pixels, share, train
-from eval.lib.command import Measured, add_threads_flag, environment, run, table
+from eval.lib.command import Measured, add_threads_flag, environment, run
 from nanovlm import EMBEDDED
 from nanovlm.captioner import Captioner
 from nanovlm.cli.main import Parser
+from nanovlm.console import table
 from nanovlm.errors import MissingExtraError
 
 N_TRAIN = 600

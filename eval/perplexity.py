@@ -24,13 +24,14 @@ from pydoc_data.topics import topics
 import torch
 from torch import Tensor
 
-from eval.lib.command import PRECISIONS, Measured, add_threads_flag, environment, positive, progress, run, table
+from eval.lib.command import PRECISIONS, Measured, add_threads_flag, environment, positive, progress, run
 from eval.lib.smollm2 import join_with_random_vision, write_smollm2
 from eval.peers import Engine, NanoVLMEngine
 from eval.peers.llama_cpp_engine import LlamaCppEngine
 from models.checkpoint import snapshot_path
 from nanovlm.captioner import Captioner
 from nanovlm.cli.main import Parser
+from nanovlm.console import table
 from nanovlm.errors import InputError
 
 Append = Callable[[list[list[int]]], Tensor]  # see `Engine.append`

@@ -105,3 +105,13 @@ def bold(text: str, file: TextIO) -> str:
 def count(n: int, noun: str) -> str:
     """A number and its noun, such as 1 image or 2,000 images."""
     return f"{n:,} {noun}{'s' * (n != 1)}"
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of cells as lines: first column to the left, others to the right, each as wide as its longest cell."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for first, *others in rows:
+        cells = "".join(f"  {cell:>{width}}" for cell, width in zip(others, widths[1:]))
+        lines.append(f"{first:{widths[0]}}{cells}".rstrip())
+    return "\n".join(lines)

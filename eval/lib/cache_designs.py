@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eval.lib.command import count_flops, interleave, measure_seconds, progress, synchronize, table
+from eval.lib.command import count_flops, interleave, measure_seconds, progress, synchronize
 from models.cache import storage_bytes
 from models.kv_study import sliding_window
 from models.kv_study.block_cache import BlockCache, block_caches, prefill_state
@@ -30,6 +30,7 @@ from models.kv_study.sliding_window import SlidingWindowKV
 from models.kv_study.static_cache import LanguageModelStep, TextDecoderStep, language_model_cache, text_decoder_cache
 from models.kv_study.static_export import export_language_model, export_text_decoder
 from models.vision_language_model import VisionLanguageModel
+from nanovlm.console import table
 
 UNCACHED = "no cache"
 BLOCK_SIZE = 16  # tokens of a paged block, as in vLLM

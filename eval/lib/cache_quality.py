@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from eval.captions import make_splits
 from eval.lib.cache_designs import Start, blocks, evicting
-from eval.lib.command import progress, relative_error, table
+from eval.lib.command import progress, relative_error
 from eval.sort_task import splits
 from models.config import VLMConfig
 from models.decoding import TokenSampler, collect_tokens, generate_tokens
@@ -32,6 +32,7 @@ from models.options import GREEDY, MAX_NEW_TOKENS
 from models.vision_language_model import IGNORE_INDEX, PrefillState
 from nanovlm import PROMPT, SAMPLE
 from nanovlm.captioner import Captioner
+from nanovlm.console import table
 from nanovlm.processing.conversation import dialogue
 from nanovlm.processing.image_loading import load_image
 from nanovlm.synthetic import caption, questions, random_scene

@@ -1,4 +1,4 @@
-"""Shared by the evaluation commands: flags, the machine, timing in turns, tables, and the report with its exit code."""
+"""Shared by the evaluation commands: flags, the machine, timing in turns, and the report with its exit code."""
 
 import argparse
 import json
@@ -187,16 +187,6 @@ def relative_error(values: Tensor, reference: Tensor) -> float:
     values = values.float()
     reference = reference.float()
     return float((values - reference).square().mean().sqrt() / reference.std())
-
-
-def table(rows: Sequence[Sequence[str]], gap: int = 2) -> str:
-    """Rows of cells as lines: first column to the left, others to the right, each as wide as its longest cell."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for first, *others in rows:
-        cells = "".join(f"{'':{gap}}{cell:>{width}}" for cell, width in zip(others, widths[1:]))
-        lines.append(f"{first:{widths[0]}}{cells}".rstrip())
-    return "\n".join(lines)
 
 
 def run(

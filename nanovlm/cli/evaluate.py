@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from models import files
 from nanovlm.cli.options import add_flags as add_record_flags
 from nanovlm.cli.options import check_data_names, flag_of, from_args, load_captioner, model_options
-from nanovlm.console import count, print_error
+from nanovlm.console import count, print_error, table
 from nanovlm.errors import UsageError
 from nanovlm.options import ModelOptions, ReadOptions, check_positive
 from nanovlm.training.config import RUN_FILE
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     result = evaluate(captioner, questions, options)
     if result.skipped:
         print_error(f"{count(len(result.skipped), 'question')} skipped, the first: {result.skipped[0]}")
-    print(as_json(str(model.model), result) if args.json else table(result))
+    print(as_json(str(model.model), result) if args.json else scores_table(result))
     if advice := result.advice():
         print_error(f"note: {advice}")
     if args.report:
@@ -194,7 +194,7 @@ def _numbers(scores: Mapping[str, float]) -> dict[str, float | None]:
     return {name: value if math.isfinite(value) else None for name, value in scores.items()}
 
 
-def table(result: "Evaluation") -> str:
+def scores_table(result: "Evaluation") -> str:
     """A row for each source and prompt, one for all if there are several sources, and one of 95% intervals."""
     from nanovlm.evaluation.metrics import intervals  # here, as its package imports torch
 
@@ -210,6 +210,4 @@ def table(result: "Evaluation") -> str:
     found = intervals(result.scores, len(result.answers))
     cells = ("{:.3f}-{:.3f}".format(*found[name]) if name in found else "" for name in result.scores)
     rows.append(("95% interval", "", *cells))
-    first, *widths = [max(map(len, column)) for column in zip(*rows)]
-    lines = ([name.ljust(first), *map(str.rjust, cells, widths)] for name, *cells in rows)
-    return "\n".join(map("  ".join, lines))
+    return table(rows)
