@@ -37,6 +37,7 @@ from torch import Tensor
 
 from eval.lib import command
 from eval.lib.command import Measured, at_level, environment, levels_here, positive, progress, relative_error
+from models.options import QUANTIZATIONS
 from nanovlm import EMBEDDED, PROMPT
 from nanovlm.captioner import Captioner
 from nanovlm.chat_session import ChatSession
@@ -44,7 +45,6 @@ from nanovlm.cli.main import Parser
 from nanovlm.console import table
 from nanovlm.errors import UsageError
 from nanovlm.evaluation.metrics import intervals
-from nanovlm.options import QUANTIZATIONS
 from nanovlm.synthetic import Scene, caption, draw, questions, random_scene
 
 BATCH_SIZE = 64

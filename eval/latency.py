@@ -58,6 +58,7 @@ from models.config import VLMConfig
 from models.formats.base import format_of
 from models.inference.kernels.load import WITHOUT_BF16_DOT
 from models.kv_study.static_cache import LanguageModelStep, language_model_cache
+from models.options import QUANTIZATIONS
 from models.vision_language_model import VisionLanguageModel
 from nanovlm import EMBEDDED
 from nanovlm.captioner import Captioner
@@ -65,7 +66,6 @@ from nanovlm.cli.main import Parser
 from nanovlm.console import table
 from nanovlm.device import DTYPES, choose_dtype
 from nanovlm.errors import NanoVLMError
-from nanovlm.options import QUANTIZATIONS
 from nanovlm.processing.image_loading import as_tensor
 from nanovlm.synthetic import draw, random_scene
 

@@ -35,7 +35,7 @@ from nanovlm.console import table
 from nanovlm.errors import InputError
 
 Append = Callable[[list[list[int]]], Tensor]  # see `Engine.append`
-GGUF_TYPES = ("f32", "q8_0", "q4_0")
+COMPARED_TYPES = ("f32", "q8_0", "q4_0")  # of llama.cpp
 
 
 def compare(append: Append, ids: list[int], reference: Tensor, step: int) -> dict[str, float]:
@@ -69,7 +69,7 @@ def measure(folder: Path, text: str, args: argparse.Namespace) -> dict[str, dict
         progress(name := " ".join(filter(None, (dtype, quantize))))
         engine: Engine = NanoVLMEngine(Captioner.from_pretrained(folder, "cpu", dtype, quantize=quantize), quantize)
         results[name] = compare(engine.append, ids, reference, step)
-    for gguf_type in GGUF_TYPES if "llama.cpp" in args.baselines else ():
+    for gguf_type in COMPARED_TYPES if "llama.cpp" in args.baselines else ():
         progress(name := f"llama.cpp {gguf_type}")
         with tempfile.TemporaryDirectory() as files:
             engine = LlamaCppEngine(plain, gguf_type, Path(files, "gguf"))

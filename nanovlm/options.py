@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
-from models.options import MAX_NEW_TOKENS, RepetitionDetection, SamplingParams, check_settings, setting
+from models.options import MAX_NEW_TOKENS, QUANTIZATIONS, RepetitionDetection, SamplingParams, check_settings, setting
 from nanovlm.embedded import EMBEDDED, PROMPT, default_prompt
 from nanovlm.errors import CheckpointError, InputError, UsageError
 from nanovlm.processing import MAX_FRAMES
@@ -22,7 +22,8 @@ from nanovlm.processing import MAX_FRAMES
 Record = TypeVar("Record")
 logger = logging.getLogger(__name__)
 
-QUANTIZATIONS = ("int8", "int4")
+DEVICES = ("auto", "cpu", "cuda", "mps")
+DTYPES = ("float32", "bfloat16", "float16")
 CHAT_MAX_NEW_TOKENS = 256
 RESERVED = {"file_name", "text", "finish_reason", "model", "prompt", "prefix", "choices"}  # columns of every caption
 # Of a generation_config.json, as transformers writes and reads it:
@@ -68,8 +69,8 @@ class ModelOptions:
         "a folder with adapter_config.json", is_adapter, metavar="FOLDER",
     )  # fmt: skip
     revision: str | None = setting(None, "branch, tag or commit of a Hub model")
-    device: str = setting("auto", "where the model runs", choices=("auto", "cpu", "cuda", "mps"))
-    dtype: str = setting("auto", "of weights", choices=("auto", "float32", "bfloat16", "float16"))
+    device: str = setting("auto", "where the model runs", choices=DEVICES)
+    dtype: str = setting("auto", "of weights", choices=("auto", *DTYPES))
     threads: int | None = setting(
         None, "CPU threads; on a busy machine 1 may be many times faster", minimum=1, maximum=1024,
         default_text="PyTorch's choice, which follows OMP_NUM_THREADS",

@@ -27,9 +27,9 @@ from nanovlm.cli.main import Parser
 from nanovlm.console import print_error
 from nanovlm.device import DTYPES
 from nanovlm.errors import NanoVLMError
+from nanovlm.options import DEVICES
 
 RESULTS = Path(__file__).parent.parent / "results"  # CPU.txt, a file for each processor
-DEVICES = ("auto", "cpu", "cuda", "mps")
 LEVEL = "NANOVLM_CPU_LEVEL"
 PACKAGES = {"llama_cpp": "llama-cpp-python", "openvino": "openvino"}  # named in `environment` once imported
 CPU = torch.device("cpu")

@@ -21,6 +21,7 @@ from models.formats.smolvlm import TOKENS, SmolVLM
 from models.vision_transformer import position_ids
 from nanovlm.captioner import Captioner
 from nanovlm.errors import CheckpointError, InputError, MissingExtraError
+from nanovlm.export import GGUF_TYPES
 from nanovlm.processing.layouts.smolvlm import MAX_SIDE
 from nanovlm.processing.tokenizer import Tokenizer
 
@@ -30,7 +31,6 @@ try:
 except ImportError:
     raise MissingExtraError('GGUF files need the extra gguf: pip install "nanovlm[gguf]"') from None
 
-GGUF_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")
 BLOCK = 32  # values that share a scale in q8_0 and q4_0; rows of another length are stored in 16 bits
 LANCZOS = 1
 

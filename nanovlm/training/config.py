@@ -13,7 +13,7 @@ from typing import Any
 
 from nanovlm.embedded import EMBEDDED
 from nanovlm.errors import InputError
-from nanovlm.options import ReadOptions, check_settings, setting
+from nanovlm.options import DEVICES, DTYPES, ReadOptions, check_settings, setting
 
 MUON_LR = 5e-4  # of fine-tuning by Muon, for the embedded model
 EPOCHS = 45  # by default each example is shown 45 times, in at least FINETUNING's steps
@@ -84,7 +84,7 @@ class TrainConfig:
     dtype: str = setting(
         "auto",
         "dtype of the computation; weights stay float32. auto is bfloat16 where the device is fast in it",
-        choices=("auto", "float32", "bfloat16", "float16"),
+        choices=("auto", *DTYPES),
     )
     gradient_checkpointing: bool = setting(
         False, "recompute activations in the backward pass, which takes less memory and more time"
@@ -160,7 +160,7 @@ class FinetuneOptions:
         nargs=2,
         metavar=("VISION", "LANGUAGE"),
     )
-    device: str = setting("auto", "where to train", choices=("auto", "cpu", "cuda", "mps"))
+    device: str = setting("auto", "where to train", choices=DEVICES)
     validation: str | float | None = setting(
         None,
         "hold out N examples, or below 1 a share of them; 0 holds out none; or a folder or file of examples to "
