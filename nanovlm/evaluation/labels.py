@@ -32,8 +32,8 @@ def doubtful_labels(captioner: Captioner, questions: Iterable[Question]) -> list
         if len(labels) < 2 or not are_labels(len(labels), len(asked)):
             continue
         with progress_bar(len(asked), "label") as bar:
-            for question in asked:
-                ranked = captioner.classify(question.images, labels, prompt)
+            images = (question.images for question in asked)
+            for question, ranked in zip(asked, captioner.classify_each(images, labels, prompt)):
                 probability = {choice.text: choice.probability for choice in ranked}
                 wrong = [label for label in dict.fromkeys(question.references) if label != ranked[0].text]
                 doubts += [Doubt(question, label, probability[label], ranked[0].text) for label in wrong]
