@@ -5,6 +5,7 @@ from models.errors import CheckpointError as CheckpointError
 from models.errors import FileError as FileError
 from models.errors import InputError as InputError
 from models.errors import NanoVLMError as NanoVLMError
+from models.errors import PromptTooLongError as PromptTooLongError
 from models.errors import is_out_of_memory as is_out_of_memory
 
 INSTALL_DATA = "pip install 'nanovlm[data]'"
@@ -14,10 +15,6 @@ class UsageError(NanoVLMError):
     """Wrong use of the command line, or of files it was given: exit code 2, before any work."""
 
     exit_code = 2
-
-
-class PromptTooLongError(InputError):
-    """A prompt beyond the model's context."""
 
 
 class ImageError(NanoVLMError, ValueError):

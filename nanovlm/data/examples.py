@@ -85,27 +85,23 @@ def encode(example: Example, processor: Processor, augment: Augment | None = Non
     images = [_load(image, example.name) for image in example.images]
     shown = processor.prepare(images if augment is None else list(map(augment, images)))
     row = EncodedExample(images=[image.tiles for image in shown])
-    for number, chat in enumerate(example.chats):
-        if not any(turn.learned for turn in chat if turn.role == "assistant"):
-            continue
-        try:
+    image_token = processor.tokenizer.image_token_id
+    try:
+        for number, chat in enumerate(example.chats):
+            if not any(turn.learned for turn in chat if turn.role == "assistant"):
+                continue
             ids, targets = _encode_chat(with_images(chat, shown), processor)
-        except (ExampleError, PromptTooLongError) as error:
-            raise ExampleError(f"{example.name}: {error}") from None
-        image_token = processor.tokenizer.image_token_id
-        n = len(ids) - ids[::-1].index(image_token) if image_token in ids else 0
-        if not row.ids:
-            row.add(ids[:n], targets[:n], [1] * n)
-        elif ids[:n] != row.ids[:n]:
-            raise ExampleError(f"{example.name}: its conversations begin differently; split it")
-        row.add(ids[n:], targets[n:], [number + 2] * len(ids[n:]))
-    limit = processor.cfg.lm_max_position_embeddings
-    if len(row.ids) > limit:
-        image_tokens = sum(map(len, row.images)) * processor.cfg.mp_image_token_length
-        raise ExampleError(
-            f"{example.name} takes {len(row.ids)} tokens, {image_tokens} of them for images, but "
-            f"lm_max_position_embeddings={limit}; shorten its text or split it"
-        )
+            n = len(ids) - ids[::-1].index(image_token) if image_token in ids else 0
+            if not row.ids:
+                row.add(ids[:n], targets[:n], [1] * n)
+            elif ids[:n] != row.ids[:n]:
+                raise ExampleError("its conversations begin differently; split it")
+            row.add(ids[n:], targets[n:], [number + 2] * len(ids[n:]))
+        n_image_tokens = sum(map(len, row.images)) * processor.cfg.mp_image_token_length
+        what = f"{len(row.ids)} tokens, {n_image_tokens} of them for images,"
+        processor.cfg.validate_length(len(row.ids), 1, what, "shorten its text or split it")
+    except (ExampleError, PromptTooLongError) as error:
+        raise ExampleError(f"{example.name}: {error}") from None
     return row
 
 

@@ -153,11 +153,9 @@ def _request(captioner: Captioner, question: Question, options: GenerationOption
     try:
         images = captioner.processor.prepare([load_image(image) for image in question.images])
         ids = captioner.processor.encode(with_images(question.chat, images))
-        captioner.inference.cfg.validate_length(len(ids), 1)
+        room = captioner.inference.cfg.validate_length(len(ids))
     except (ImageError, InputError) as error:
         message = str(error)
-        return Request(
-            (), error=DataError(message if message.startswith(question.name) else f"{question.name}: {message}")
-        )
-    room = captioner.processor.cfg.lm_max_position_embeddings - len(ids) + 1
+        message = message if message.startswith(question.name) else f"{question.name}: {message}"
+        return Request((), error=DataError(message))
     return Request(ids, images, options, min(options.max_new_tokens, room))
