@@ -200,6 +200,17 @@ class ReadOptions:
         return self.on_error == "skip"
 
 
+def parse_data(name: str | os.PathLike[str]) -> tuple[str, float | None]:
+    """PATH@SHARE as its two parts; a path that exists, or has a / behind its last @, is a path without a share."""
+    text = os.fspath(name)
+    path, separator, share = text.rpartition("@")
+    if not separator or "/" in share or os.path.exists(text):
+        return text, None
+    if not re.fullmatch(r"\d*\.?\d+(e-?\d+)?", share) or not float(share):
+        raise UsageError(f"--data {text}: no such file or folder, and {share!r} is no share; a share must be above 0")
+    return path, float(share)
+
+
 def with_changes(record: Record, changes: Mapping[str, Any]) -> Record:
     """The record with other values of some fields; TypeError for an unknown name, InputError for a value."""
     names = [f.name for f in fields(record)]  # type: ignore[arg-type]

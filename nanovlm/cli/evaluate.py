@@ -15,7 +15,7 @@ from nanovlm.cli.options import add_flags as add_record_flags
 from nanovlm.cli.options import check_data_names, flag_of, from_args, load_captioner, model_options
 from nanovlm.console import count, print_error, table
 from nanovlm.errors import UsageError
-from nanovlm.options import ModelOptions, ReadOptions, check_positive
+from nanovlm.options import ModelOptions, ReadOptions, check_positive, parse_data
 from nanovlm.training.config import RUN_FILE
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def training_run(folder: Path, data: Sequence[str]) -> TrainingRun:
 
 def _place(text: str) -> str:
     """A name of data without its share, absolute if it is a path."""
-    path = text if os.path.exists(text) else text.rpartition("@")[0] or text
+    path, _ = parse_data(text)
     return os.path.realpath(path) if os.path.exists(path) else path
 
 

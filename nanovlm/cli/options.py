@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args
 from nanovlm.console import print_error
 from nanovlm.embedded import EMBEDDED, EMBEDDED_LIMITS, SAMPLE
 from nanovlm.errors import UsageError
-from nanovlm.options import ModelOptions
+from nanovlm.options import ModelOptions, parse_data
 
 if TYPE_CHECKING:
     from nanovlm.captioner import Captioner
@@ -120,7 +120,7 @@ def report_missing(names: Sequence[str]) -> bool:
 def check_data_names(names: Sequence[str]) -> None:
     """UsageError for a name that can be neither that of a file nor of a Hub data set, before anything is imported."""
     for name in names:
-        path = name if os.path.exists(name) else name.rpartition("@")[0] or name
+        path, _ = parse_data(name)
         if not (os.path.exists(path) or "/" in path or path == "scenes"):
             problem = "no such file or folder, nor a Hub data set like owner/name; correct the path"
             raise UsageError(f"--data {path}: {problem}")

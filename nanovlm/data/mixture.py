@@ -3,7 +3,6 @@
 import logging
 import math
 import os
-import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,7 +20,7 @@ from nanovlm.data.records import ASKED_PROMPT, OPTIONS
 from nanovlm.data.rows import open_source
 from nanovlm.data.source import COMPARED, Keys, Source, StreamedSource, limit_of, rank_of
 from nanovlm.errors import DataError, UsageError
-from nanovlm.options import ReadOptions
+from nanovlm.options import ReadOptions, parse_data
 from nanovlm.processing.image_loading import augment
 from nanovlm.processing.processor import Processor
 
@@ -103,17 +102,6 @@ def source_lines(train: Sequence[Subset], held_out: Sequence[Subset]) -> list[st
     """Lines that say of each source what was read of it and what was left out."""
     sources = dict.fromkeys(subset.source for subset in [*train, *held_out])
     return [f"{source.path}: {line}" for source in sources for line in source.lines]
-
-
-def parse_data(name: str | os.PathLike[str]) -> tuple[str, float | None]:
-    """PATH@SHARE as its two parts; a path that exists, or has a / behind its last @, is a path without a share."""
-    text = os.fspath(name)
-    path, separator, share = text.rpartition("@")
-    if not separator or "/" in share or os.path.exists(text):
-        return text, None
-    if not re.fullmatch(r"\d*\.?\d+(e-?\d+)?", share) or not float(share):
-        raise UsageError(f"--data {text}: no such file or folder, and {share!r} is no share; a share must be above 0")
-    return path, float(share)
 
 
 def parse_validation(validation: float | str | os.PathLike[str] | None) -> tuple[str | None, float | None]:

@@ -10,7 +10,8 @@ import torch
 from models.vision_language_model import VisionLanguageModel
 from nanovlm.console import count
 from nanovlm.data import Mixture, Source, StreamedSource, Subset, open_data
-from nanovlm.data.mixture import parse_data, source_lines
+from nanovlm.data.mixture import source_lines
+from nanovlm.options import parse_data
 from nanovlm.training.checkpointing import stored_settings
 from nanovlm.training.config import FinetuneOptions, TrainConfig
 
