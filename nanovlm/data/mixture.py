@@ -44,17 +44,10 @@ class Subset:
         return len(self.indices)
 
     def usable(self, errors: list[str] | None = None) -> Iterator[Example]:
-        """Yield the examples; a row of a stream that is none is an ExampleError, or adds its message to errors."""
-        if not isinstance(self.source, StreamedSource):
-            yield from map(self.source.__getitem__, self.indices)
-            return
-        for found in self.source.one_side(held_out=False):
-            if not isinstance(found, ExampleError):
-                yield found
-            elif errors is None:
-                raise found
-            else:
-                errors.append(str(found))
+        """Yield the examples; an unusable row of a stream is an ExampleError, or adds its message to errors."""
+        if isinstance(self.source, StreamedSource):
+            return self.source.one_side(False, errors)
+        return map(self.source.__getitem__, self.indices)
 
     __iter__ = usable
 
@@ -187,15 +180,7 @@ def _asked(stream: StreamedSource, share: float, skip_errors: bool) -> Source:
         f"{share:.3g} of its rows are held out; rows that share only some of their images may be on both sides"
     )
     asked = Source(stream.path, [], replace)
-    for found in stream.one_side(held_out=True):
-        if not isinstance(found, ExampleError):
-            asked.rows.append(found)
-        elif skip_errors:
-            asked.errors.append(str(found))
-        else:
-            raise found
-        if len(asked) == MAX_HELD_OUT:
-            break
+    asked.rows = list(islice(stream.one_side(True, asked.errors if skip_errors else None), MAX_HELD_OUT))
     return asked
 
 

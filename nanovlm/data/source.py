@@ -200,13 +200,16 @@ class StreamedSource(Source):
         """True for an example of the held-out side; an unusable row is reported by the other one."""
         return not isinstance(found, ExampleError) and rank_of(found[1]) < self.limit
 
-    def one_side(self, held_out: bool) -> Iterator[Example | ExampleError]:
-        """Yield the examples that are held out or trained on, unshuffled, and why rows are none."""
+    def one_side(self, held_out: bool, errors: list[str] | None = None) -> Iterator[Example]:
+        """Yield the examples that are held out or trained on, unshuffled; an unusable row raises, or adds to errors."""
         for found in self.examples_of(self.all_rows(), {}):
-            if isinstance(found, ExampleError):
-                yield found
-            elif self.is_held_out(found) == held_out:
-                yield found[0]
+            if not isinstance(found, ExampleError):
+                if self.is_held_out(found) == held_out:
+                    yield found[0]
+            elif errors is None:
+                raise found
+            else:
+                errors.append(str(found))
 
     def all_rows(self) -> Iterator[Any]:
         """Yield the rows of all shards, unshuffled."""

@@ -28,7 +28,7 @@ from models.lora.files import ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from models.vision_language_model import VisionLanguageModel
 from nanovlm.captioner import Captioner
 from nanovlm.console import count
-from nanovlm.data import ExampleBatches, ExampleError, Mixture, StreamedSource, Subset, check_data, parse_data
+from nanovlm.data import ExampleBatches, ExampleError, Mixture, StreamedSource, Subset, check_data, open_data
 from nanovlm.data.examples import questions as questions_about
 from nanovlm.data.mixture import parse_validation
 from nanovlm.device import choose_device
@@ -36,12 +36,12 @@ from nanovlm.embedded import SETTINGS
 from nanovlm.errors import CheckpointError, TrainingError, UsageError, is_out_of_memory
 from nanovlm.evaluation import Evaluation, EvaluationOptions, evaluate, load_metric
 from nanovlm.evaluation.evaluate import QuestionList
-from nanovlm.options import check_output_folder
+from nanovlm.options import check_output_folder, parse_data
 from nanovlm.processing.processor import Processor
-from nanovlm.training import examples
 from nanovlm.training.checkpointing import STATE, checkpoint_path, checkpoint_steps, stored_settings, write_errors
 from nanovlm.training.config import EPOCHS, MAX_STEPS, MUON_LR, REFERENCE_WIDTH, RUN_FILE, FinetuneOptions, TrainConfig
-from nanovlm.training.examples import open_examples, resumed_options
+from nanovlm.training.data import absolute, count_steps_per_epoch, describe_data, digest, fingerprint, resumed_options
+from nanovlm.training.distributed import is_main, world_size
 from nanovlm.training.loop import Trainer, TrainingTask
 from nanovlm.training.metrics import LOSS, METRICS, REPORT, check_installed
 
@@ -85,7 +85,7 @@ def remedies() -> Iterator[None]:
 def check_examples(options: FinetuneOptions) -> int:
     """Read all examples and print counts, errors and samples; 1 if some are unusable and not to be skipped."""
     options = resumed_options(options)
-    training, held_out = open_examples(options, check=True)
+    training, held_out = open_data(options.data, options.read, options.validation, check=True)
     _, processor, _ = load_start(options)
     return check_data(training, held_out, processor, skip_errors=options.read.skip_errors)
 
@@ -106,7 +106,7 @@ def start(options: FinetuneOptions, cfg: TrainConfig) -> Trainer:
         chosen = [name for name in options.automatic if name != "max_steps" or options.epochs is None]
         settings = {**options.flags, **{name: getattr(cfg, name) for name in chosen}}
         if options.data:
-            settings |= {"data": list(map(examples.absolute, options.data)), "validation": task.n_held_out}
+            settings |= {"data": list(map(absolute, options.data)), "validation": task.n_held_out}
             settings.pop("model", None)
             settings.pop("backbones", None)
             settings |= run.origin
@@ -116,11 +116,6 @@ def start(options: FinetuneOptions, cfg: TrainConfig) -> Trainer:
             with write_errors(options.out):
                 files.replace(options.out / RUN_FILE, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
     return run
-
-
-def is_main() -> bool:
-    """True for the process that writes files and lines."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 def check_folder(folder: Path, data: Sequence[str | os.PathLike[str]]) -> None:
@@ -160,19 +155,14 @@ def prepare_scenes(options: FinetuneOptions, cfg: TrainConfig) -> tuple[VisionLa
 def prepare(options: FinetuneOptions, cfg: TrainConfig) -> tuple[VisionLanguageModel, TrainingTask, TrainConfig]:
     """The model, its task, and cfg adapted to the width of the model and to the number of examples."""
     options = resumed_options(options)
-    training, held_out = open_examples(options)
+    training, held_out = open_data(options.data, options.read, options.validation)
     if options.metric != FinetuneOptions.metric and not held_out:
         raise UsageError("--metric has no effect: nothing of these data is held out; add --validation N, or omit it")
     model, processor, dtype = load_start(options)
     mixture = Mixture(training, cfg.seed)
-    cfg, reasons = choose_settings(
-        options, cfg, processor.cfg.lm_hidden_dim, examples.count_steps_per_epoch(mixture, cfg)
-    )
-    n_parts = 1
-    if any(
-        isinstance(one.source, StreamedSource) for one in training
-    ):  # each process that prepares batches reads a part
-        n_parts = int(os.environ.get("WORLD_SIZE", 1)) * max(1, cfg.num_workers)
+    cfg, reasons = choose_settings(options, cfg, processor.cfg.lm_hidden_dim, count_steps_per_epoch(mixture, cfg))
+    is_streamed = any(isinstance(one.source, StreamedSource) for one in training)
+    n_parts = world_size() * max(1, cfg.num_workers) if is_streamed else 1  # one for each process that makes batches
     own, number = parse_validation(options.validation)
     n_held_out = sum(map(len, held_out)) if number is None else int(number) if number % 1 == 0 else number
     task = TrainingTask(
@@ -180,16 +170,16 @@ def prepare(options: FinetuneOptions, cfg: TrainConfig) -> tuple[VisionLanguageM
         processor.tokenizer.to_json(),
         options.out,
         save_dtype=dtype,
-        data_fingerprint=examples.fingerprint(training, n_parts),
+        data_fingerprint=fingerprint(training, n_parts),
         n_held_out=os.path.abspath(own) if own else n_held_out,
         base=base_model(options),
         prompt=options.read.question,
         origin=origin(options),
-        model_digest=examples.digest(model),
+        model_digest=digest(model),
         **(held_out_task(options, cfg, held_out, processor) if held_out else {}),
     )
     if is_main():
-        logger.info(examples.describe_data(mixture, held_out, cfg, options.validation is None))
+        logger.info(describe_data(mixture, held_out, cfg, options.validation is None))
         if reasons:
             logger.info(f"chosen: {'; '.join(reasons)}")
     return model, task, cfg

@@ -1,4 +1,4 @@
-"""The examples of a fine-tuning run: which are trained on, which are held out, and how often each is shown."""
+"""The data of a fine-tuning run: their names and digests, and how often each example is shown."""
 
 import os
 from collections.abc import Sequence
@@ -9,11 +9,12 @@ import torch
 
 from models.vision_language_model import VisionLanguageModel
 from nanovlm.console import count
-from nanovlm.data import Mixture, Source, StreamedSource, Subset, open_data
+from nanovlm.data import Mixture, StreamedSource, Subset
 from nanovlm.data.mixture import source_lines
 from nanovlm.options import parse_data
 from nanovlm.training.checkpointing import stored_settings
 from nanovlm.training.config import FinetuneOptions, TrainConfig
+from nanovlm.training.distributed import world_size
 
 DIGESTED = 256  # weights at either end of a tensor
 
@@ -22,11 +23,6 @@ def resumed_options(options: FinetuneOptions) -> FinetuneOptions:
     """The options; if they do not say what to hold out, with the validation of the run that they resume."""
     settings = stored_settings(options.out) if options.validation is None else None
     return options if settings is None else replace(options, validation=settings["validation"])
-
-
-def open_examples(options: FinetuneOptions, *, check: bool = False) -> tuple[list[Subset], list[Subset]]:
-    """The training examples and the held-out examples of each source, see `open_data`."""
-    return open_data(options.data, options.read, options.validation, check=check)
 
 
 def absolute(data: str | os.PathLike[str]) -> str:
@@ -41,7 +37,7 @@ def fingerprint(training: Sequence[Subset], n_parts: int = 1) -> str:
     for subset in training:
         source = subset.source
         share = "" if subset.weight is None else f"@{subset.weight:g}"
-        if isinstance(source, Source) and not source.endless:
+        if not source.endless:
             digest = blake2b("".join(source.digests[i] for i in subset.indices).encode(), digest_size=4).hexdigest()
             names.append(f"{os.path.basename(absolute(source.path))}{share} ({len(subset)}, {digest})")
         else:
@@ -60,7 +56,7 @@ def digest(model: VisionLanguageModel) -> str:
 
 def examples_per_step(cfg: TrainConfig) -> int:
     """The number of examples of an optimizer step, over all processes."""
-    return cfg.batch_size * cfg.gradient_accumulation_steps * int(os.environ.get("WORLD_SIZE", 1))
+    return cfg.batch_size * cfg.gradient_accumulation_steps * world_size()
 
 
 def count_steps_per_epoch(mixture: Mixture, cfg: TrainConfig) -> float:
