@@ -27,7 +27,7 @@ from nanovlm import EMBEDDED
 from nanovlm.captioner import Captioner
 from nanovlm.cli.main import Parser
 from nanovlm.console import table
-from nanovlm.errors import MissingExtraError
+from nanovlm.errors import needs_extra
 
 N_TRAIN = 600
 SIDE = 64  # pixels of an image, drawn as 8 x 8 squares
@@ -37,10 +37,8 @@ SEED = "digits 1"
 
 def write_digits(folder: Path) -> tuple[Labeled, Labeled]:
     """Write .png and .txt files to folder/train and folder/test; the digits to learn from, and those to test on."""
-    try:
+    with needs_extra("eval", "the digits"):
         from sklearn.datasets import load_digits
-    except ImportError:
-        raise MissingExtraError("the digits need scikit-learn: pip install 'nanovlm[eval]'") from None
     data = load_digits()
     examples = [*zip((data.images * 15).astype("uint8"), (f"the digit {WORDS[i]}" for i in data.target))]
     Random(SEED).shuffle(examples)

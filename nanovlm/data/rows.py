@@ -29,7 +29,7 @@ from nanovlm.data.records import (
     to_example,
 )
 from nanovlm.data.source import DESCRIBED, Source, StreamedSource
-from nanovlm.errors import INSTALL_DATA, DataError, MissingExtraError, first_line
+from nanovlm.errors import DataError, first_line, needs_extra
 from nanovlm.options import ReadOptions
 
 METADATA = ("metadata.jsonl", "metadata.csv", "metadata.parquet")  # tables of Hugging Face's imagefolder
@@ -428,10 +428,8 @@ def _tar_notes(file: str, features: Any) -> list[str]:
 
 def _load(path: str, files: list[str], options: ReadOptions) -> Any:
     """A Dataset, IterableDataset or a dict of them by split."""
-    try:
+    with needs_extra("data", path):
         import datasets
-    except ImportError:
-        raise MissingExtraError(f"{path} is read with the datasets library: {INSTALL_DATA}") from None
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are reported below, once
     for file in files:

@@ -20,16 +20,14 @@ from models.config import VLMConfig
 from models.formats.smolvlm import TOKENS, SmolVLM
 from models.vision_transformer import position_ids
 from nanovlm.captioner import Captioner
-from nanovlm.errors import CheckpointError, InputError, MissingExtraError
+from nanovlm.errors import CheckpointError, InputError, needs_extra
 from nanovlm.export import GGUF_TYPES
 from nanovlm.processing.layouts.smolvlm import MAX_SIDE
 from nanovlm.processing.tokenizer import Tokenizer
 
-try:
+with needs_extra("gguf", "GGUF files"):
     import gguf
     from gguf import MODEL_ARCH, GGUFWriter, TokenType
-except ImportError:
-    raise MissingExtraError('GGUF files need the extra gguf: pip install "nanovlm[gguf]"') from None
 
 BLOCK = 32  # values that share a scale in q8_0 and q4_0; rows of another length are stored in 16 bits
 LANCZOS = 1

@@ -62,11 +62,6 @@ class Scene:
     seed: int
 
 
-def names_withheld(scene: Scene) -> bool:
-    """Check whether a caption of this scene names a withheld pair."""
-    return any((shape.color, shape.kind) in WITHHELD for shape in scene.shapes)
-
-
 def random_scene(rng: Random, *, withheld: bool = False, max_shapes: int = 4) -> Scene:
     """One to max_shapes different shapes on a grid or placed freely; withheld: at least one is a withheld pair."""
     n = rng.randint(1, max_shapes)
