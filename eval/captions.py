@@ -1,4 +1,4 @@
-"""How often the embedded model is right on freshly drawn scenes that its training never saw.
+"""Share of right captions and answers of the embedded model on freshly drawn scenes that its training never saw.
 
     python -m eval.captions --scenes 1000
     python -m eval.captions --compare --save            # every precision at every level of CPU instructions

@@ -97,7 +97,7 @@ def learn(model: GPT, train: Tensor, test: Tensor, max_steps: int, log: Callable
 
 
 def compare(model: GPT, twin: GPT_kv, inputs: Tensor, sampled: bool) -> tuple[int, float, float]:
-    """How many inputs (n, length) get the same output from both, one by one, and the median ms of each."""
+    """Count inputs (n, length) with the same output from both models, one by one; also the median ms of each."""
     n_identical = 0
     times: tuple[list[float], list[float]] = ([], [])
     for seed, row in enumerate(inputs):

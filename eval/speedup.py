@@ -1,4 +1,4 @@
-"""How much a KV cache speeds up generation, by every cache design in this repository, with a check of the output.
+"""Speedup of generation by every KV cache design in this repository, with a check of the output.
 
     python -m eval.speedup                     # the embedded model, some three minutes on 2 CPU cores
     python -m eval.speedup --model-size 222M   # a published size with random weights

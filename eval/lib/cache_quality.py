@@ -82,7 +82,7 @@ def make_batches(captioner: Captioner, n_scenes: int, seed: str = "answers") -> 
 
 @torch.inference_mode()
 def answer(captioner: Captioner, design: str, setting: str, start: Start, batches: Sequence[Batch]) -> Row:
-    """Greedy answers of a design to all batches: the share of right ones by split, and bytes held by tokens read."""
+    """Answer all batches greedily with a design: the share of right answers by split, and bytes held per token read."""
     progress(f"answers: {design} {setting}")
     torch.manual_seed(0)
     right = dict.fromkeys(SPLITS, 0)
@@ -204,7 +204,7 @@ def caption_draft(captioner: Captioner, n_scenes: int = 3000, steps: int = 400) 
 def speculation(
     task: str, prompts: Sequence[Prompt], read: Read, guesses: dict[str, Guess], eos: int, max_new_tokens: int
 ) -> list[Row]:
-    """Answers to all prompts without guesses, and then by each way to guess.
+    """Answer all prompts without guesses and by each way to guess.
 
     Tokens per step and milliseconds per token count after the prefill's token. "identical" counts answers that equal
     plain decoding's.

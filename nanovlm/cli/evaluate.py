@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """What run.json beside a model says: all its data, those among the ones to ask, and what was held out."""
+    """Contents of the run.json beside a model: all its data, which of them are asked now, and what was held out."""
 
     data: Sequence[str] = ()
     asked: Sequence[str] = ()
@@ -112,9 +112,9 @@ def _place(text: str) -> str:
 def open_asked(
     data: Sequence[str], read: ReadOptions, validation: Any, training: TrainingRun
 ) -> tuple[list["Subset"], list["Subset"]]:
-    """All examples, and those that --validation asks; without a value those that the model's own run held out.
+    """Return all examples, and those to ask: what --validation or, without a value, the model's own run holds out.
 
-    Of all sources of that run, as a number of examples to hold out is one of all. UsageError if there are none.
+    All sources of that run are opened, as a number of examples to hold out counts over all. UsageError if none is.
     """
     from nanovlm.data import open_data
     from nanovlm.data.mixture import parse_validation
@@ -142,7 +142,7 @@ def open_asked(
 
 
 def note_of_training(validation: Any, training: TrainingRun) -> str | None:
-    """What a person must know of the scores: that the model may have been trained on what it is asked."""
+    """Warning for a person who reads the scores: the model may have been trained on what it is asked."""
     from nanovlm.data.mixture import parse_validation
 
     if not training.asked:
@@ -190,7 +190,7 @@ def as_json(model: str, result: "Evaluation") -> str:
 
 
 def _numbers(scores: Mapping[str, float]) -> dict[str, float | None]:
-    """The scores, None for those that are no finite numbers, of which JSON has none."""
+    """Scores for JSON, which has only finite numbers: None for others."""
     return {name: value if math.isfinite(value) else None for name, value in scores.items()}
 
 

@@ -110,7 +110,7 @@ def are_own(images: Sequence[str]) -> bool:
 
 
 def report_missing(names: Sequence[str]) -> bool:
-    """Check whether none of some images is there, which is reported before anything is imported to read them."""
+    """Check whether all images are missing, and say so, before anything is imported to read them."""
     is_missing = bool(names) and not any(name == "-" or os.path.lexists(name) or "://" in name for name in names)
     for name in names if is_missing else ():
         print_error(f"{name if name.isprintable() else repr(name)}: No such file or directory")
@@ -118,7 +118,7 @@ def report_missing(names: Sequence[str]) -> bool:
 
 
 def check_data_names(names: Sequence[str]) -> None:
-    """UsageError for a name that can be neither that of a file nor of a Hub data set, before anything is imported."""
+    """Raise UsageError for a name of neither a file nor a Hub data set, before anything is imported."""
     for name in names:
         path, _ = parse_data(name)
         if not (os.path.exists(path) or "/" in path or path == "scenes"):

@@ -28,7 +28,7 @@ class ExampleError(DataError):
 
 @dataclass(frozen=True)
 class Example:
-    """Images, opened when the example is encoded, and conversations about them, each with all images.
+    """Images and conversations, each about all of the images, which are opened when the example is encoded.
 
     The conversations do not see each other. In their turns None marks the place of an image.
     """
@@ -36,7 +36,7 @@ class Example:
     images: Sequence[ImageSource]
     chats: Sequence[Chat]
     name: str = "example"
-    notes: tuple[str, ...] = ()  # what of its row was read, and what was not
+    notes: tuple[str, ...] = ()  # which columns of its row were read, and which were not
 
     def learned(self) -> list[tuple[Chat, str]]:
         """The answers that are trained on, each with the turns before it."""
@@ -45,7 +45,7 @@ class Example:
 
 
 def check_answers(example: Example) -> None:
-    """ExampleError for no answer or an empty one, which teaches nothing and is no reference."""
+    """Raise ExampleError if an answer is missing or empty: it teaches nothing and is no reference."""
     if not example.learned():
         raise ExampleError(f"{example.name} has no answer to learn; write one, or remove it")
     for before, answer in example.learned():
@@ -187,7 +187,7 @@ class Question:
 
 
 def questions(examples: Iterable[tuple[str, Example]]) -> list[Question]:
-    """The questions of examples of named sources; all answers to one prompt about the same images are its references.
+    """Questions of (source, example) pairs; all answers to one prompt about the same images are its references.
 
     In a chat each answer has a question, which follows the reference answers before. Masked answers are not asked.
     """

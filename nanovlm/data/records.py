@@ -68,7 +68,7 @@ def example_of_table(row: TableRow, folder: str, features: Any, options: ReadOpt
 
 
 def row_of_table(row_of: TableRow, folder: str, features: Any) -> Row:
-    """The row of an Arrow table; of a tar's sample, its .txt and the record in its .json.
+    """Convert an Arrow table of one row; a tar's sample becomes its .txt and the record in its .json.
 
     features are those of `datasets`, or None. ExampleError for a value that Python cannot hold.
     """
@@ -93,7 +93,7 @@ def row_of_table(row_of: TableRow, folder: str, features: Any) -> Row:
 
 
 def options_for(columns: Iterable[str], options: ReadOptions) -> ReadOptions:
-    """The options for a source with these columns: beside other sources, without flags that name none of them."""
+    """Drop the flags that name no column of this source, if there are other sources that they may mean."""
     if not options.is_shared:
         return options
     absent: dict[str, Any] = {name: None for name in OPTIONS.values() if getattr(options, name) not in columns}
@@ -118,12 +118,12 @@ class _Columns:
         return column not in self.classes and isinstance(value, str) and value.strip() in self.missing
 
     def find(self, names: str, filled: bool = True) -> list[str]:
-        """The columns of usual names, if filled only those that have a value."""
+        """Columns whose names match; with filled, only those that have a value."""
         found = [column for column, name in self.usual.items() if re.fullmatch(names, name)]
         return [column for column in found if not (filled and is_empty(self.row[column]))]
 
     def choose(self, role: str, *tiers: list[str]) -> Any:
-        """The value of a role: of its flag's column, else of the only candidate of the first tier that has any."""
+        """Value of a role, from its flag's column, else from the only candidate of the first tier that has any."""
         given = getattr(self.options, OPTIONS[role])
         flag = f"--{OPTIONS[role].replace('_', '-')}"
         candidates = [given] if given else next(filter(None, tiers), [])
@@ -254,7 +254,7 @@ def _locate(image: Any, folder: str) -> Any:
 
 
 def _read_chat(chat: Any, system: list[str]) -> tuple[list[Turn], list[Any], bool]:
-    """Turns of a chat after those of a system, their texts alone; the images, and if one was moved.
+    """Return the turns of a chat behind the system's, as text alone; its images; and whether one was moved.
 
     An image is None where the chat has only a mark, and a number where it has the position in the row's images. The
     chat is the_cauldron's, LLaVA's and ShareGPT's, or OpenAI's.

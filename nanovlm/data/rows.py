@@ -138,7 +138,7 @@ def _open_folder(path: str, options: ReadOptions) -> Source:
 
 
 def _training_split(names: list[str]) -> tuple[list[str], list[str]]:
-    """Names of files that belong to the training split or to none, if it is there, and lines about the others."""
+    """Names of files of the training split, if there is one, and of no split; and lines about the others."""
     level = _split_level(names)
     splits = {name: _split_of(name, level) for name in names}
     if "train" not in splits.values():
@@ -150,7 +150,7 @@ def _training_split(names: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _split_level(names: list[str]) -> int | None:
-    """The first level of folders at which the folder of every image names a split, as no class does for all."""
+    """The first level of folders at which every image's folder names a split: a class would not do so for all."""
     folders = [os.path.dirname(name).split(os.sep) for name in names if is_image(name)]
     return next((level for level, here in enumerate(zip(*folders)) if all(map(_split_named, here))), None)
 
@@ -251,7 +251,7 @@ def _kind(content: Any) -> str:
 
 @contextmanager
 def reading_errors(where: object) -> Iterator[None]:
-    """Turn what is raised while a file is read and parsed into a DataError of one line."""
+    """Turn any error of reading or parsing a file into a DataError of one line."""
     try:
         yield
     except (MemoryError, DataError):
@@ -301,7 +301,7 @@ PARSERS: dict[str, Callable[[str], Any]] = {
 
 
 def _records_of(path: str, content: dict[str, Any], lines: list[str]) -> Any:
-    """The records of an object: COCO's captions, or its only list of objects, of which a line is added to lines.
+    """The records in an object: COCO's captions, or its only list of objects; a line about the list goes to lines.
 
     DataError for files of known data sets that hold no answers, or no questions.
     """
@@ -339,10 +339,10 @@ def _coco(path: str, content: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _image_folder(folders: list[str], rows: Iterable[Row], options: ReadOptions) -> str:
-    """The folder that image paths of rows start from.
+    """Find the folder that the image paths of rows start from.
 
-    --images if it has one of them, else the first of folders that has one, else the one folder below the last that has
-    all.
+    It is --images, if one image is there; else the first of folders with one; else the one folder below the last of
+    them that has all.
     """
     names = []
     for row in rows:
@@ -412,7 +412,7 @@ def _example_at(i: int, data: Any, path: str, make_example: Callable[[tuple[Any,
 
 
 def _tar_notes(file: str, features: Any) -> list[str]:
-    """Notes on what `datasets` passes over in a tar: files of types that the first samples lack, and a missing end."""
+    """Notes on a tar: files that `datasets` skips, as the first samples have none of their type, and a missing end."""
     with reading_errors(file), file_gate.opened(file) as raw, tarfile.open(fileobj=raw) as tar:
         names = [member.name for member in tar if member.isfile()]
     if twice := [name for name, n in Counter(names).items() if n > 1]:  # which older versions of `datasets` merge

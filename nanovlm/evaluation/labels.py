@@ -1,4 +1,4 @@
-"""Labels that may be wrong: the label in the data against the model's."""
+"""Find labels in the data that may be wrong: the model finds another one more probable."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -21,7 +21,7 @@ class Doubt:
 
 
 def doubtful_labels(captioner: Captioner, questions: Iterable[Question]) -> list[Doubt]:
-    """Doubts about the answers to prompts whose answers are few labels, the least probable label first."""
+    """Doubts about the answers to prompts that have few different answers; the least probable label comes first."""
     groups: dict[tuple[str, str], list[Question]] = defaultdict(list)
     for question in questions:
         if question.images and len(question.chat) == 1:

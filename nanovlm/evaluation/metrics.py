@@ -36,9 +36,9 @@ CIDER_SIGMA = 6.0
 
 
 def intervals(scores: Mapping[str, float], n: int) -> dict[str, tuple[float, float]]:
-    """The 95% interval of each mean of n scores that is a share of 1, not a loss (Wilson 1927); {} if n is 0.
+    """95% intervals (Wilson 1927) of the means of n scores that lie in [0, 1]; {} if n is 0.
 
-    It is that of a share of right answers, and wider than needed for scores between 0 and 1.
+    They are exact for shares of right answers, and wider than needed for scores between 0 and 1.
     """
     found = {}
     for name, share in scores.items() if n else ():
@@ -85,7 +85,7 @@ def _plain_numbers(text: str) -> str:
 
 
 def _is_part_of_number(text: str, i: int) -> bool:
-    """Check whether without the mark at i a number would be another one."""
+    """Check whether a number would change if the mark at i were dropped."""
     before, after = text[i - 1 : i], text[i + 1 : i + 2]
     if before.isnumeric() and after.isnumeric():
         return True

@@ -170,7 +170,7 @@ def add_tokenizer(writer: GGUFWriter, tokenizer: Tokenizer, cfg: VLMConfig, sett
 
 
 def pre_tokenizer_name(raw: dict) -> str:
-    """llama.cpp's name for what a tokenizer.json does before BPE; InputError if it knows no such pre-tokenizer."""
+    """llama.cpp's name of a tokenizer.json's pre-tokenizer; InputError if it has none."""
     model = raw["model"]
     keys = ("dropout", "byte_fallback", "continuing_subword_prefix", "end_of_word_suffix")
     unsupported = {"model": model["type"] != "BPE", "normalizer": raw.get("normalizer")}
@@ -195,7 +195,7 @@ def _without_offsets(value: Any) -> Any:
 
 
 def write_gguf(writer: GGUFWriter, tensors: Iterable[tuple[str, Tensor]], name: str, gguf_type: str) -> None:
-    """Add tensors and what all files say, write the file and close it."""
+    """Add the tensors and the metadata of every file, write the file and close it."""
     n_parameters = 0
     for key, tensor in tensors:
         kind = stored_type(key, tensor, gguf_type)

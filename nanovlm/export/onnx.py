@@ -80,7 +80,7 @@ def export_onnx(captioner: Captioner, folder: str | Path, dtypes: Sequence[str] 
 
 
 def _add_transformers_js_settings(folder: Path) -> None:
-    """Write what transformers.js reads from other places than transformers, or than transformers 5."""
+    """Write settings to the places where transformers.js looks, and transformers does not."""
     second_files = {path.name.removesuffix("_data"): 1 for path in sorted((folder / ONNX_FOLDER).glob("*.onnx_data"))}
     settings = {"kv_cache_dtype": {"fp16": "float16"}, "use_external_data_format": second_files}
     added: dict[str, dict] = {CONFIG: {"transformers.js_config": settings}}
@@ -260,7 +260,7 @@ def _dimensions(name: str) -> dict[int, str]:
 
 
 def _in_dtype(module: nn.Module, dtype: torch.dtype) -> Any:
-    """The module itself if it is in eval mode, in that dtype and on the CPU, else such a copy."""
+    """The module in eval mode, in that dtype and on the CPU: itself if it is so, else a copy."""
     parameter = next(module.parameters())
     if parameter.dtype == dtype and parameter.device.type == "cpu" and not module.training:
         return module

@@ -76,7 +76,7 @@ def random_scene(rng: Random, *, withheld: bool = False, max_shapes: int = 4) ->
 
 
 def with_unnamed_colors(scene: Scene, rng: Random) -> Scene:
-    """The scene with every shape in a color that has no name here, or gray; everything but its color names holds."""
+    """Recolor every shape in gray or a color without a name here; of a caption, only color names become wrong."""
     return replace(scene, shapes=tuple(replace(shape, rgb=_unnamed_color(rng)) for shape in scene.shapes))
 
 

@@ -44,8 +44,8 @@ class TrainConfig:
     pack: int = setting(0, "pack examples into rows of up to N tokens that do not attend to each other; 0 pads instead")
     augment: float = setting(
         0.0,
-        "from an image's second epoch on, move and scale it by up to this share, rotate it by up to 100 times as many "
-        "degrees, and change brightness and contrast by up to half as much",
+        "strength of changes to images that are shown again: 0.15 moves and scales them by up to 0.15 of a side, "
+        "rotates them by up to 15 degrees, and changes brightness and contrast by up to 0.075",
         below=0.5,
     )
     lr: float = setting(
@@ -127,8 +127,8 @@ class TrainConfig:
     def lr_at(self, step: int) -> float:
         """The learning rate of a step, counted from 0: warm-up, stable, linear decay (Hägele et al. 2024).
 
-        From the end of its warm-up until its decay, a run can be resumed with another max_steps as if it had had that
-        from the start; during its warm-up only if warmup_steps are at most a tenth of both numbers.
+        A run that is resumed between warm-up and decay with another max_steps learns as if it had had that from the
+        start; during the warm-up only if warmup_steps are at most a tenth of both.
         """
         decay = (self.max_steps - step) / max(1.0, self.decay * self.max_steps)
         return self.lr * min(1.0, (step + 1) / (self.warmup + 1), decay)

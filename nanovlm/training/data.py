@@ -20,19 +20,19 @@ DIGESTED = 256  # weights at either end of a tensor
 
 
 def resumed_options(options: FinetuneOptions) -> FinetuneOptions:
-    """The options; if they do not say what to hold out, with the validation of the run that they resume."""
+    """Return the options, with the validation of the run that they resume unless they name one."""
     settings = stored_settings(options.out) if options.validation is None else None
     return options if settings is None else replace(options, validation=settings["validation"])
 
 
 def absolute(data: str | os.PathLike[str]) -> str:
-    """The name of some data, with its share if any, by which it is found from every folder."""
+    """Name of data, with its share if any, as an absolute path, or as it is if it is no path."""
     path, _ = parse_data(data)
     return os.path.abspath(path) + os.fspath(data)[len(path) :] if os.path.exists(path) else os.fspath(data)
 
 
 def fingerprint(training: Sequence[Subset], n_parts: int = 1) -> str:
-    """Names, shares, numbers of examples and digests of texts and images; of a stream the parts in which it is read."""
+    """Text that changes with the data: names, shares, numbers and digests of examples; for a stream its parts."""
     names = []
     for subset in training:
         source = subset.source
@@ -60,13 +60,13 @@ def examples_per_step(cfg: TrainConfig) -> int:
 
 
 def count_steps_per_epoch(mixture: Mixture, cfg: TrainConfig) -> float:
-    """Optimizer steps after which every example has been shown once; sources without an end do not count, 0 if all."""
+    """Optimizer steps until every example was shown once, without endless sources; 0 if there are no others."""
     sizes = [0 if group[0].source.endless else sum(map(len, group)) for group in mixture.groups]
     return max(size / share for size, share in zip(sizes, mixture.shares)) / examples_per_step(cfg)
 
 
 def describe_data(mixture: Mixture, held_out: Sequence[Subset], cfg: TrainConfig, is_default: bool) -> str:
-    """Lines on what was read, how often each example is shown, and how many are held out, which is_default or given."""
+    """Lines that say what was read, how often each example is shown, and how many are held out."""
     n_shown = cfg.max_steps * examples_per_step(cfg)
     n_held_out = sum(map(len, held_out))
     training = [subset for group in mixture.groups for subset in group]

@@ -153,7 +153,7 @@ def prepare_scenes(options: FinetuneOptions, cfg: TrainConfig) -> tuple[VisionLa
 
 
 def prepare(options: FinetuneOptions, cfg: TrainConfig) -> tuple[VisionLanguageModel, TrainingTask, TrainConfig]:
-    """The model, its task, and cfg adapted to the width of the model and to the number of examples."""
+    """Return the model, its task, and cfg with the settings that follow from model and data."""
     options = resumed_options(options)
     training, held_out = open_data(options.data, options.read, options.validation)
     if options.metric != FinetuneOptions.metric and not held_out:
@@ -243,7 +243,7 @@ def choose_settings(
 
 
 def find_optimizer(options: FinetuneOptions) -> str | None:
-    """The optimizer of the run that is resumed, or that a model was trained by, as its run.json or its card say."""
+    """Optimizer of the run that is resumed, else of the model's own training, which run.json or its card names."""
     if resumed := stored_settings(options.out):
         return resumed.get("optimizer")
     if options.backbones:

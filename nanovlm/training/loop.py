@@ -243,7 +243,7 @@ class Trainer:
 
     @property
     def best(self) -> int | None:
-        """The step of the best checkpoint that is there, or of this model, the last of equals; None without scores."""
+        """Step with the best score among stored checkpoints and this model, the last of equals; None without scores."""
         steps = {*checkpoint_steps(self.task.folder), self.step} & self.scores.keys() - {0}
         sign = -1 if self.task.metric == LOSS else 1
         return max(steps, key=lambda step: (sign * self.scores[step], step), default=None)
@@ -297,7 +297,7 @@ class Trainer:
             logger.warning(line)
 
     def _changes(self, state: dict[str, Any], is_finished: bool) -> list[str]:
-        """A line each for another model, data or prompt than the checkpoint's, whose weights and origin are kept."""
+        """Lines about a model, data or prompt other than the checkpoint's; its weights and origin are kept."""
         task = self.task
         lines = []
         use = "nothing is learned from it" if is_finished else "training goes on with it"
