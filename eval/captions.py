@@ -50,7 +50,7 @@ from nanovlm.synthetic import Scene, caption, draw, questions, random_scene
 BATCH_SIZE = 64
 MAX_TURNS = 20  # every scene has at least as many questions
 MIN_KEPT = 0.99  # by int8, of the captions that float32 has right
-PRECISIONS = [(dtype, quantize) for quantize in (None, "int8", "int4") for dtype in ("float32", "bfloat16")]
+COMPARED = [(dtype, quantize) for quantize in (None, "int8", "int4") for dtype in ("float32", "bfloat16")]
 REFERENCE = ("float32", None, "none")  # dtype, quantization and level
 IMAGE_SIZES = (96, 512)  # pixels
 N_COMPARED = 3  # relation questions of each kind about one scene
@@ -185,7 +185,7 @@ def compare_precisions(
     results = {}
     reference = None
     levels = levels_here() or ["none"]
-    for dtype, quantize, level in [REFERENCE, *((*precision, level) for precision in PRECISIONS for level in levels)]:
+    for dtype, quantize, level in [REFERENCE, *((*precision, level) for precision in COMPARED for level in levels)]:
         with at_level(level):
             captioner = Captioner.from_pretrained(model, "cpu", dtype, quantize=quantize)
         progress(name := " ".join(filter(None, (dtype, quantize, level))))

@@ -96,6 +96,11 @@ def for_terminal(text: str, file: TextIO | None) -> str:
     return CONTROL.sub("\N{REPLACEMENT CHARACTER}", text) if is_terminal(file) else text
 
 
+def printable(name: str) -> str:
+    """A name on one line: as it is, or quoted and escaped where it holds control characters."""
+    return name if name and name.isprintable() else repr(name)
+
+
 def bold(text: str, file: TextIO) -> str:
     """Text in bold on a terminal; unchanged anywhere else, or where NO_COLOR is set (no-color.org)."""
     is_plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"

@@ -1,6 +1,6 @@
 """ModelOptions and GenerationOptions: which model runs where, and how answers are generated.
 
-Each setting is one field, with its default, its check and the help of its flag (see `nanovlm.cli.options.add_flags`).
+Each setting is one field, with its default, its check and the help of its flag, which `nanovlm.cli.options` adds.
 A record is made once, from keyword arguments or from flags, and passed whole.
 """
 

@@ -11,8 +11,7 @@ from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 from models import files
-from nanovlm.cli.options import add_flags as add_record_flags
-from nanovlm.cli.options import check_data_names, flag_of, from_args, load_captioner, model_options
+from nanovlm.cli.options import add_record_flags, check_data_names, flag_of, from_args, load_captioner, model_options
 from nanovlm.console import count, print_error, table
 from nanovlm.errors import UsageError
 from nanovlm.options import ModelOptions, ReadOptions, check_positive, parse_data

@@ -7,7 +7,7 @@ from dataclasses import Field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
-from nanovlm.console import print_error
+from nanovlm.console import print_error, printable
 from nanovlm.embedded import EMBEDDED, EMBEDDED_LIMITS, SAMPLE
 from nanovlm.errors import UsageError
 from nanovlm.options import ModelOptions, parse_data
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 EMBEDDED_NOTE = f"note: {EMBEDDED_LIMITS}; --model FOLDER_OR_HUB_ID names a model for photographs"
 METAVARS = {int: "N", float: "X"}
+MODEL_FLAGS = ("model", "adapter", "device", "dtype", "quantize", "max_tiles")  # of verbs that answer
 
 Record = TypeVar("Record")
 
@@ -30,7 +31,7 @@ def flag_of(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def add_flags(
+def add_record_flags(
     parser: Any, record: type, names: Sequence[str] = (), presets: Mapping[str, Any] | None = None, **defaults: Any
 ) -> None:
     """Add a flag for each setting of a record, or only for some names; None means not given, see `from_args`.
@@ -113,7 +114,7 @@ def report_missing(names: Sequence[str]) -> bool:
     """Check whether all images are missing, and say so, before anything is imported to read them."""
     is_missing = bool(names) and not any(name == "-" or os.path.lexists(name) or "://" in name for name in names)
     for name in names if is_missing else ():
-        print_error(f"{name if name.isprintable() else repr(name)}: No such file or directory")
+        print_error(f"{printable(name)}: No such file or directory")
     return is_missing
 
 

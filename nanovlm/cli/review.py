@@ -6,8 +6,7 @@ import webbrowser
 from typing import TYPE_CHECKING
 
 from nanovlm.cli.caption import checked_extension, model_label
-from nanovlm.cli.options import add_flags as add_record_flags
-from nanovlm.cli.options import from_args, load_captioner, model_options
+from nanovlm.cli.options import MODEL_FLAGS, add_record_flags, from_args, load_captioner, model_options
 from nanovlm.errors import UsageError, needs_extra
 from nanovlm.options import CaptionOptions, GenerationOptions, ModelOptions
 from nanovlm.serving.options import ServeOptions
@@ -28,7 +27,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--no-browser", action="store_true", help="print the address, and open no browser")
     answers = parser.add_argument_group("captions again")
     add_record_flags(answers, GenerationOptions, ("temperature", "seed", "max_new_tokens", "repetition_penalty"))
-    add_record_flags(answers, ModelOptions, ("model", "adapter", "device", "dtype", "quantize", "max_tiles"))
+    add_record_flags(answers, ModelOptions, MODEL_FLAGS)
 
 
 def run(args: argparse.Namespace) -> int:

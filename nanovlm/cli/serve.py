@@ -5,8 +5,7 @@ import os
 from pathlib import Path
 
 from nanovlm import EMBEDDED
-from nanovlm.cli.options import EMBEDDED_LIMITS, from_args, load_captioner, model_options
-from nanovlm.cli.options import add_flags as add_record_flags
+from nanovlm.cli.options import EMBEDDED_LIMITS, add_record_flags, from_args, load_captioner, model_options
 from nanovlm.errors import needs_extra
 from nanovlm.options import ModelOptions
 from nanovlm.serving.options import ServeOptions

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from models.language_model import PACK_STRIDE
 from models.vision_language_model import IGNORE_INDEX
-from nanovlm.errors import DataError, ImageError, PromptTooLongError
+from nanovlm.errors import DataError, ImageError, InputError
 from nanovlm.processing.conversation import Chat, with_images
 from nanovlm.processing.image_loading import load_image
 from nanovlm.processing.processor import Processor
@@ -100,7 +100,7 @@ def encode(example: Example, processor: Processor, augment: Augment | None = Non
         n_image_tokens = sum(map(len, row.images)) * processor.cfg.mp_image_token_length
         what = f"{len(row.ids)} tokens, {n_image_tokens} of them for images,"
         processor.cfg.validate_length(len(row.ids), 1, what, "shorten its text or split it")
-    except (ExampleError, PromptTooLongError) as error:
+    except (ExampleError, InputError) as error:
         raise ExampleError(f"{example.name}: {error}") from None
     return row
 

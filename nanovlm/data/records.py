@@ -38,7 +38,7 @@ REFUSED = {  # unless --text-column says what to learn
 }
 OPTIONS = {"image": "image_column", "question": "prompt_column", "answer": "text_column"}  # by a column's role
 ROLES = {"human": "user", "gpt": "assistant", "model": "assistant"}  # of ShareGPT and Gemma
-WEIGHTS = ("weight", "loss", "train", "training", "trainable")  # keys of a message that say whether it is learned
+LOSS_KEYS = ("weight", "loss", "train", "training", "trainable")  # keys of a message that say whether it is learned
 MARK = re.compile("<image>")  # an image's position in the text of LLaVA and its followers
 OUTER_MARKS = re.compile(r"^(\s*<image>)+|(<image>\s*)+$")
 OTHER_MARKS = re.compile(
@@ -291,7 +291,7 @@ def _read_chat(chat: Any, system: list[str]) -> tuple[list[Turn], list[Any], boo
         if role == "assistant":
             if isinstance(content, list) and any("image" in str(part.get("type")) for part in content):
                 raise ExampleError("has an image in an answer; remove it")
-            weights = [message[key] for key in WEIGHTS if message.get(key) is not None]
+            weights = [message[key] for key in LOSS_KEYS if message.get(key) is not None]
             if odd := [weight for weight in weights if weight not in (0, 1)]:
                 raise ExampleError(f"has the weight {odd[0]!r}; only 0 and 1, or false and true, are read")
             learned = all(weights)

@@ -43,12 +43,12 @@ from nanovlm.training.config import EPOCHS, MAX_STEPS, MUON_LR, REFERENCE_WIDTH,
 from nanovlm.training.data import absolute, count_steps_per_epoch, describe_data, digest, fingerprint, resumed_options
 from nanovlm.training.distributed import is_main, world_size
 from nanovlm.training.loop import Trainer, TrainingTask
-from nanovlm.training.metrics import LOSS, METRICS, REPORT, check_installed
+from nanovlm.training.metrics import LOSS, METRICS_FILE, REPORT, check_installed
 
 BASE = "base"  # folder of the model that a LoRA run started from, if it is in no other
 WRITTEN = (  # to the folder of a run, beside checkpoints and the files of some formats
-    CONFIG, WEIGHTS, TOKENIZER, TOKENIZER_CONFIG, SETTINGS, ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS, RUN_FILE, METRICS,
-    REPORT,
+    CONFIG, WEIGHTS, TOKENIZER, TOKENIZER_CONFIG, SETTINGS, ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS, RUN_FILE,
+    METRICS_FILE, REPORT,
 )  # fmt: skip
 
 logger = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from nanovlm.training.checkpointing import write_errors
 from nanovlm.training.config import TrainConfig
 from nanovlm.training.distributed import DistributedContext
 
-METRICS = "metrics.jsonl"
+METRICS_FILE = "metrics.jsonl"
 REPORT = "report.html"
 SHOWN_ANSWERS = 2  # to held-out questions, at each evaluation
 FIRST_STEPS = 5  # after them a line says what the run needs
@@ -46,7 +46,7 @@ class MetricsLogger:
         context: DistributedContext,
         clock: Callable[[], float] = time.perf_counter,
     ):
-        self.path = folder / METRICS
+        self.path = folder / METRICS_FILE
         self.cfg = cfg
         self.first_step = first_step
         self.context = context
@@ -167,4 +167,4 @@ def report_run(folder: Path, answers: Evaluation, metric: str, best: int) -> Non
         logger.warning(f"{count(len(answers.skipped), 'question')} could not be asked, the first: {answers.skipped[0]}")
     if advice := answers.advice():
         logger.warning(advice)
-    write_report(folder / REPORT, str(folder), answers, metric, read_metrics(folder / METRICS), [fact], best)
+    write_report(folder / REPORT, str(folder), answers, metric, read_metrics(folder / METRICS_FILE), [fact], best)
