@@ -2,20 +2,18 @@
 
 import argparse
 import json
-import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
-from models import files
 from nanovlm.cli.options import add_record_flags, check_data_names, flag_of, from_args, load_captioner, model_options
 from nanovlm.console import count, print_error, table
 from nanovlm.errors import UsageError
 from nanovlm.options import ModelOptions, ReadOptions, check_positive, parse_data
-from nanovlm.training.config import RUN_FILE
+from nanovlm.training.config import read_run
 
 if TYPE_CHECKING:
     from nanovlm.data import Subset
@@ -93,13 +91,12 @@ def training_run(folder: Path, data: Sequence[str]) -> TrainingRun:
     """The run that trained the model in a folder or checkpoint; an empty one without a run.json or with other data."""
     folder = Path(os.path.abspath(folder))
     folder = folder.parents[1] if folder.parent.name == "checkpoints" else folder
-    try:
-        content = json.loads(files.read_text(folder / RUN_FILE))
-        trained = list(map(str, content["data"]))
-        names = set(map(_place, trained))
-        return TrainingRun(trained, [text for text in data if _place(text) in names], content.get("validation"))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    content = read_run(folder)
+    trained = content.get("data")
+    if not isinstance(trained, list) or not all(isinstance(text, str) for text in trained):
         return TrainingRun()
+    names = set(map(_place, trained))
+    return TrainingRun(trained, [text for text in data if _place(text) in names], content.get("validation"))
 
 
 def _place(text: str) -> str:
@@ -170,27 +167,22 @@ def check_flags(args: argparse.Namespace) -> None:
 
 def as_json(model: str, result: "Evaluation") -> str:
     """The scores of all answers, of each source and prompt, and every answer, as a JSON object."""
-    from nanovlm.evaluation.metrics import intervals
+    from nanovlm.evaluation.metrics import for_json, intervals
 
     n = len(result.answers)
     answers = [
         {name: getattr(answer.question, name) for name in ("source", "name", "prompt")}
-        | {"answer": answer.text, "references": [*answer.question.references], "scores": _numbers(answer.scores)}
+        | {"answer": answer.text, "references": [*answer.question.references], "scores": for_json(answer.scores)}
         for answer in result.answers
     ]
     groups = [
-        {"source": source, "prompt": prompt, "questions": len(group.answers), "scores": _numbers(group.scores)}
+        {"source": source, "prompt": prompt, "questions": len(group.answers), "scores": for_json(group.scores)}
         for source, prompt, group in result.groups(max_prompts=n)
     ]
-    fields: dict[str, Any] = {"model": model, "questions": n, "scores": _numbers(result.scores)}
+    fields: dict[str, Any] = {"model": model, "questions": n, "scores": for_json(result.scores)}
     fields |= {"intervals": intervals(result.scores, n), "groups": groups, "answers": answers}
     fields["skipped"] = list(result.skipped)
     return json.dumps(fields, ensure_ascii=False, indent=2, allow_nan=False)
-
-
-def _numbers(scores: Mapping[str, float]) -> dict[str, float | None]:
-    """Scores for JSON, which has only finite numbers: None for others."""
-    return {name: value if math.isfinite(value) else None for name, value in scores.items()}
 
 
 def scores_table(result: "Evaluation") -> str:

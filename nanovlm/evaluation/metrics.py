@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain, combinations
 from pathlib import Path
+from typing import Any
 
 from nanovlm.errors import InputError
 
@@ -48,6 +49,12 @@ def intervals(scores: Mapping[str, float], n: int) -> dict[str, tuple[float, flo
             half = Z_95 * math.sqrt(share * (1 - share) / n + spread / (4 * n)) / (1 + spread)
             found[name] = max(0.0, center - half), min(1.0, center + half)
     return found
+
+
+def for_json(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values for JSON, which has finite numbers only: None for others."""
+    is_finite = {name: not isinstance(value, float) or math.isfinite(value) for name, value in values.items()}
+    return {name: value if is_finite[name] else None for name, value in values.items()}
 
 
 def exact_match(answer: str, references: Sequence[str]) -> float:

@@ -4,6 +4,7 @@ Each field carries its default, type, limits and, if it has a flag, that flag's 
 keys of run.json and the keyword arguments of Python are made from them.
 """
 
+import json
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from models import files
 from nanovlm.embedded import EMBEDDED
 from nanovlm.errors import InputError
 from nanovlm.options import DEVICES, DTYPES, ReadOptions, check_settings, setting
@@ -22,6 +24,15 @@ PATH = (str, os.PathLike)
 RUN_FILE = "run.json"  # beside a trained model: the flags of its training
 PROJECTOR = "MP"
 PARTS = {"vision": "vision_encoder", "projector": PROJECTOR, "language": "decoder"}  # as --freeze names them
+
+
+def read_run(folder: Path) -> dict[str, Any]:
+    """The flags in the run.json of a model's folder; {} if there is none that can be read."""
+    try:
+        content = json.loads(files.read_text(folder / RUN_FILE))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import math
 import os
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from models.checkpoint import (
     TOKENIZER_CONFIG,
     WEIGHTS,
     checkpoint_dtype,
-    read_object,
     snapshot_path,
 )
 from models.lora.files import ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS
@@ -33,13 +32,22 @@ from nanovlm.data.examples import questions as questions_about
 from nanovlm.data.mixture import parse_validation
 from nanovlm.device import choose_device
 from nanovlm.embedded import SETTINGS
-from nanovlm.errors import CheckpointError, TrainingError, UsageError, is_out_of_memory
+from nanovlm.errors import TrainingError, UsageError, is_out_of_memory
 from nanovlm.evaluation import Evaluation, EvaluationOptions, evaluate, load_metric
 from nanovlm.evaluation.evaluate import QuestionList
 from nanovlm.options import check_output_folder, parse_data
 from nanovlm.processing.processor import Processor
 from nanovlm.training.checkpointing import STATE, checkpoint_path, checkpoint_steps, stored_settings, write_errors
-from nanovlm.training.config import EPOCHS, MAX_STEPS, MUON_LR, REFERENCE_WIDTH, RUN_FILE, FinetuneOptions, TrainConfig
+from nanovlm.training.config import (
+    EPOCHS,
+    MAX_STEPS,
+    MUON_LR,
+    REFERENCE_WIDTH,
+    RUN_FILE,
+    FinetuneOptions,
+    TrainConfig,
+    read_run,
+)
 from nanovlm.training.data import absolute, count_steps_per_epoch, describe_data, digest, fingerprint, resumed_options
 from nanovlm.training.distributed import is_main, world_size
 from nanovlm.training.loop import Trainer, TrainingTask
@@ -136,10 +144,8 @@ def holds_run(folder: Path) -> bool:
     """Check for a checkpoint, or for the run.json of a run that ended before its first one."""
     if any((checkpoint_path(folder, step) / STATE).exists() for step in checkpoint_steps(folder)):
         return True
-    with suppress(CheckpointError):
-        settings = read_object(folder / RUN_FILE)
-        return "out" in settings and not settings.keys().isdisjoint({"data", "recipe"})
-    return False
+    settings = read_run(folder)
+    return "out" in settings and not settings.keys().isdisjoint({"data", "recipe"})
 
 
 def prepare_scenes(options: FinetuneOptions, cfg: TrainConfig) -> tuple[VisionLanguageModel, TrainingTask, TrainConfig]:
@@ -249,7 +255,7 @@ def find_optimizer(options: FinetuneOptions) -> str | None:
     if options.backbones:
         return None
     folder = snapshot_path(options.model)
-    if (folder / RUN_FILE).is_file() and (optimizer := read_object(folder / RUN_FILE).get("optimizer")):
+    if optimizer := read_run(folder).get("optimizer"):
         return optimizer
     card = folder / "README.md"
     text = files.read_text(card, errors="replace") if card.is_file() else ""

@@ -16,6 +16,7 @@ from nanovlm.console import count
 from nanovlm.device import peak_memory
 from nanovlm.errors import MissingExtraError, TrainingError
 from nanovlm.evaluation import Evaluation, in_words
+from nanovlm.evaluation.metrics import for_json
 from nanovlm.evaluation.report import write_report
 from nanovlm.training.checkpointing import write_errors
 from nanovlm.training.config import TrainConfig
@@ -107,9 +108,7 @@ class MetricsLogger:
         return self.last - before
 
     def _write(self, step: int, **values: Any) -> None:
-        for name, value in values.items():
-            if isinstance(value, float) and not math.isfinite(value):
-                values[name] = None  # a gradient norm may overflow in float16, and JSON has no infinity
+        values = for_json(values)  # a gradient norm may overflow in float16
         numbers = {name: value for name, value in values.items() if isinstance(value, float | int)}
         if self.tracker and numbers:
             self.tracker.log(numbers, step=step)
