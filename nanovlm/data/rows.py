@@ -7,8 +7,9 @@ import os
 import re
 import tarfile
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -175,7 +176,9 @@ def _read_captions(path: str, files: list[str], options: ReadOptions) -> Source:
         stem = os.path.splitext(image)[0]
         if images.setdefault(stem, image) != image:
             raise DataError(f"{stem}.txt stands beside {images[stem]} and {image}; remove one")
-    rows = [_image_row(image, text=Path(texts.get(stem, f"{stem}.txt"))) for stem, image in images.items()]
+    rows = [
+        Row({IMAGE_FILE: image, "text": Path(texts.get(stem, f"{stem}.txt"))}, image) for stem, image in images.items()
+    ]
     return _source(path, rows, options, path)
 
 
@@ -197,19 +200,22 @@ def _read_labels(path: str, images: list[str], options: ReadOptions) -> Source:
             f"captions missing: {len(unlabeled)} images in {path} have no text, the first {unlabeled[0]}; write a "
             ".txt beside each, a metadata.csv, or put them into one folder per label"
         )
-    own = {"__classes__": [FOLDER_NAME]}
-    rows = [_image_row(image, **{FOLDER_NAME: folders[0]}, **own) for image, folders in labels.items()]
+    rows = [
+        Row({IMAGE_FILE: image, FOLDER_NAME: folders[0]}, image, classes=[FOLDER_NAME])
+        for image, folders in labels.items()
+    ]
     source = _source(path, rows, options, path)
     source.lines.append(f"the name of its folder is each image's answer: {', '.join(classes)}")
     return source
 
 
-def _image_row(image: str, **columns: Any) -> Row:
-    return {IMAGE_FILE: image, **columns, "__folder__": "", "__name__": image}
+def _columns(rows: Iterable[Row]) -> dict[str, None]:
+    """All columns of rows, in order."""
+    return dict.fromkeys(column for row in rows for column in row.values if not column.startswith("__"))
 
 
 def _source(path: str, rows: list[Row], options: ReadOptions, folder: str) -> Source:
-    columns = dict.fromkeys(column for row in rows for column in row if not column.startswith("__"))
+    columns = _columns(rows)
     make_example = partial(to_example, options=options_for(columns, options))
     return Source(path, rows, make_example, folder=folder, columns=columns)
 
@@ -232,11 +238,10 @@ def _read_records(path: str, files: list[str], options: ReadOptions) -> Source:
                 content = _records_of(file, content, lines)
         if not (isinstance(content, list) and all(isinstance(record, dict) for record in content)):
             raise DataError(f"{file} holds {_kind(content)}, not a list of objects; write [{{...}}, ...]")
-        own = {"__csv__": True} if PARSERS[suffix(file)] is read_csv else {}
-        records = [record | own | {"__folder__": "", "__name__": f"{file}[{i}]"} for i, record in enumerate(content)]
-        fitting = options_for({column for record in records for column in record}, options)
-        folder = _image_folder([os.path.dirname(file)], records, fitting)
-        rows += [record | {"__folder__": folder} for record in records]
+        is_csv = PARSERS[suffix(file)] is read_csv
+        records = [Row(record, f"{file}[{i}]", is_csv=is_csv) for i, record in enumerate(content)]
+        folder = _image_folder([os.path.dirname(file)], records, options_for(_columns(records), options))
+        rows += [replace(record, folder=folder) for record in records]
     source = _source(path, rows, options, folder or "." if len(files) == 1 else path)
     source.lines += lines
     return source
@@ -338,7 +343,7 @@ def _coco(path: str, content: dict[str, Any]) -> list[dict[str, Any]]:
     return [{"file_name": image["file_name"], "captions": captions[image["id"]]} for image in content["images"]]
 
 
-def _image_folder(folders: list[str], rows: Iterable[Row], options: ReadOptions) -> str:
+def _image_folder(folders: list[str], rows: Sequence[Row], options: ReadOptions) -> str:
     """Find the folder that the image paths of rows start from.
 
     It is --images, if one image is there; else the first of folders with one; else the one folder below the last of
@@ -361,7 +366,7 @@ def _image_folder(folders: list[str], rows: Iterable[Row], options: ReadOptions)
     if len(complete) == 1:
         return complete[0]
     problem = f"which {' and '.join(complete)} have" if complete else f"which is not in {folder} or one folder below it"
-    where = next(iter(rows))["__name__"].rpartition("[")[0]
+    where = rows[0].name.rpartition("[")[0]
     raise DataError(
         f"{where} names the image {names[0]}, {problem}; name the folder of the images with --images FOLDER"
     )
@@ -388,12 +393,12 @@ def _read_dataset(path: str, files: list[str], options: ReadOptions) -> Source:
     for file in files:
         if file.endswith(".tar") and os.path.exists(file):
             notes += _tar_notes(file, data.features)
-    sample = []
+    sample: list[Row] = []
     with reading_errors(path):
         for table in islice(data.iter(batch_size=1), DESCRIBED):
             with suppress(ExampleError):  # which the scan reports
                 sample.append(row_of_table((table, f"{path}["), "", data.features))
-    columns = dict.fromkeys(column for row in sample for column in row if not column.startswith("__"))
+    columns = _columns(sample)
     options = options_for(columns, options)
     folder = ""
     if os.path.exists(path):
