@@ -27,6 +27,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from difflib import SequenceMatcher
+from functools import partial
 from itertools import zip_longest
 from random import Random
 from statistics import mean
@@ -290,9 +291,7 @@ def measure_flags(args: argparse.Namespace) -> Measured:
     return results, accuracy_table(results, args.misses), where, ()
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    return command.run("captions", __doc__, add_flags, measure_flags, argv)
-
+main = partial(command.run, "captions", __doc__, add_flags, measure_flags)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -13,6 +13,7 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from random import Random
 from statistics import fmean
@@ -98,9 +99,7 @@ def add_flags(parser: Parser) -> None:
     add_threads_flag(parser)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    return run("finetune", __doc__, add_flags, measure, argv)
-
+main = partial(run, "finetune", __doc__, add_flags, measure)
 
 if __name__ == "__main__":
     sys.exit(main())

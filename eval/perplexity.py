@@ -17,7 +17,8 @@ import argparse
 import math
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -111,9 +112,7 @@ def measure_flags(args: argparse.Namespace) -> Measured:
     return {"results": results}, results_table(results), where, ()
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    return run("perplexity", __doc__, add_flags, measure_flags, argv)
-
+main = partial(run, "perplexity", __doc__, add_flags, measure_flags)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -13,7 +13,7 @@ import argparse
 import hashlib
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from statistics import fmean, median, pstdev
@@ -181,9 +181,7 @@ def measure(args: argparse.Namespace) -> command.Measured:
     return asdict(result), summary(result), f"{command.environment()}; {result.seconds:.0f} s in all", result.failures
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    return command.run("sort_task", __doc__, add_flags, measure, argv)
-
+main = partial(command.run, "sort_task", __doc__, add_flags, measure)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -27,8 +27,9 @@ freshly drawn scenes, as eval.captions counts them. "evict" forgets tokens (mode
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -162,9 +163,7 @@ def measure_flags(args: argparse.Namespace) -> Measured:
     return data | {"sort_task": asdict(sorting) if sorting else None}, text, where, failures
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    return run("speedup", __doc__, add_flags, measure_flags, argv)
-
+main = partial(run, "speedup", __doc__, add_flags, measure_flags)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -191,9 +191,9 @@ def relative_error(values: Tensor, reference: Tensor) -> float:
 
 def run(
     name: str, doc: str | None, add_flags: Callable[[Parser], None],
-    measure: Callable[[argparse.Namespace], Measured], argv: Sequence[str] | None,
+    measure: Callable[[argparse.Namespace], Measured], argv: Sequence[str] | None = None,
 ) -> int:  # fmt: skip
-    """A whole command: measure returns what `report` prints. A NanoVLMError is one line and its exit code."""
+    """Run a whole command: measure returns what `report` prints. A NanoVLMError is one line and its exit code."""
     parser = make_parser(name, doc)
     add_flags(parser)
     add_save_flag(parser)
