@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from models import files
+from nanovlm.console import count
 from nanovlm.embedded import EMBEDDED
-from nanovlm.errors import InputError
+from nanovlm.errors import InputError, UsageError
 from nanovlm.options import DEVICES, DTYPES, ReadOptions, check_settings, setting
 
 MUON_LR = 5e-4  # of fine-tuning by Muon, for the embedded model
@@ -203,3 +204,33 @@ ADAPTERS = replace(FINETUNING, lr=3e-3)  # LoRA wants a higher learning rate (Sc
 # Their vocabulary was pretrained, so that adapters need no trained embeddings.
 JOINED = replace(FINETUNING, lr=1.5e-4, projector_lr=3e-3)
 JOINED_ADAPTERS = replace(ADAPTERS, projector_lr=3e-3, train_embeddings=False)
+
+
+def choose_settings(
+    options: FinetuneOptions, cfg: TrainConfig, width: int, steps_per_epoch: float, trained_by: str | None = None
+) -> tuple[TrainConfig, list[str]]:
+    """Apply options.epochs and choose the settings that options.automatic names; returns cfg and the reasons.
+
+    The wider the model, the lower the learning rate, in proportion (Yang et al. 2022). The optimizer that a model was
+    trained_by suits it best, but Muon needs whole matrices. steps_per_epoch is 0 if unknown.
+    """
+    chosen: dict[str, Any] = {}
+    reasons = []
+    if "optimizer" in options.automatic and not cfg.lora_rank and trained_by == "muon":
+        chosen["optimizer"] = "muon"
+        reasons.append("muon, as the model was trained by it")
+    if "lr" in options.automatic:
+        is_muon = chosen.get("optimizer", cfg.optimizer) == "muon"
+        chosen["lr"] = (MUON_LR if is_muon else cfg.lr) * REFERENCE_WIDTH / width
+        reasons.append(f"learning rate {chosen['lr']:.1e} for a width of {width:,}")
+    if options.epochs is not None:
+        if not steps_per_epoch:
+            raise UsageError("--epochs needs data whose size is known, unlike a stream's or scenes'; use --max-steps")
+        chosen["max_steps"] = max(1, math.ceil(round(options.epochs * steps_per_epoch, 6)))
+    elif "max_steps" in options.automatic and steps_per_epoch:
+        chosen["max_steps"] = min(max(cfg.max_steps, math.ceil(EPOCHS * steps_per_epoch)), MAX_STEPS)
+        reasons.append(f"{chosen['max_steps']:,} steps, {chosen['max_steps'] / steps_per_epoch:.0f} epochs")
+    cfg = replace(cfg, **chosen)
+    if cfg.warmup < cfg.warmup_steps:
+        reasons.append(f"warm-up of {count(cfg.warmup, 'step')} instead of {cfg.warmup_steps}, at most a tenth of all")
+    return cfg, reasons

@@ -7,26 +7,16 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from models import files
-from models.checkpoint import (
-    CONFIG,
-    FORMATS,
-    TOKENIZER,
-    TOKENIZER_CONFIG,
-    WEIGHTS,
-    checkpoint_dtype,
-    snapshot_path,
-)
+from models.checkpoint import CONFIG, FORMATS, TOKENIZER, TOKENIZER_CONFIG, WEIGHTS, checkpoint_dtype, snapshot_path
 from models.lora.files import ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from models.vision_language_model import VisionLanguageModel
 from nanovlm.captioner import Captioner
-from nanovlm.console import count
 from nanovlm.data import ExampleBatches, ExampleError, Mixture, StreamedSource, Subset, check_data, open_data
 from nanovlm.data.examples import questions as questions_about
 from nanovlm.data.mixture import parse_validation
@@ -38,16 +28,7 @@ from nanovlm.evaluation.evaluate import QuestionList
 from nanovlm.options import check_output_folder, parse_data
 from nanovlm.processing.processor import Processor
 from nanovlm.training.checkpointing import STATE, checkpoint_path, checkpoint_steps, stored_settings, write_errors
-from nanovlm.training.config import (
-    EPOCHS,
-    MAX_STEPS,
-    MUON_LR,
-    REFERENCE_WIDTH,
-    RUN_FILE,
-    FinetuneOptions,
-    TrainConfig,
-    read_run,
-)
+from nanovlm.training.config import RUN_FILE, FinetuneOptions, TrainConfig, choose_settings, read_run
 from nanovlm.training.data import absolute, count_steps_per_epoch, describe_data, digest, fingerprint, resumed_options
 from nanovlm.training.distributed import is_main, world_size
 from nanovlm.training.loop import Trainer, TrainingTask
@@ -166,7 +147,9 @@ def prepare(options: FinetuneOptions, cfg: TrainConfig) -> tuple[VisionLanguageM
         raise UsageError("--metric has no effect: nothing of these data is held out; add --validation N, or omit it")
     model, processor, dtype = load_start(options)
     mixture = Mixture(training, cfg.seed)
-    cfg, reasons = choose_settings(options, cfg, processor.cfg.lm_hidden_dim, count_steps_per_epoch(mixture, cfg))
+    width = processor.cfg.lm_hidden_dim
+    steps = count_steps_per_epoch(mixture, cfg)
+    cfg, reasons = choose_settings(options, cfg, width, steps, find_optimizer(options))
     is_streamed = any(isinstance(one.source, StreamedSource) for one in training)
     n_parts = world_size() * max(1, cfg.num_workers) if is_streamed else 1  # one for each process that makes batches
     own, number = parse_validation(options.validation)
@@ -216,36 +199,6 @@ def held_out_task(
         "answer_questions": answer,
         "metric": LOSS if options.metric == LOSS else next(iter(metrics)),
     }
-
-
-def choose_settings(
-    options: FinetuneOptions, cfg: TrainConfig, width: int, steps_per_epoch: float
-) -> tuple[TrainConfig, list[str]]:
-    """Apply options.epochs and choose the settings that options.automatic names; returns cfg and the reasons.
-
-    The wider the model, the lower the learning rate, in proportion (Yang et al. 2022). The optimizer that a model was
-    trained by suits it best, but Muon needs whole matrices. steps_per_epoch is 0 if unknown.
-    """
-    chosen: dict[str, Any] = {}
-    reasons = []
-    if "optimizer" in options.automatic and not cfg.lora_rank and find_optimizer(options) == "muon":
-        chosen["optimizer"] = "muon"
-        reasons.append("muon, as the model was trained by it")
-    if "lr" in options.automatic:
-        is_muon = chosen.get("optimizer", cfg.optimizer) == "muon"
-        chosen["lr"] = (MUON_LR if is_muon else cfg.lr) * REFERENCE_WIDTH / width
-        reasons.append(f"learning rate {chosen['lr']:.1e} for a width of {width:,}")
-    if options.epochs is not None:
-        if not steps_per_epoch:
-            raise UsageError("--epochs needs data whose size is known, unlike a stream's or scenes'; use --max-steps")
-        chosen["max_steps"] = max(1, math.ceil(round(options.epochs * steps_per_epoch, 6)))
-    elif "max_steps" in options.automatic and steps_per_epoch:
-        chosen["max_steps"] = min(max(cfg.max_steps, math.ceil(EPOCHS * steps_per_epoch)), MAX_STEPS)
-        reasons.append(f"{chosen['max_steps']:,} steps, {chosen['max_steps'] / steps_per_epoch:.0f} epochs")
-    cfg = replace(cfg, **chosen)
-    if cfg.warmup < cfg.warmup_steps:
-        reasons.append(f"warm-up of {count(cfg.warmup, 'step')} instead of {cfg.warmup_steps}, at most a tenth of all")
-    return cfg, reasons
 
 
 def find_optimizer(options: FinetuneOptions) -> str | None:
