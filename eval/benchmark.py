@@ -24,13 +24,14 @@ import torch
 from torch import Tensor
 
 from eval.lib import command
-from eval.lib.command import interleave, measure_seconds, positive, progress, table
+from eval.lib.command import interleave, measure_seconds, positive, progress
 from models import files
 from models.mingpt import GPT, SIZES, GPT_kv, GPTConfig
 from nanovlm.cli.main import Parser
-from nanovlm.console import print_error
+from nanovlm.console import print_error, table
 from nanovlm.device import choose_device
 from nanovlm.errors import NanoVLMError
+from nanovlm.options import DEVICES
 
 VOCAB_SIZE = 128  # the homework's
 BLOCK_SIZE = 2048
@@ -143,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     out = Path("benchmark_results.txt")
     contexts = " ".join(map(str, CONTEXTS))
     add("--out", type=Path, default=out, metavar="FILE", help=f"(default: {out})")
-    add("--device", default="auto", choices=command.DEVICES, help="(default: auto)")
+    add("--device", default="auto", choices=DEVICES, help="(default: auto)")
     add("--sizes", nargs="+", default=sizes, choices=tuple(SIZES), help=f"(default: {' '.join(sizes)})")
     add("--contexts", nargs="+", type=int, default=CONTEXTS, metavar="T", help=f"(default: {contexts})")
     add("--rounds", type=positive, default=15, metavar="N", help="timings of each step (default: 15)")

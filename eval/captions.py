@@ -1,4 +1,4 @@
-"""How often the embedded model is right on freshly drawn scenes that its training never saw.
+"""Share of right captions and answers of the embedded model on freshly drawn scenes that its training never saw.
 
     python -m eval.captions --scenes 1000
     python -m eval.captions --compare --save            # every precision at every level of CPU instructions
@@ -27,6 +27,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from difflib import SequenceMatcher
+from functools import partial
 from itertools import zip_longest
 from random import Random
 from statistics import mean
@@ -36,20 +37,21 @@ import torch
 from torch import Tensor
 
 from eval.lib import command
-from eval.lib.command import Measured, at_level, environment, levels_here, positive, progress, relative_error, table
+from eval.lib.command import Measured, at_level, environment, levels_here, positive, progress, relative_error
+from models.options import QUANTIZATIONS
 from nanovlm import EMBEDDED, PROMPT
 from nanovlm.captioner import Captioner
 from nanovlm.chat_session import ChatSession
 from nanovlm.cli.main import Parser
+from nanovlm.console import table
 from nanovlm.errors import UsageError
 from nanovlm.evaluation.metrics import intervals
-from nanovlm.options import QUANTIZATIONS
 from nanovlm.synthetic import Scene, caption, draw, questions, random_scene
 
 BATCH_SIZE = 64
 MAX_TURNS = 20  # every scene has at least as many questions
 MIN_KEPT = 0.99  # by int8, of the captions that float32 has right
-PRECISIONS = [(dtype, quantize) for quantize in (None, "int8", "int4") for dtype in ("float32", "bfloat16")]
+COMPARED = [(dtype, quantize) for quantize in (None, "int8", "int4") for dtype in ("float32", "bfloat16")]
 REFERENCE = ("float32", None, "none")  # dtype, quantization and level
 IMAGE_SIZES = (96, 512)  # pixels
 N_COMPARED = 3  # relation questions of each kind about one scene
@@ -184,7 +186,7 @@ def compare_precisions(
     results = {}
     reference = None
     levels = levels_here() or ["none"]
-    for dtype, quantize, level in [REFERENCE, *((*precision, level) for precision in PRECISIONS for level in levels)]:
+    for dtype, quantize, level in [REFERENCE, *((*precision, level) for precision in COMPARED for level in levels)]:
         with at_level(level):
             captioner = Captioner.from_pretrained(model, "cpu", dtype, quantize=quantize)
         progress(name := " ".join(filter(None, (dtype, quantize, level))))
@@ -289,9 +291,7 @@ def measure_flags(args: argparse.Namespace) -> Measured:
     return results, accuracy_table(results, args.misses), where, ()
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    return command.run("captions", __doc__, add_flags, measure_flags, argv)
-
+main = partial(command.run, "captions", __doc__, add_flags, measure_flags)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -13,6 +13,7 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from random import Random
 from statistics import fmean
@@ -22,11 +23,12 @@ import torch
 from PIL import Image
 
 from eval.lib.classification import Labeled, classify_pixels, share, train
-from eval.lib.command import Measured, add_threads_flag, environment, run, table
+from eval.lib.command import Measured, add_threads_flag, environment, run
 from nanovlm import EMBEDDED
 from nanovlm.captioner import Captioner
 from nanovlm.cli.main import Parser
-from nanovlm.errors import MissingExtraError
+from nanovlm.console import table
+from nanovlm.errors import needs_extra
 
 N_TRAIN = 600
 SIDE = 64  # pixels of an image, drawn as 8 x 8 squares
@@ -36,10 +38,8 @@ SEED = "digits 1"
 
 def write_digits(folder: Path) -> tuple[Labeled, Labeled]:
     """Write .png and .txt files to folder/train and folder/test; the digits to learn from, and those to test on."""
-    try:
+    with needs_extra("eval", "the digits"):
         from sklearn.datasets import load_digits
-    except ImportError:
-        raise MissingExtraError("the digits need scikit-learn: pip install 'nanovlm[eval]'") from None
     data = load_digits()
     examples = [*zip((data.images * 15).astype("uint8"), (f"the digit {WORDS[i]}" for i in data.target))]
     Random(SEED).shuffle(examples)
@@ -99,9 +99,7 @@ def add_flags(parser: Parser) -> None:
     add_threads_flag(parser)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    return run("finetune", __doc__, add_flags, measure, argv)
-
+main = partial(run, "finetune", __doc__, add_flags, measure)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -47,7 +47,7 @@ import torch
 from torch import Tensor, nn
 
 from eval.lib import command
-from eval.lib.command import measure_seconds, positive, progress, relative_error, table
+from eval.lib.command import measure_seconds, positive, progress, relative_error
 from eval.lib.random_model import SHAPES, random_model_folder
 from eval.lib.training_step import LOOPS
 from eval.peers import Engine, NanoVLMEngine, PlainEngine
@@ -58,13 +58,14 @@ from models.config import VLMConfig
 from models.formats.base import format_of
 from models.inference.kernels.load import WITHOUT_BF16_DOT
 from models.kv_study.static_cache import LanguageModelStep, language_model_cache
+from models.options import QUANTIZATIONS
 from models.vision_language_model import VisionLanguageModel
 from nanovlm import EMBEDDED
 from nanovlm.captioner import Captioner
 from nanovlm.cli.main import Parser
+from nanovlm.console import table
 from nanovlm.device import DTYPES, choose_dtype
 from nanovlm.errors import NanoVLMError
-from nanovlm.options import QUANTIZATIONS
 from nanovlm.processing.image_loading import as_tensor
 from nanovlm.synthetic import draw, random_scene
 

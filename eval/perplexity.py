@@ -17,24 +17,26 @@ import argparse
 import math
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from pydoc_data.topics import topics
 
 import torch
 from torch import Tensor
 
-from eval.lib.command import PRECISIONS, Measured, add_threads_flag, environment, positive, progress, run, table
+from eval.lib.command import PRECISIONS, Measured, add_threads_flag, environment, positive, progress, run
 from eval.lib.smollm2 import join_with_random_vision, write_smollm2
 from eval.peers import Engine, NanoVLMEngine
 from eval.peers.llama_cpp_engine import LlamaCppEngine
 from models.checkpoint import snapshot_path
 from nanovlm.captioner import Captioner
 from nanovlm.cli.main import Parser
+from nanovlm.console import table
 from nanovlm.errors import InputError
 
 Append = Callable[[list[list[int]]], Tensor]  # see `Engine.append`
-GGUF_TYPES = ("f32", "q8_0", "q4_0")
+COMPARED_TYPES = ("f32", "q8_0", "q4_0")  # of llama.cpp
 
 
 def compare(append: Append, ids: list[int], reference: Tensor, step: int) -> dict[str, float]:
@@ -68,7 +70,7 @@ def measure(folder: Path, text: str, args: argparse.Namespace) -> dict[str, dict
         progress(name := " ".join(filter(None, (dtype, quantize))))
         engine: Engine = NanoVLMEngine(Captioner.from_pretrained(folder, "cpu", dtype, quantize=quantize), quantize)
         results[name] = compare(engine.append, ids, reference, step)
-    for gguf_type in GGUF_TYPES if "llama.cpp" in args.baselines else ():
+    for gguf_type in COMPARED_TYPES if "llama.cpp" in args.baselines else ():
         progress(name := f"llama.cpp {gguf_type}")
         with tempfile.TemporaryDirectory() as files:
             engine = LlamaCppEngine(plain, gguf_type, Path(files, "gguf"))
@@ -110,9 +112,7 @@ def measure_flags(args: argparse.Namespace) -> Measured:
     return {"results": results}, results_table(results), where, ()
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    return run("perplexity", __doc__, add_flags, measure_flags, argv)
-
+main = partial(run, "perplexity", __doc__, add_flags, measure_flags)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -38,11 +38,11 @@ from eval.lib.command import (
     progress,
     relative_error,
     run,
-    table,
 )  # fmt: skip
 from eval.lib.smollm2 import write_smollm2
 from nanovlm.captioner import Captioner
 from nanovlm.cli.main import Parser
+from nanovlm.console import table
 from nanovlm.errors import InputError, MissingExtraError, TrainingError
 
 MEAN = torch.tensor([0.485, 0.456, 0.406])  # ImageNet's, by which DINOv2 normalizes pixels in [0, 1]

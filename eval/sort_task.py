@@ -13,7 +13,7 @@ import argparse
 import hashlib
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from statistics import fmean, median, pstdev
@@ -97,7 +97,7 @@ def learn(model: GPT, train: Tensor, test: Tensor, max_steps: int, log: Callable
 
 
 def compare(model: GPT, twin: GPT_kv, inputs: Tensor, sampled: bool) -> tuple[int, float, float]:
-    """How many inputs (n, length) get the same output from both, one by one, and the median ms of each."""
+    """Count inputs (n, length) with the same output from both models, one by one; also the median ms of each."""
     n_identical = 0
     times: tuple[list[float], list[float]] = ([], [])
     for seed, row in enumerate(inputs):
@@ -181,9 +181,7 @@ def measure(args: argparse.Namespace) -> command.Measured:
     return asdict(result), summary(result), f"{command.environment()}; {result.seconds:.0f} s in all", result.failures
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    return command.run("sort_task", __doc__, add_flags, measure, argv)
-
+main = partial(command.run, "sort_task", __doc__, add_flags, measure)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""How much a KV cache speeds up generation, by every cache design in this repository, with a check of the output.
+"""Speedup of generation by every KV cache design in this repository, with a check of the output.
 
     python -m eval.speedup                     # the embedded model, some three minutes on 2 CPU cores
     python -m eval.speedup --model-size 222M   # a published size with random weights
@@ -27,8 +27,9 @@ freshly drawn scenes, as eval.captions counts them. "evict" forgets tokens (mode
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -162,9 +163,7 @@ def measure_flags(args: argparse.Namespace) -> Measured:
     return data | {"sort_task": asdict(sorting) if sorting else None}, text, where, failures
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    return run("speedup", __doc__, add_flags, measure_flags, argv)
-
+main = partial(run, "speedup", __doc__, add_flags, measure_flags)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -22,12 +22,18 @@ if TYPE_CHECKING:
 __all__ = ["KVCache", "SamplingParams", "VLMConfig", "VisionLanguageModel"]
 
 
+def imported(place: str) -> Any:
+    """Import the object at module:name."""
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
 def imported_on_use(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
     """The `__getattr__` of a package that imports its names from modules on first use: torch alone takes seconds."""
 
     def get(name: str) -> Any:
         if name in modules:
-            return getattr(importlib.import_module(modules[name]), name)
+            return imported(f"{modules[name]}:{name}")
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     return get

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, get_args
 
-from models.errors import InputError
+from models.errors import InputError, PromptTooLongError
 
 CHATML = (
     "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + "
@@ -140,14 +140,19 @@ class VLMConfig:
             del raw["mp_image_token_length"]
         return {key: value for key, value in raw.items() if value is not None} | self.unknown
 
-    def validate_length(self, prompt: int, max_new_tokens: int) -> None:
-        """Raise InputError if a prompt of that length and max_new_tokens exceed the model's positions."""
+    def validate_length(
+        self, prompt: int, max_new_tokens: int = 1, what: str = "", remedy: str = "shorten either"
+    ) -> int:
+        """Return how many tokens may follow a prompt of that length; PromptTooLongError unless max_new_tokens may.
+
+        what names the prompt in the message.
+        """
         limit = self.lm_max_position_embeddings
-        if prompt + max_new_tokens - 1 > limit:  # the last token generated is not processed
-            raise InputError(
-                f"a prompt of {prompt} tokens and max_new_tokens={max_new_tokens} exceed "
-                f"lm_max_position_embeddings={limit}; shorten either"
-            )
+        room = limit - prompt + 1  # the last token generated is not processed
+        if max_new_tokens > room:
+            what = what or f"a prompt of {prompt} tokens and max_new_tokens={max_new_tokens}"
+            raise PromptTooLongError(f"{what} exceed lm_max_position_embeddings={limit}; {remedy}")
+        return room
 
     def _check_field(self, f: Field) -> None:
         """Raise InputError if a field's value has the wrong type or is out of range; an int is a valid float."""

@@ -30,6 +30,10 @@ class InputError(NanoVLMError, ValueError):
     exit_code = 2
 
 
+class PromptTooLongError(InputError):
+    """A prompt beyond the model's context."""
+
+
 class CheckpointError(NanoVLMError, ValueError):
     """A model folder or Hub id that cannot be loaded."""
 

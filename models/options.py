@@ -11,6 +11,7 @@ from typing import Any, get_args
 from models.errors import InputError
 
 MAX_NEW_TOKENS = 128  # of a caption
+QUANTIZATIONS = ("int8", "int4")
 RepetitionDetection = tuple[int, int, int]  # shortest and longest cycle in tokens, and how often it is repeated
 
 BOUNDS = {  # of a number, by their names in `setting`

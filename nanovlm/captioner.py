@@ -229,12 +229,19 @@ class Captioner:
 
     def classify(self, image: ImageInputs, choices: Sequence[str], prompt: str | None = None) -> "list[Choice]":
         """Rank choices as answers, the most probable first; each has text, probability and log_probability."""
+        return next(self.classify_each([image], choices, prompt))
+
+    def classify_each(
+        self, images: Iterable[ImageInputs], choices: Sequence[str], prompt: str | None = None, batch_size: int = 16
+    ) -> "Iterator[list[Choice]]":
+        """Yield what `classify` gives for each image, in order; answers about several images are computed together."""
         from nanovlm.choices import ranked_choices
 
-        requests = self.choice_requests(image, choices, prompt)
-        for _ in self.generate(requests):
-            pass
-        return ranked_choices(requests)
+        n = max(1, len(choices))
+        requests = chain.from_iterable(self.choice_requests(image, choices, prompt) for image in images)
+        answered = self.run(requests, n * max(1, batch_size // n), n)
+        while group := list(islice(answered, n)):
+            yield ranked_choices(group)
 
     def caption_video(
         self, video: Any, prompt: str | None = None, max_frames: int | None = None, **options: Any

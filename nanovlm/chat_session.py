@@ -51,13 +51,9 @@ class ChatSession:
             warnings.warn(NO_IMAGE, stacklevel=2)
         chat = dialogue([*chain(*self.history), question], self.shown)
         ids = captioner.processor.encode(chat)
-        limit = captioner.inference.cfg.lm_max_position_embeddings
-        if len(ids) > limit:
-            raise InputError(
-                f"{len(ids)} tokens with this question exceed lm_max_position_embeddings={limit}; shorten it, or reset "
-                "the chat"
-            )
-        request = Request(ids, images_of(chat), options, min(options.max_new_tokens, limit - len(ids) + 1))
+        what = f"{len(ids)} tokens with this question"
+        room = captioner.inference.cfg.validate_length(len(ids), 1, what, "shorten it, or reset the chat")
+        request = Request(ids, images_of(chat), options, min(options.max_new_tokens, room))
         if options.schema is not None:
             (request.grammar,) = captioner.structured_output.make_processors(options.schema, 1)
         outputs = captioner.generate([request], stats := Stats(), self.batch)

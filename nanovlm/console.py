@@ -96,6 +96,11 @@ def for_terminal(text: str, file: TextIO | None) -> str:
     return CONTROL.sub("\N{REPLACEMENT CHARACTER}", text) if is_terminal(file) else text
 
 
+def printable(name: str) -> str:
+    """A name on one line: as it is, or quoted and escaped where it holds control characters."""
+    return name if name and name.isprintable() else repr(name)
+
+
 def bold(text: str, file: TextIO) -> str:
     """Text in bold on a terminal; unchanged anywhere else, or where NO_COLOR is set (no-color.org)."""
     is_plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
@@ -105,3 +110,13 @@ def bold(text: str, file: TextIO) -> str:
 def count(n: int, noun: str) -> str:
     """A number and its noun, such as 1 image or 2,000 images."""
     return f"{n:,} {noun}{'s' * (n != 1)}"
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of cells as lines: first column to the left, others to the right, each as wide as its longest cell."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for first, *others in rows:
+        cells = "".join(f"  {cell:>{width}}" for cell, width in zip(others, widths[1:]))
+        lines.append(f"{first:{widths[0]}}{cells}".rstrip())
+    return "\n".join(lines)

@@ -14,10 +14,11 @@ import torch
 
 from models.checkpoint import checkpoint_dtype
 from models.inference.kernels.load import WITHOUT_BF16_DOT, chosen_level, cpu_info
+from nanovlm import options
 from nanovlm.console import slow
 from nanovlm.errors import InputError
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {name: getattr(torch, name) for name in options.DTYPES}
 MIN_CPU_SHARE = 0.7  # CPU time over wall time of a thread below which the machine is called busy
 M_TRIM_THRESHOLD = -1  # of glibc's malloc.h
 M_MMAP_MAX = -4

@@ -1,23 +1,21 @@
 """The errors of `models.errors`, and those of images, data and the command line."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from models.errors import BusyError as BusyError
 from models.errors import CheckpointError as CheckpointError
 from models.errors import FileError as FileError
 from models.errors import InputError as InputError
 from models.errors import NanoVLMError as NanoVLMError
+from models.errors import PromptTooLongError as PromptTooLongError
 from models.errors import is_out_of_memory as is_out_of_memory
-
-INSTALL_DATA = "pip install 'nanovlm[data]'"
 
 
 class UsageError(NanoVLMError):
     """Wrong use of the command line, or of files it was given: exit code 2, before any work."""
 
     exit_code = 2
-
-
-class PromptTooLongError(InputError):
-    """A prompt beyond the model's context."""
 
 
 class ImageError(NanoVLMError, ValueError):
@@ -42,6 +40,18 @@ class MissingExtraError(NanoVLMError, ImportError):
     """An optional dependency is missing; the message names the extra to install."""
 
     exit_code = 2
+
+
+@contextmanager
+def needs_extra(extra: str, what: str) -> Iterator[None]:
+    """Turn the failure to import a package of an extra, inside the context, into a MissingExtraError."""
+    try:
+        yield
+    except ImportError as error:
+        package = (error.name or "").partition(".")[0]
+        if package in ("models", "nanovlm"):
+            raise
+        raise MissingExtraError(f"{what}: {package} is missing; pip install 'nanovlm[{extra}]'") from None
 
 
 def first_line(error: BaseException) -> str:

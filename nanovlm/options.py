@@ -1,6 +1,6 @@
 """ModelOptions and GenerationOptions: which model runs where, and how answers are generated.
 
-Each setting is one field, with its default, its check and the help of its flag (see `nanovlm.cli.options.add_flags`).
+Each setting is one field, with its default, its check and the help of its flag, which `nanovlm.cli.options` adds.
 A record is made once, from keyword arguments or from flags, and passed whole.
 """
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
-from models.options import MAX_NEW_TOKENS, RepetitionDetection, SamplingParams, check_settings, setting
+from models.options import MAX_NEW_TOKENS, QUANTIZATIONS, RepetitionDetection, SamplingParams, check_settings, setting
 from nanovlm.embedded import EMBEDDED, PROMPT, default_prompt
 from nanovlm.errors import CheckpointError, InputError, UsageError
 from nanovlm.processing import MAX_FRAMES
@@ -22,7 +22,8 @@ from nanovlm.processing import MAX_FRAMES
 Record = TypeVar("Record")
 logger = logging.getLogger(__name__)
 
-QUANTIZATIONS = ("int8", "int4")
+DEVICES = ("auto", "cpu", "cuda", "mps")
+DTYPES = ("float32", "bfloat16", "float16")
 CHAT_MAX_NEW_TOKENS = 256
 RESERVED = {"file_name", "text", "finish_reason", "model", "prompt", "prefix", "choices"}  # columns of every caption
 # Of a generation_config.json, as transformers writes and reads it:
@@ -68,8 +69,8 @@ class ModelOptions:
         "a folder with adapter_config.json", is_adapter, metavar="FOLDER",
     )  # fmt: skip
     revision: str | None = setting(None, "branch, tag or commit of a Hub model")
-    device: str = setting("auto", "where the model runs", choices=("auto", "cpu", "cuda", "mps"))
-    dtype: str = setting("auto", "of weights", choices=("auto", "float32", "bfloat16", "float16"))
+    device: str = setting("auto", "where the model runs", choices=DEVICES)
+    dtype: str = setting("auto", "of weights", choices=("auto", *DTYPES))
     threads: int | None = setting(
         None, "CPU threads; on a busy machine 1 may be many times faster", minimum=1, maximum=1024,
         default_text="PyTorch's choice, which follows OMP_NUM_THREADS",
@@ -197,6 +198,17 @@ class ReadOptions:
     def skip_errors(self) -> bool:
         """True if examples that cannot be used are left out."""
         return self.on_error == "skip"
+
+
+def parse_data(name: str | os.PathLike[str]) -> tuple[str, float | None]:
+    """PATH@SHARE as its two parts; a path that exists, or has a / behind its last @, is a path without a share."""
+    text = os.fspath(name)
+    path, separator, share = text.rpartition("@")
+    if not separator or "/" in share or os.path.exists(text):
+        return text, None
+    if not re.fullmatch(r"\d*\.?\d+(e-?\d+)?", share) or not float(share):
+        raise UsageError(f"--data {text}: no such file or folder, and {share!r} is no share; a share must be above 0")
+    return path, float(share)
 
 
 def with_changes(record: Record, changes: Mapping[str, Any]) -> Record:

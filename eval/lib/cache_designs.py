@@ -1,4 +1,4 @@
-"""Every cache design of this repository, and none, behind one interface, and their memory and time.
+"""Memory and time of every cache design in this repository, and of no cache, behind one interface.
 
 `eval.speedup` is the command. A generation runs from the pixels to its last token, in one run for all lengths; its end
 token is ignored. All designs run in interleaved rounds. The ids that a design chooses are compared with those without a
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eval.lib.command import count_flops, interleave, measure_seconds, progress, synchronize, table
+from eval.lib.command import count_flops, interleave, measure_seconds, progress, synchronize
 from models.cache import storage_bytes
 from models.kv_study import sliding_window
 from models.kv_study.block_cache import BlockCache, block_caches, prefill_state
@@ -30,6 +30,7 @@ from models.kv_study.sliding_window import SlidingWindowKV
 from models.kv_study.static_cache import LanguageModelStep, TextDecoderStep, language_model_cache, text_decoder_cache
 from models.kv_study.static_export import export_language_model, export_text_decoder
 from models.vision_language_model import VisionLanguageModel
+from nanovlm.console import table
 
 UNCACHED = "no cache"
 BLOCK_SIZE = 16  # tokens of a paged block, as in vLLM
@@ -112,7 +113,7 @@ def blocks(
 
 
 def evicting(model: VisionLanguageModel, policy: Policy, share: float, ids: Tensor, images: Tensor | None) -> Run:
-    """Not one of `language_model_designs`, which promise the tokens of no cache."""
+    """Decode with an evicting cache; it is not in `language_model_designs`, whose tokens are those of no cache."""
     caches = [EvictingKV(policy, share) for _ in model.decoder.blocks]
 
     def read(x: Tensor) -> Tensor:
@@ -274,7 +275,7 @@ def timeline(
 
 
 def exponent(lengths: Sequence[int], after_first: Sequence[float]) -> float:
-    """The e of a * (n - 1)^e through the last two values, each the cost of n - 1 tokens after the first."""
+    """Exponent e of the curve a * (n - 1)^e through the last two costs; n - 1 tokens come after the first."""
     m, n = lengths[-2:]
     low, high = after_first[-2:]
     return round(math.log(high / low) / math.log((n - 1) / (m - 1)), 2)

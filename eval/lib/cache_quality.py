@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from eval.captions import make_splits
 from eval.lib.cache_designs import Start, blocks, evicting
-from eval.lib.command import progress, relative_error, table
+from eval.lib.command import progress, relative_error
 from eval.sort_task import splits
 from models.config import VLMConfig
 from models.decoding import TokenSampler, collect_tokens, generate_tokens
@@ -32,6 +32,7 @@ from models.options import GREEDY, MAX_NEW_TOKENS
 from models.vision_language_model import IGNORE_INDEX, PrefillState
 from nanovlm import PROMPT, SAMPLE
 from nanovlm.captioner import Captioner
+from nanovlm.console import table
 from nanovlm.processing.conversation import dialogue
 from nanovlm.processing.image_loading import load_image
 from nanovlm.synthetic import caption, questions, random_scene
@@ -81,7 +82,7 @@ def make_batches(captioner: Captioner, n_scenes: int, seed: str = "answers") -> 
 
 @torch.inference_mode()
 def answer(captioner: Captioner, design: str, setting: str, start: Start, batches: Sequence[Batch]) -> Row:
-    """Greedy answers of a design to all batches: the share of right ones by split, and bytes held by tokens read."""
+    """Answer all batches greedily with a design: the share of right answers by split, and bytes held per token read."""
     progress(f"answers: {design} {setting}")
     torch.manual_seed(0)
     right = dict.fromkeys(SPLITS, 0)
@@ -203,7 +204,7 @@ def caption_draft(captioner: Captioner, n_scenes: int = 3000, steps: int = 400) 
 def speculation(
     task: str, prompts: Sequence[Prompt], read: Read, guesses: dict[str, Guess], eos: int, max_new_tokens: int
 ) -> list[Row]:
-    """Answers to all prompts without guesses, and then by each way to guess.
+    """Answer all prompts without guesses and by each way to guess.
 
     Tokens per step and milliseconds per token count after the prefill's token. "identical" counts answers that equal
     plain decoding's.

@@ -30,7 +30,7 @@ def train(argv: Sequence[str]) -> float:
 
 
 def share(answers: Sequence[str], truths: Sequence[str]) -> dict[str, Any]:
-    """How many answers are right, of how many, and the share with its 95% interval (Wilson 1927)."""
+    """Count right answers; also their share with its 95% interval (Wilson 1927)."""
     right = sum(answer.strip() == truth for answer, truth in zip(answers, truths, strict=True))
     exact = right / len(truths)
     interval = intervals({"exact": exact}, len(truths))["exact"]

@@ -1,4 +1,4 @@
-"""Shared by the evaluation commands: flags, the machine, timing in turns, tables, and the report with its exit code."""
+"""Shared by the evaluation commands: flags, the machine, timing in turns, and the report with its exit code."""
 
 import argparse
 import json
@@ -27,9 +27,9 @@ from nanovlm.cli.main import Parser
 from nanovlm.console import print_error
 from nanovlm.device import DTYPES
 from nanovlm.errors import NanoVLMError
+from nanovlm.options import DEVICES
 
 RESULTS = Path(__file__).parent.parent / "results"  # CPU.txt, a file for each processor
-DEVICES = ("auto", "cpu", "cuda", "mps")
 LEVEL = "NANOVLM_CPU_LEVEL"
 PACKAGES = {"llama_cpp": "llama-cpp-python", "openvino": "openvino"}  # named in `environment` once imported
 CPU = torch.device("cpu")
@@ -189,21 +189,11 @@ def relative_error(values: Tensor, reference: Tensor) -> float:
     return float((values - reference).square().mean().sqrt() / reference.std())
 
 
-def table(rows: Sequence[Sequence[str]], gap: int = 2) -> str:
-    """Rows of cells as lines: first column to the left, others to the right, each as wide as its longest cell."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for first, *others in rows:
-        cells = "".join(f"{'':{gap}}{cell:>{width}}" for cell, width in zip(others, widths[1:]))
-        lines.append(f"{first:{widths[0]}}{cells}".rstrip())
-    return "\n".join(lines)
-
-
 def run(
     name: str, doc: str | None, add_flags: Callable[[Parser], None],
-    measure: Callable[[argparse.Namespace], Measured], argv: Sequence[str] | None,
+    measure: Callable[[argparse.Namespace], Measured], argv: Sequence[str] | None = None,
 ) -> int:  # fmt: skip
-    """A whole command: measure returns what `report` prints. A NanoVLMError is one line and its exit code."""
+    """Run a whole command: measure returns what `report` prints. A NanoVLMError is one line and its exit code."""
     parser = make_parser(name, doc)
     add_flags(parser)
     add_save_flag(parser)

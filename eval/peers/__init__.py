@@ -12,7 +12,7 @@ from models.inference.kernel_network import empty_cache
 from models.vision_language_model import empty_model
 from nanovlm import PROMPT
 from nanovlm.captioner import Captioner, ImageInput
-from nanovlm.errors import MissingExtraError
+from nanovlm.errors import needs_extra
 
 QUANTIZED_BYTES = {"int8": (1, 1), "int4": (0.625, 1)}  # of an entry of the layers, and of the head
 
@@ -142,7 +142,5 @@ def with_head(layers: float, head: float, cfg: VLMConfig) -> float:
 
 def import_peer(module: str, name: str) -> Any:
     """A module of the extra peers, for what users call `name`; MissingExtraError if it is not installed."""
-    try:
+    with needs_extra("peers", name):
         return importlib.import_module(module)
-    except ImportError:
-        raise MissingExtraError(f'{name} needs the extra peers: pip install "nanovlm[peers]"') from None

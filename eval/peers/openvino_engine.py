@@ -19,7 +19,7 @@ from nanovlm.synthetic import draw, random_scene
 
 Feeds = dict[str, np.ndarray]
 
-PRECISIONS = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
+PRECISION_HINTS = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 CALIBRATION_INPUTS = 8
 CALIBRATION_TOKENS = 80
 
@@ -45,7 +45,7 @@ class OpenVINOEngine(Engine):
         core = openvino.Core()
         self.tensor = openvino.Tensor
         settings = {
-            "INFERENCE_PRECISION_HINT": PRECISIONS[dtype],
+            "INFERENCE_PRECISION_HINT": PRECISION_HINTS[dtype],
             "INFERENCE_NUM_THREADS": torch.get_num_threads(),
             "NUM_STREAMS": 1,
             "PERFORMANCE_HINT": "LATENCY",

@@ -1,24 +1,15 @@
 """Checkpoint formats beside nanoVLM's own: importing this package lets `models.checkpoint` read them.
 
-A new format is a file here, a function and its names below, and for images and prompts a layout in
-`nanovlm.processing.layouts`.
+A new format is a file here and its lines below, and for images and prompts a layout in `nanovlm.processing.layouts`.
 """
 
-from models.checkpoint import FORMATS, Format
+from functools import partial
 
+from models import imported
+from models.checkpoint import FORMATS
 
-def _smolvlm() -> type[Format]:
-    from models.formats.smolvlm import SmolVLM
-
-    return SmolVLM
-
-
-def _visionpsy() -> type[Format]:
-    from models.formats.visionpsy import VisionPsy
-
-    return VisionPsy
-
-
+SMOLVLM = partial(imported, "models.formats.smolvlm:SmolVLM")
+VISIONPSY = partial(imported, "models.formats.visionpsy:VisionPsy")
 FORMATS.update(  # by model_type of config.json; nanoVLM's own has none
-    idefics3=_smolvlm, smolvlm=_smolvlm, visionpsynano=_visionpsy, visionpsy=_visionpsy
+    idefics3=SMOLVLM, smolvlm=SMOLVLM, visionpsynano=VISIONPSY, visionpsy=VISIONPSY
 )

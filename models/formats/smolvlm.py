@@ -235,7 +235,7 @@ def _stored_names(name: str) -> list[str]:
 
 
 def _without_dtype(raw: dict) -> dict:
-    """config.json without the dtype of the weights, which is theirs."""
+    """Drop the dtype from a config.json: the weights themselves tell it."""
     kept = {key: value for key, value in raw.items() if key not in ("dtype", "torch_dtype")}
     sections = {key: kept[key] for key in ("vision_config", "text_config") if key in kept}
     return kept | {key: _without_dtype(section) for key, section in sections.items()}
@@ -295,7 +295,7 @@ def _end_token_ids(files: Mapping[str, str], raw: dict) -> tuple[int, ...]:
 
 
 def _chat_template(files: Mapping[str, str]) -> str:
-    """The chat template, from where transformers looks for it, in its order."""
+    """The chat template, searched in transformers' places and order."""
     if TEMPLATE in files:
         return files[TEMPLATE]
     for name in (LEGACY_TEMPLATE, PROCESSOR, TOKENIZER_CONFIG):

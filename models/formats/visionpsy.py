@@ -56,7 +56,7 @@ class VisionPsy(Format):
         return replace(super().read_config(own, files), format=cls(min_side))
 
     def config_dict(self, cfg: VLMConfig) -> dict:
-        """nanoVLM's, which has the rule of a model without min_side."""
+        """nanoVLM's config; its keys can express the resize rule of a model without min_side."""
         config = super().config_dict(cfg)
         if self.min_side is None:
             return config
@@ -86,7 +86,7 @@ class VisionPsy(Format):
         return self if any("gate_up_proj" in name for name in names) else NANOVLM
 
     def find_image_token_id(self, folder: Path, cfg: VLMConfig) -> int:
-        """By the token's text alone: the order of vlm_extra_tokens is not that of the ids."""
+        """Find the id by the token's text alone: the order of vlm_extra_tokens is not that of the ids."""
         if not (folder / TOKENIZER).exists():
             raise CheckpointError(f"{folder} has no {TOKENIZER}, which this format needs")
         return super().find_image_token_id(folder, replace(cfg, lm_base_vocab_size=None))

@@ -16,7 +16,8 @@ from models.cache import KVCache, PrefillState
 from models.errors import InputError
 from models.inference.kernel_network import KernelNetwork, find_library
 from models.inference.proof import STANDARD, Proof
-from models.inference.quantization import FORMATS, QuantizedLinear, move_to_huge_pages, quantize_linears
+from models.inference.quantization import QuantizedLinear, move_to_huge_pages, quantize_linears
+from models.options import QUANTIZATIONS
 from models.vision_language_model import VisionLanguageModel
 
 logger = logging.getLogger(__name__)
@@ -106,8 +107,9 @@ class InferenceModel:
     """
 
     def __init__(self, model: VisionLanguageModel, *, quantize: str | None = None):
-        if quantize not in (None, *FORMATS):
-            raise InputError(f"quantize={quantize!r} is not supported; use {', '.join(map(repr, FORMATS))} or None")
+        if quantize not in (None, *QUANTIZATIONS):
+            names = ", ".join(map(repr, QUANTIZATIONS))
+            raise InputError(f"quantize={quantize!r} is not supported; use {names} or None")
         self.cfg = model.cfg
         self.image_token_id = model.image_token_id
         self._source: VisionLanguageModel | None = model

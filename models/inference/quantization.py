@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from models.errors import InputError
 
-FORMATS = ("int8", "int4")
 GROUP_SIZE = 32  # weights of a row that share a scale and a minimum in int4
 ROW_MULTIPLE = 64  # stored rows are padded to it
 FIT_STEPS = 3  # reduce the squared error by 7%; more steps add less than 1%

@@ -12,9 +12,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from models import files
-from nanovlm.cli.options import add_flags as add_record_flags
-from nanovlm.cli.options import are_own, from_args, load_captioner, model_options, refuse_flags, report_missing
-from nanovlm.console import count, has_terminal, is_terminal, print_error, print_text, slow
+from nanovlm.cli.options import (
+    MODEL_FLAGS,
+    add_record_flags,
+    are_own,
+    from_args,
+    load_captioner,
+    model_options,
+    refuse_flags,
+    report_missing,
+)
+from nanovlm.console import count, has_terminal, is_terminal, print_error, print_text, printable, slow
 from nanovlm.embedded import EMBEDDED, EMBEDDED_LIMITS, PROMPT, SAMPLE
 from nanovlm.errors import FileError, ImageError, InputError, UsageError, is_out_of_memory
 from nanovlm.options import RESERVED, CaptionOptions, GenerationOptions, ModelOptions, check_positive
@@ -39,7 +47,6 @@ FILES = {  # flag: placeholder, help
 }
 FILE_FLAGS = ("overwrite", "prefix", "extension", "workers")
 GENERATION_FLAGS = ("temperature", "top_p", "seed", "max_new_tokens", "repetition_penalty", "start_with")
-MODEL_FLAGS = ("model", "adapter", "device", "dtype", "quantize", "max_tiles")
 ADDRESS = re.compile(r"|auto|local|ray://.+|[^/\s]+:\d+")  # of a Ray cluster
 REASONS = {
     "length": "cut at --max-new-tokens; raise it",
@@ -238,7 +245,7 @@ def print_summary(report: "Report") -> None:
 def some(names: Sequence[str]) -> str:
     """The first names, and how many more there are."""
     more = f" and {len(names) - N_NAMES:,} more" if len(names) > N_NAMES else ""
-    return ", ".join(name if name.isprintable() else repr(name) for name in names[:N_NAMES]) + more
+    return ", ".join(map(printable, names[:N_NAMES])) + more
 
 
 def print_captions(args: argparse.Namespace, model: ModelOptions, options: CaptionOptions) -> int:
@@ -274,7 +281,6 @@ def print_caption(
 ) -> float:
     """Print the answers about an image, as JSON, as a line each or, on a terminal, token by token; returns seconds."""
     from nanovlm.captioner import Stats
-    from nanovlm.processing.image_loading import printable
 
     name = source if isinstance(source, str) else source[0]
     image: Any = standard_input() if name == "-" else source

@@ -12,8 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from models import files
-from nanovlm.cli.options import add_flags as add_record_flags
-from nanovlm.cli.options import are_own, from_args, load_captioner, model_options, report_missing
+from nanovlm.cli.options import (
+    MODEL_FLAGS,
+    add_record_flags,
+    are_own,
+    from_args,
+    load_captioner,
+    model_options,
+    report_missing,
+)
 from nanovlm.console import bold, is_terminal, print_error, print_text
 from nanovlm.errors import ImageError, NanoVLMError, UsageError, is_out_of_memory
 from nanovlm.options import CHAT_MAX_NEW_TOKENS, GenerationOptions, ModelOptions
@@ -27,7 +34,6 @@ EXAMPLE = "nanovlm chat photo.jpg"
 
 COMMANDS = "/image FILE asks about another image, /reset forgets the questions, /save FILE writes the chat"
 GENERATION_FLAGS = ("temperature", "top_p", "seed", "max_new_tokens", "repetition_penalty")
-MODEL_FLAGS = ("model", "adapter", "device", "dtype", "quantize", "max_tiles")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

@@ -2,21 +2,18 @@
 
 import argparse
 import json
-import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
-from models import files
-from nanovlm.cli.options import add_flags as add_record_flags
-from nanovlm.cli.options import check_data_names, flag_of, from_args, load_captioner, model_options
-from nanovlm.console import count, print_error
+from nanovlm.cli.options import add_record_flags, check_data_names, flag_of, from_args, load_captioner, model_options
+from nanovlm.console import count, print_error, table
 from nanovlm.errors import UsageError
-from nanovlm.options import ModelOptions, ReadOptions, check_positive
-from nanovlm.training.config import RUN_FILE
+from nanovlm.options import ModelOptions, ReadOptions, check_positive, parse_data
+from nanovlm.training.config import read_run
 
 if TYPE_CHECKING:
     from nanovlm.data import Subset
@@ -67,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     result = evaluate(captioner, questions, options)
     if result.skipped:
         print_error(f"{count(len(result.skipped), 'question')} skipped, the first: {result.skipped[0]}")
-    print(as_json(str(model.model), result) if args.json else table(result))
+    print(as_json(str(model.model), result) if args.json else scores_table(result))
     if advice := result.advice():
         print_error(f"note: {advice}")
     if args.report:
@@ -83,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """What run.json beside a model says: all its data, those among the ones to ask, and what was held out."""
+    """Contents of the run.json beside a model: all its data, which of them are asked now, and what was held out."""
 
     data: Sequence[str] = ()
     asked: Sequence[str] = ()
@@ -94,27 +91,26 @@ def training_run(folder: Path, data: Sequence[str]) -> TrainingRun:
     """The run that trained the model in a folder or checkpoint; an empty one without a run.json or with other data."""
     folder = Path(os.path.abspath(folder))
     folder = folder.parents[1] if folder.parent.name == "checkpoints" else folder
-    try:
-        content = json.loads(files.read_text(folder / RUN_FILE))
-        trained = list(map(str, content["data"]))
-        names = set(map(_place, trained))
-        return TrainingRun(trained, [text for text in data if _place(text) in names], content.get("validation"))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    content = read_run(folder)
+    trained = content.get("data")
+    if not isinstance(trained, list) or not all(isinstance(text, str) for text in trained):
         return TrainingRun()
+    names = set(map(_place, trained))
+    return TrainingRun(trained, [text for text in data if _place(text) in names], content.get("validation"))
 
 
 def _place(text: str) -> str:
     """A name of data without its share, absolute if it is a path."""
-    path = text if os.path.exists(text) else text.rpartition("@")[0] or text
+    path, _ = parse_data(text)
     return os.path.realpath(path) if os.path.exists(path) else path
 
 
 def open_asked(
     data: Sequence[str], read: ReadOptions, validation: Any, training: TrainingRun
 ) -> tuple[list["Subset"], list["Subset"]]:
-    """All examples, and those that --validation asks; without a value those that the model's own run held out.
+    """Return all examples, and those to ask: what --validation or, without a value, the model's own run holds out.
 
-    Of all sources of that run, as a number of examples to hold out is one of all. UsageError if there are none.
+    All sources of that run are opened, as a number of examples to hold out counts over all. UsageError if none is.
     """
     from nanovlm.data import open_data
     from nanovlm.data.mixture import parse_validation
@@ -142,7 +138,7 @@ def open_asked(
 
 
 def note_of_training(validation: Any, training: TrainingRun) -> str | None:
-    """What a person must know of the scores: that the model may have been trained on what it is asked."""
+    """Warning for a person who reads the scores: the model may have been trained on what it is asked."""
     from nanovlm.data.mixture import parse_validation
 
     if not training.asked:
@@ -171,30 +167,25 @@ def check_flags(args: argparse.Namespace) -> None:
 
 def as_json(model: str, result: "Evaluation") -> str:
     """The scores of all answers, of each source and prompt, and every answer, as a JSON object."""
-    from nanovlm.evaluation.metrics import intervals
+    from nanovlm.evaluation.metrics import for_json, intervals
 
     n = len(result.answers)
     answers = [
         {name: getattr(answer.question, name) for name in ("source", "name", "prompt")}
-        | {"answer": answer.text, "references": [*answer.question.references], "scores": _numbers(answer.scores)}
+        | {"answer": answer.text, "references": [*answer.question.references], "scores": for_json(answer.scores)}
         for answer in result.answers
     ]
     groups = [
-        {"source": source, "prompt": prompt, "questions": len(group.answers), "scores": _numbers(group.scores)}
+        {"source": source, "prompt": prompt, "questions": len(group.answers), "scores": for_json(group.scores)}
         for source, prompt, group in result.groups(max_prompts=n)
     ]
-    fields: dict[str, Any] = {"model": model, "questions": n, "scores": _numbers(result.scores)}
+    fields: dict[str, Any] = {"model": model, "questions": n, "scores": for_json(result.scores)}
     fields |= {"intervals": intervals(result.scores, n), "groups": groups, "answers": answers}
     fields["skipped"] = list(result.skipped)
     return json.dumps(fields, ensure_ascii=False, indent=2, allow_nan=False)
 
 
-def _numbers(scores: Mapping[str, float]) -> dict[str, float | None]:
-    """The scores, None for those that are no finite numbers, of which JSON has none."""
-    return {name: value if math.isfinite(value) else None for name, value in scores.items()}
-
-
-def table(result: "Evaluation") -> str:
+def scores_table(result: "Evaluation") -> str:
     """A row for each source and prompt, one for all if there are several sources, and one of 95% intervals."""
     from nanovlm.evaluation.metrics import intervals  # here, as its package imports torch
 
@@ -210,6 +201,4 @@ def table(result: "Evaluation") -> str:
     found = intervals(result.scores, len(result.answers))
     cells = ("{:.3f}-{:.3f}".format(*found[name]) if name in found else "" for name in result.scores)
     rows.append(("95% interval", "", *cells))
-    first, *widths = [max(map(len, column)) for column in zip(*rows)]
-    lines = ([name.ljust(first), *map(str.rjust, cells, widths)] for name, *cells in rows)
-    return "\n".join(map("  ".join, lines))
+    return table(rows)

@@ -8,14 +8,12 @@ from pathlib import Path
 from models import files
 from nanovlm.cli.options import flag_of
 from nanovlm.errors import UsageError
-from nanovlm.options import check_output_folder, is_model_name
+from nanovlm.export import GGUF_TYPES, ONNX_TYPES
+from nanovlm.options import DTYPES, check_output_folder, is_model_name
 
 HELP = "Write a model in the layout of transformers' SmolVLM, or as GGUF files for llama.cpp."
 EXAMPLE = "nanovlm export out/mine --out out/smolvlm"
 
-DTYPES = ("float32", "bfloat16", "float16")
-ONNX_TYPES = ("float32", "float16", "int8")
-GGUF_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")
 MARKER = "nanovlm_export.json"  # in a folder that an export may write again
 # What an export writes, replaces or removes.
 WRITTEN = (
@@ -36,7 +34,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--dtype", default="float32", choices=DTYPES, help="dtype of the weights (default: float32)")
     add("--onnx", action="store_true", help="also write ONNX graphs to FOLDER/onnx, for ONNX Runtime and OpenVINO")
     text = f"types of the ONNX graphs: {', '.join(ONNX_TYPES)} (default: float32)"
-    add("--onnx-dtype", nargs="+", choices=ONNX_TYPES, metavar="DTYPE", help=text)
+    add("--onnx-dtype", nargs="+", choices=tuple(ONNX_TYPES), metavar="DTYPE", help=text)
     add("--gguf", action="store_true", help="write two GGUF files for llama.cpp instead: text model and mmproj")
     add("--gguf-type", choices=GGUF_TYPES, help="type of the matrices in GGUF files (default: f16)")
 

@@ -7,16 +7,17 @@ from dataclasses import Field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
-from nanovlm.console import print_error
+from nanovlm.console import print_error, printable
 from nanovlm.embedded import EMBEDDED, EMBEDDED_LIMITS, SAMPLE
 from nanovlm.errors import UsageError
-from nanovlm.options import ModelOptions
+from nanovlm.options import ModelOptions, parse_data
 
 if TYPE_CHECKING:
     from nanovlm.captioner import Captioner
 
 EMBEDDED_NOTE = f"note: {EMBEDDED_LIMITS}; --model FOLDER_OR_HUB_ID names a model for photographs"
 METAVARS = {int: "N", float: "X"}
+MODEL_FLAGS = ("model", "adapter", "device", "dtype", "quantize", "max_tiles")  # of verbs that answer
 
 Record = TypeVar("Record")
 
@@ -30,7 +31,7 @@ def flag_of(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def add_flags(
+def add_record_flags(
     parser: Any, record: type, names: Sequence[str] = (), presets: Mapping[str, Any] | None = None, **defaults: Any
 ) -> None:
     """Add a flag for each setting of a record, or only for some names; None means not given, see `from_args`.
@@ -110,17 +111,17 @@ def are_own(images: Sequence[str]) -> bool:
 
 
 def report_missing(names: Sequence[str]) -> bool:
-    """Check whether none of some images is there, which is reported before anything is imported to read them."""
+    """Check whether all images are missing, and say so, before anything is imported to read them."""
     is_missing = bool(names) and not any(name == "-" or os.path.lexists(name) or "://" in name for name in names)
     for name in names if is_missing else ():
-        print_error(f"{name if name.isprintable() else repr(name)}: No such file or directory")
+        print_error(f"{printable(name)}: No such file or directory")
     return is_missing
 
 
 def check_data_names(names: Sequence[str]) -> None:
-    """UsageError for a name that can be neither that of a file nor of a Hub data set, before anything is imported."""
+    """Raise UsageError for a name of neither a file nor a Hub data set, before anything is imported."""
     for name in names:
-        path = name if os.path.exists(name) else name.rpartition("@")[0] or name
+        path, _ = parse_data(name)
         if not (os.path.exists(path) or "/" in path or path == "scenes"):
             problem = "no such file or folder, nor a Hub data set like owner/name; correct the path"
             raise UsageError(f"--data {path}: {problem}")

@@ -6,9 +6,8 @@ import webbrowser
 from typing import TYPE_CHECKING
 
 from nanovlm.cli.caption import checked_extension, model_label
-from nanovlm.cli.options import add_flags as add_record_flags
-from nanovlm.cli.options import from_args, load_captioner, model_options
-from nanovlm.errors import MissingExtraError, UsageError
+from nanovlm.cli.options import MODEL_FLAGS, add_record_flags, from_args, load_captioner, model_options
+from nanovlm.errors import UsageError, needs_extra
 from nanovlm.options import CaptionOptions, GenerationOptions, ModelOptions
 from nanovlm.serving.options import ServeOptions
 
@@ -28,7 +27,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--no-browser", action="store_true", help="print the address, and open no browser")
     answers = parser.add_argument_group("captions again")
     add_record_flags(answers, GenerationOptions, ("temperature", "seed", "max_new_tokens", "repetition_penalty"))
-    add_record_flags(answers, ModelOptions, ("model", "adapter", "device", "dtype", "quantize", "max_tiles"))
+    add_record_flags(answers, ModelOptions, MODEL_FLAGS)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -37,13 +36,9 @@ def run(args: argparse.Namespace) -> int:
     extension = checked_extension(args.extension)
     if not os.path.isdir(args.target) and not (args.target.endswith(".jsonl") and os.path.lexists(args.target)):
         raise UsageError(f"{args.target} is neither a folder nor a .jsonl table; name one that exists")
-    try:
+    with needs_extra("serve", "review"):
         from nanovlm.serving.app import listen
         from nanovlm.serving.review import Review, serve_review
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] in ("models", "nanovlm"):
-            raise
-        raise MissingExtraError(f"{error.name} is missing; pip install 'nanovlm[serve]'") from None
 
     def load() -> "Captioner":
         return load_captioner(model)

@@ -5,9 +5,8 @@ import os
 from pathlib import Path
 
 from nanovlm import EMBEDDED
-from nanovlm.cli.options import EMBEDDED_LIMITS, from_args, load_captioner, model_options
-from nanovlm.cli.options import add_flags as add_record_flags
-from nanovlm.errors import MissingExtraError
+from nanovlm.cli.options import EMBEDDED_LIMITS, add_record_flags, from_args, load_captioner, model_options
+from nanovlm.errors import needs_extra
 from nanovlm.options import ModelOptions
 from nanovlm.serving.options import ServeOptions
 
@@ -23,12 +22,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     model = model_options(args)
     options = serve_options(args)
-    try:
+    with needs_extra("serve", "serve"):
         from nanovlm.serving.app import listen, make_app, serve
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] in ("models", "nanovlm"):
-            raise
-        raise MissingExtraError(f"{error.name} is missing; pip install 'nanovlm[serve]'") from None
     with listen(options) as listening_socket:  # a port in use is reported before the model is loaded
         captioner = load_captioner(model, [model.prompt], own_images=True)
         name = model_name(model.adapter or model.model)

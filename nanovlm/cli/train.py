@@ -7,8 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from models import files
-from nanovlm.cli.options import add_flags as add_record_flags
-from nanovlm.cli.options import check_data_names, flag_of, from_args, given, settings_of
+from nanovlm.cli.options import add_record_flags, check_data_names, flag_of, from_args, given, settings_of
 from nanovlm.embedded import default_prompt
 from nanovlm.errors import FileError, UsageError
 from nanovlm.options import ModelOptions, ReadOptions

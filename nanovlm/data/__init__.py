@@ -3,11 +3,11 @@
 
 from nanovlm.data.check import check_data
 from nanovlm.data.examples import Example, ExampleError
-from nanovlm.data.mixture import ExampleBatches, Mixture, Subset, open_data, parse_data
+from nanovlm.data.mixture import ExampleBatches, Mixture, Subset, open_data
 from nanovlm.data.rows import open_source
 from nanovlm.data.source import Source, StreamedSource
 from nanovlm.errors import DataError
-from nanovlm.options import ReadOptions
+from nanovlm.options import ReadOptions, parse_data
 
 __all__ = [
     "DataError", "Example", "ExampleBatches", "ExampleError", "Mixture", "ReadOptions", "Source", "StreamedSource",

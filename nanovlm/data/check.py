@@ -14,7 +14,7 @@ N_SHOWN = 3
 
 
 def check_data(train: Sequence[Subset], held_out: Sequence[Subset], processor: Processor, skip_errors: bool) -> int:
-    """Print what was read of each source, what cannot be used and why, and a few examples.
+    """Print for each source what was read and what cannot be used and why; then print a few examples.
 
     Returns the exit code: 1 if some cannot be used and are not to be skipped.
     """

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from models.language_model import PACK_STRIDE
 from models.vision_language_model import IGNORE_INDEX
-from nanovlm.errors import DataError, ImageError, PromptTooLongError
+from nanovlm.errors import DataError, ImageError, InputError
 from nanovlm.processing.conversation import Chat, with_images
 from nanovlm.processing.image_loading import load_image
 from nanovlm.processing.processor import Processor
@@ -28,7 +28,7 @@ class ExampleError(DataError):
 
 @dataclass(frozen=True)
 class Example:
-    """Images, opened when the example is encoded, and conversations about them, each with all images.
+    """Images and conversations, each about all of the images, which are opened when the example is encoded.
 
     The conversations do not see each other. In their turns None marks the place of an image.
     """
@@ -36,7 +36,7 @@ class Example:
     images: Sequence[ImageSource]
     chats: Sequence[Chat]
     name: str = "example"
-    notes: tuple[str, ...] = ()  # what of its row was read, and what was not
+    notes: tuple[str, ...] = ()  # which columns of its row were read, and which were not
 
     def learned(self) -> list[tuple[Chat, str]]:
         """The answers that are trained on, each with the turns before it."""
@@ -45,7 +45,7 @@ class Example:
 
 
 def check_answers(example: Example) -> None:
-    """ExampleError for no answer or an empty one, which teaches nothing and is no reference."""
+    """Raise ExampleError if an answer is missing or empty: it teaches nothing and is no reference."""
     if not example.learned():
         raise ExampleError(f"{example.name} has no answer to learn; write one, or remove it")
     for before, answer in example.learned():
@@ -85,27 +85,23 @@ def encode(example: Example, processor: Processor, augment: Augment | None = Non
     images = [_load(image, example.name) for image in example.images]
     shown = processor.prepare(images if augment is None else list(map(augment, images)))
     row = EncodedExample(images=[image.tiles for image in shown])
-    for number, chat in enumerate(example.chats):
-        if not any(turn.learned for turn in chat if turn.role == "assistant"):
-            continue
-        try:
+    image_token = processor.tokenizer.image_token_id
+    try:
+        for number, chat in enumerate(example.chats):
+            if not any(turn.learned for turn in chat if turn.role == "assistant"):
+                continue
             ids, targets = _encode_chat(with_images(chat, shown), processor)
-        except (ExampleError, PromptTooLongError) as error:
-            raise ExampleError(f"{example.name}: {error}") from None
-        image_token = processor.tokenizer.image_token_id
-        n = len(ids) - ids[::-1].index(image_token) if image_token in ids else 0
-        if not row.ids:
-            row.add(ids[:n], targets[:n], [1] * n)
-        elif ids[:n] != row.ids[:n]:
-            raise ExampleError(f"{example.name}: its conversations begin differently; split it")
-        row.add(ids[n:], targets[n:], [number + 2] * len(ids[n:]))
-    limit = processor.cfg.lm_max_position_embeddings
-    if len(row.ids) > limit:
-        image_tokens = sum(map(len, row.images)) * processor.cfg.mp_image_token_length
-        raise ExampleError(
-            f"{example.name} takes {len(row.ids)} tokens, {image_tokens} of them for images, but "
-            f"lm_max_position_embeddings={limit}; shorten its text or split it"
-        )
+            n = len(ids) - ids[::-1].index(image_token) if image_token in ids else 0
+            if not row.ids:
+                row.add(ids[:n], targets[:n], [1] * n)
+            elif ids[:n] != row.ids[:n]:
+                raise ExampleError("its conversations begin differently; split it")
+            row.add(ids[n:], targets[n:], [number + 2] * len(ids[n:]))
+        n_image_tokens = sum(map(len, row.images)) * processor.cfg.mp_image_token_length
+        what = f"{len(row.ids)} tokens, {n_image_tokens} of them for images,"
+        processor.cfg.validate_length(len(row.ids), 1, what, "shorten its text or split it")
+    except (ExampleError, InputError) as error:
+        raise ExampleError(f"{example.name}: {error}") from None
     return row
 
 
@@ -191,7 +187,7 @@ class Question:
 
 
 def questions(examples: Iterable[tuple[str, Example]]) -> list[Question]:
-    """The questions of examples of named sources; all answers to one prompt about the same images are its references.
+    """Questions of (source, example) pairs; all answers to one prompt about the same images are its references.
 
     In a chat each answer has a question, which follows the reference answers before. Masked answers are not asked.
     """

@@ -3,7 +3,6 @@
 import logging
 import math
 import os
-import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,7 +20,7 @@ from nanovlm.data.records import ASKED_PROMPT, OPTIONS
 from nanovlm.data.rows import open_source
 from nanovlm.data.source import COMPARED, Keys, Source, StreamedSource, limit_of, rank_of
 from nanovlm.errors import DataError, UsageError
-from nanovlm.options import ReadOptions
+from nanovlm.options import ReadOptions, parse_data
 from nanovlm.processing.image_loading import augment
 from nanovlm.processing.processor import Processor
 
@@ -35,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Subset:
-    """Some examples of a source by index, or all that a stream does not hold out; weight is its share, if given."""
+    """Part of a source: examples by index, or what a stream does not hold out; weight is its share, if given."""
 
     source: Source
     indices: Sequence[int] = ()
@@ -45,17 +44,10 @@ class Subset:
         return len(self.indices)
 
     def usable(self, errors: list[str] | None = None) -> Iterator[Example]:
-        """Yield the examples; a row of a stream that is none is an ExampleError, or adds its message to errors."""
-        if not isinstance(self.source, StreamedSource):
-            yield from map(self.source.__getitem__, self.indices)
-            return
-        for found in self.source.one_side(held_out=False):
-            if not isinstance(found, ExampleError):
-                yield found
-            elif errors is None:
-                raise found
-            else:
-                errors.append(str(found))
+        """Yield the examples; an unusable row of a stream is an ExampleError, or adds its message to errors."""
+        if isinstance(self.source, StreamedSource):
+            return self.source.one_side(False, errors)
+        return map(self.source.__getitem__, self.indices)
 
     __iter__ = usable
 
@@ -66,7 +58,7 @@ class Subset:
 def open_data(
     data: Sequence[str | os.PathLike[str]], read: ReadOptions, validation: float | str | None, *, check: bool = False
 ) -> tuple[list[Subset], list[Subset]]:
-    """The training examples and the held-out examples of each source, see `split`; `source_lines` says what was read.
+    """Open all data; return training and held-out examples by source, see `split`. `source_lines` says what was read.
 
     validation may also be the path of a set of its own. With check, rows that cannot be used are listed in their
     source's errors and do not raise.
@@ -85,7 +77,7 @@ def open_data(
 
 
 def compare(own: Source, sources: Sequence[Source]) -> None:
-    """Say in own's lines how many of its images are also in the sources, of a stream in its first COMPARED rows."""
+    """Add a line to own: how many of its images are also in the sources. Of a stream only COMPARED rows are read."""
     trained = set()
     streams = [source for source in sources if isinstance(source, StreamedSource)]
     for source in sources:
@@ -105,19 +97,8 @@ def source_lines(train: Sequence[Subset], held_out: Sequence[Subset]) -> list[st
     return [f"{source.path}: {line}" for source in sources for line in source.lines]
 
 
-def parse_data(name: str | os.PathLike[str]) -> tuple[str, float | None]:
-    """PATH@SHARE as its two parts; a path that exists, or has a / behind its last @, is a path without a share."""
-    text = os.fspath(name)
-    path, separator, share = text.rpartition("@")
-    if not separator or "/" in share or os.path.exists(text):
-        return text, None
-    if not re.fullmatch(r"\d*\.?\d+(e-?\d+)?", share) or not float(share):
-        raise UsageError(f"--data {text}: no such file or folder, and {share!r} is no share; a share must be above 0")
-    return path, float(share)
-
-
 def parse_validation(validation: float | str | os.PathLike[str] | None) -> tuple[str | None, float | None]:
-    """A path, or a number or share; of a text that is both a number and a path the number counts, ./ names the path."""
+    """Return a path or a number. A text that is both is the number; write ./ before the path."""
     if validation is None:
         return None, None
     try:
@@ -158,7 +139,7 @@ def split(
     None holds out a tenth of all examples, at most 200, but none of fewer than 100 or of streams.
 
     The hashes of the images' bytes decide, so that an image is on one side, and stays there when others come or go.
-    Endless sources are not held out, and of a stream the first examples only are asked.
+    Nothing is held out of endless sources. Of a stream's held-out examples only the first are asked.
     """
     finite = [source for source, _ in sources if not source.endless]
     is_streamed = any(isinstance(source, StreamedSource) for source, _ in sources)
@@ -193,29 +174,21 @@ def split(
 
 
 def _asked(stream: StreamedSource, share: float, skip_errors: bool) -> Source:
-    """Hold a share of a stream out; returns the first examples that are. ExampleError for an unusable row before."""
+    """Hold a share of a stream out; return the first such examples. ExampleError for an unusable row before them."""
     stream.limit = limit_of(share)
     stream.lines.append(
         f"{share:.3g} of its rows are held out; rows that share only some of their images may be on both sides"
     )
     asked = Source(stream.path, [], replace)
-    for found in stream.one_side(held_out=True):
-        if not isinstance(found, ExampleError):
-            asked.rows.append(found)
-        elif skip_errors:
-            asked.errors.append(str(found))
-        else:
-            raise found
-        if len(asked) == MAX_HELD_OUT:
-            break
+    asked.rows = list(islice(stream.one_side(True, asked.errors if skip_errors else None), MAX_HELD_OUT))
     return asked
 
 
 def _choose(sources: Sequence[Source], validation: float, is_default: bool) -> set[str]:
     """Keys of the images to hold out: a share of all, or the number of examples with the lowest ranks.
 
-    Examples that share images form a group. Where answers are few labels, each has a group on either side, if it has
-    two; a number below that of the labels does without.
+    Examples that share images form a group. Where answers are labels, each label that has two groups gets one on
+    either side, unless validation is a number below that of the labels.
     """
     examples = [keys for source in sources for keys in source.keys]
     group_of = _groups(examples)
@@ -299,10 +272,9 @@ class Mixture:
         self.shares = [weight / sum(weights) for weight in weights]
 
     def locate(self, position: int) -> tuple[int, int]:
-        """The group whose example is at a position, and how many examples that group has shown before.
+        """Return the group whose turn a position is, and how many examples the group has shown before.
 
-        Each group takes its share of the positions that the groups before it leave, as evenly spread as can be
-        (Bresenham 1965).
+        Each group takes its share of the positions left by the groups before it, evenly spread (Bresenham 1965).
         """
         left = 1.0
         for group, share in enumerate(self.shares[:-1]):
@@ -336,9 +308,9 @@ def _permutation(n: int, seed: str) -> Tensor:
 class ExampleBatches:
     """A function step -> batch, see `collate`, which can be pickled.
 
-    The function is pure, unless a source is a stream. A stream is read on, in n_parts parts: batch n shows examples of
-    part n % n_parts, so a process that makes every n_parts-th batch reads one part. The batch then holds the states of
-    the streams under "streams", and `states` is where reading starts.
+    The function is pure, unless a source is a stream. Streams are divided into n_parts parts, and batch n reads on in
+    part n % n_parts: a process that makes every n_parts-th batch reads one part. The batch then holds the position in
+    each stream under "streams"; `states` holds the positions to start from.
     """
 
     mixture: Mixture

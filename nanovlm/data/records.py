@@ -3,8 +3,8 @@
 import base64
 import os
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,6 @@ from nanovlm.options import ReadOptions
 from nanovlm.processing.conversation import Turn
 from nanovlm.processing.image_loading import readable_extensions
 
-# By column, with the reader's own: "__folder__", where image paths start, "__name__", "__classes__", columns of names
-# that are never missing, and for a .csv "__csv__"
-Row = Mapping[str, Any]
 TableRow = tuple[Any, str]  # an Arrow table of one row, and the row's name
 
 FOLDER_NAME = "name of the folder"  # columns of images in folders
@@ -38,7 +35,7 @@ REFUSED = {  # unless --text-column says what to learn
 }
 OPTIONS = {"image": "image_column", "question": "prompt_column", "answer": "text_column"}  # by a column's role
 ROLES = {"human": "user", "gpt": "assistant", "model": "assistant"}  # of ShareGPT and Gemma
-WEIGHTS = ("weight", "loss", "train", "training", "trainable")  # keys of a message that say whether it is learned
+LOSS_KEYS = ("weight", "loss", "train", "training", "trainable")  # keys of a message that say whether it is learned
 MARK = re.compile("<image>")  # an image's position in the text of LLaVA and its followers
 OUTER_MARKS = re.compile(r"^(\s*<image>)+|(<image>\s*)+$")
 OTHER_MARKS = re.compile(
@@ -50,14 +47,26 @@ NO_IMAGE = "without an image"  # notes of examples
 ASKED_PROMPT = "question from --prompt"  # part of one
 
 
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Values by column, the row's name in messages, and the folder that image paths start from."""
+
+    values: Mapping[str, Any]
+    name: str
+    folder: str = ""
+    classes: Sequence[str] = ()  # columns of names, which are never missing
+    is_csv: bool = False
+    is_sample: bool = False  # of a tar, whose columns are types of files
+
+
 def to_example(row: Row, options: ReadOptions) -> Example:
     """The example that a row holds; ExampleError if it holds none, or if it can be read in two ways."""
     try:
         example = _read(row, _Columns(row, options), options)
     except ExampleError as error:
-        raise ExampleError(f"{row['__name__']} {error}") from None
+        raise ExampleError(f"{row.name} {error}") from None
     except (AttributeError, KeyError, TypeError) as error:  # JSON may hold any type anywhere
-        raise ExampleError(f"{row['__name__']} has an unknown structure: {error}") from None
+        raise ExampleError(f"{row.name} has an unknown structure: {error}") from None
     check_answers(example)
     return example
 
@@ -68,32 +77,33 @@ def example_of_table(row: TableRow, folder: str, features: Any, options: ReadOpt
 
 
 def row_of_table(row_of: TableRow, folder: str, features: Any) -> Row:
-    """The row of an Arrow table; of a tar's sample, its .txt and the record in its .json.
+    """Convert an Arrow table of one row; a tar's sample becomes its .txt and the record in its .json.
 
     features are those of `datasets`, or None. ExampleError for a value that Python cannot hold.
     """
     table, name = row_of
     try:
         (values,) = table.to_pylist()
-        row = {at.name: plain_value(values[at.name], at.type, (features or {}).get(at.name)) for at in table.schema}
+        values = {at.name: plain_value(values[at.name], at.type, (features or {}).get(at.name)) for at in table.schema}
     except (ArithmeticError, ImportError, LookupError, NotImplementedError, OSError, ValueError) as error:
         raise ExampleError(f"{name} cannot be read: {first_line(error)}") from None
-    if "__key__" in row:
-        name = f"{name} {row['__key__']}"
-        record = row.pop("json", None)
-        row = (record if isinstance(record, dict) else {}) | row
-        if (text := row.pop("txt", None)) is not None:
-            row["text"] = text
-        pages = [kind for kind in row if is_image(kind) and re.search(r"\d\.\w+$", kind)]
+    is_sample = "__key__" in values
+    if is_sample:
+        name = f"{name} {values['__key__']}"
+        record = values.pop("json", None)
+        values = (record if isinstance(record, dict) else {}) | values
+        if (text := values.pop("txt", None)) is not None:
+            values["text"] = text
+        pages = [kind for kind in values if is_image(kind) and re.search(r"\d\.\w+$", kind)]
         pages.sort(key=lambda kind: [int(number) for number in re.findall(r"\d+", kind)])
-        if images := [image for kind in pages if (image := row.pop(kind)) is not None]:
-            row["images"] = images
+        if images := [image for kind in pages if (image := values.pop(kind)) is not None]:
+            values["images"] = images
     classes = [column for column, feature in (features or {}).items() if has_names(feature)]
-    return row | {"__folder__": folder, "__name__": name, "__classes__": classes}
+    return Row(values, name, folder, classes, is_sample=is_sample)
 
 
 def options_for(columns: Iterable[str], options: ReadOptions) -> ReadOptions:
-    """The options for a source with these columns: beside other sources, without flags that name none of them."""
+    """Drop the flags that name no column of this source, if there are other sources that they may mean."""
     if not options.is_shared:
         return options
     absent: dict[str, Any] = {name: None for name in OPTIONS.values() if getattr(options, name) not in columns}
@@ -104,9 +114,9 @@ class _Columns:
     """The columns of a row; `read` has those that were read, by role."""
 
     def __init__(self, row: Row, options: ReadOptions):
-        self.written = {column: value for column, value in row.items() if not str(column).startswith("__")}
-        self.classes = row.get("__classes__", ())
-        self.missing = MISSING | MISSING_IN_CSV if row.get("__csv__") else MISSING
+        self.written = {column: row.values[column] for column in row.values if not str(column).startswith("__")}
+        self.classes = row.classes
+        self.missing = MISSING | MISSING_IN_CSV if row.is_csv else MISSING
         self.row = {column: None if self.is_missing(column) else value for column, value in self.written.items()}
         self.usual = {column: re.sub(r"[\s-]+", "_", str(column).strip().lower()) for column in self.row}
         self.options = options
@@ -118,12 +128,12 @@ class _Columns:
         return column not in self.classes and isinstance(value, str) and value.strip() in self.missing
 
     def find(self, names: str, filled: bool = True) -> list[str]:
-        """The columns of usual names, if filled only those that have a value."""
+        """Columns whose names match; with filled, only those that have a value."""
         found = [column for column, name in self.usual.items() if re.fullmatch(names, name)]
         return [column for column in found if not (filled and is_empty(self.row[column]))]
 
     def choose(self, role: str, *tiers: list[str]) -> Any:
-        """The value of a role: of its flag's column, else of the only candidate of the first tier that has any."""
+        """Value of a role, from its flag's column, else from the only candidate of the first tier that has any."""
         given = getattr(self.options, OPTIONS[role])
         flag = f"--{OPTIONS[role].replace('_', '-')}"
         candidates = [given] if given else next(filter(None, tiers), [])
@@ -142,7 +152,7 @@ def _read(row: Row, columns: _Columns, options: ReadOptions) -> Example:
     for names, why in {} if options.text_column else REFUSED.items():
         if found := columns.find(names):
             raise ExampleError(why.format(" and ".join(found)))
-    images = [_locate(image, row["__folder__"]) for image in _images_of(columns, "__key__" in row)]
+    images = [_locate(image, row.folder) for image in _images_of(columns, row.is_sample)]
     chats = columns.find(CHAT)
     asked = columns.find(QUESTION, filled=False)
     tiers = [columns.find(f"{ANSWER}|{CAPTION}")]
@@ -168,7 +178,7 @@ def _read(row: Row, columns: _Columns, options: ReadOptions) -> Example:
         ]
     system = columns.find("system")
     turns, marked, is_moved = _read_chat(answer, [clean_text(columns.row[column]) for column in system])
-    named = [_locate(image, row["__folder__"]) for image in marked if not isinstance(image, int | None)]
+    named = [_locate(image, row.folder) for image in marked if not isinstance(image, int | None)]
     if named and images and named != images:
         raise ExampleError(f"names images in its messages and in {columns.read['image']}; remove either")
     images = named or images
@@ -181,7 +191,7 @@ def _read(row: Row, columns: _Columns, options: ReadOptions) -> Example:
     first = next((turn for turn in turns if turn.role == "user"), None)
     turns = [Turn("user", (*[None] * len(images), turn.text)) if turn is first else turn for turn in turns]
     others = [[*turns[:-1], Turn("assistant", (clean_text(text),))] for text in answers[1:]]
-    example = Example(images, [turns, *others], row["__name__"])
+    example = Example(images, [turns, *others], row.name)
     notes = _notes_on_answers(example, columns)
     places = {"image": "the chat" if named else "nowhere", "question": "the chat" if is_chat else "--prompt"}
     for role, column in columns.read.items():
@@ -254,7 +264,7 @@ def _locate(image: Any, folder: str) -> Any:
 
 
 def _read_chat(chat: Any, system: list[str]) -> tuple[list[Turn], list[Any], bool]:
-    """Turns of a chat after those of a system, their texts alone; the images, and if one was moved.
+    """Return the turns of a chat behind the system's, as text alone; its images; and whether one was moved.
 
     An image is None where the chat has only a mark, and a number where it has the position in the row's images. The
     chat is the_cauldron's, LLaVA's and ShareGPT's, or OpenAI's.
@@ -291,7 +301,7 @@ def _read_chat(chat: Any, system: list[str]) -> tuple[list[Turn], list[Any], boo
         if role == "assistant":
             if isinstance(content, list) and any("image" in str(part.get("type")) for part in content):
                 raise ExampleError("has an image in an answer; remove it")
-            weights = [message[key] for key in WEIGHTS if message.get(key) is not None]
+            weights = [message[key] for key in LOSS_KEYS if message.get(key) is not None]
             if odd := [weight for weight in weights if weight not in (0, 1)]:
                 raise ExampleError(f"has the weight {odd[0]!r}; only 0 and 1, or false and true, are read")
             learned = all(weights)

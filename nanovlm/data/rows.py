@@ -7,8 +7,9 @@ import os
 import re
 import tarfile
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -29,7 +30,7 @@ from nanovlm.data.records import (
     to_example,
 )
 from nanovlm.data.source import DESCRIBED, Source, StreamedSource
-from nanovlm.errors import INSTALL_DATA, DataError, MissingExtraError, first_line
+from nanovlm.errors import DataError, first_line, needs_extra
 from nanovlm.options import ReadOptions
 
 METADATA = ("metadata.jsonl", "metadata.csv", "metadata.parquet")  # tables of Hugging Face's imagefolder
@@ -138,7 +139,7 @@ def _open_folder(path: str, options: ReadOptions) -> Source:
 
 
 def _training_split(names: list[str]) -> tuple[list[str], list[str]]:
-    """Names of files that belong to the training split or to none, if it is there, and lines about the others."""
+    """Names of files of the training split, if there is one, and of no split; and lines about the others."""
     level = _split_level(names)
     splits = {name: _split_of(name, level) for name in names}
     if "train" not in splits.values():
@@ -150,7 +151,7 @@ def _training_split(names: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _split_level(names: list[str]) -> int | None:
-    """The first level of folders at which the folder of every image names a split, as no class does for all."""
+    """The first level of folders at which every image's folder names a split: a class would not do so for all."""
     folders = [os.path.dirname(name).split(os.sep) for name in names if is_image(name)]
     return next((level for level, here in enumerate(zip(*folders)) if all(map(_split_named, here))), None)
 
@@ -175,7 +176,9 @@ def _read_captions(path: str, files: list[str], options: ReadOptions) -> Source:
         stem = os.path.splitext(image)[0]
         if images.setdefault(stem, image) != image:
             raise DataError(f"{stem}.txt stands beside {images[stem]} and {image}; remove one")
-    rows = [_image_row(image, text=Path(texts.get(stem, f"{stem}.txt"))) for stem, image in images.items()]
+    rows = [
+        Row({IMAGE_FILE: image, "text": Path(texts.get(stem, f"{stem}.txt"))}, image) for stem, image in images.items()
+    ]
     return _source(path, rows, options, path)
 
 
@@ -197,19 +200,22 @@ def _read_labels(path: str, images: list[str], options: ReadOptions) -> Source:
             f"captions missing: {len(unlabeled)} images in {path} have no text, the first {unlabeled[0]}; write a "
             ".txt beside each, a metadata.csv, or put them into one folder per label"
         )
-    own = {"__classes__": [FOLDER_NAME]}
-    rows = [_image_row(image, **{FOLDER_NAME: folders[0]}, **own) for image, folders in labels.items()]
+    rows = [
+        Row({IMAGE_FILE: image, FOLDER_NAME: folders[0]}, image, classes=[FOLDER_NAME])
+        for image, folders in labels.items()
+    ]
     source = _source(path, rows, options, path)
     source.lines.append(f"the name of its folder is each image's answer: {', '.join(classes)}")
     return source
 
 
-def _image_row(image: str, **columns: Any) -> Row:
-    return {IMAGE_FILE: image, **columns, "__folder__": "", "__name__": image}
+def _columns(rows: Iterable[Row]) -> dict[str, None]:
+    """All columns of rows, in order."""
+    return dict.fromkeys(column for row in rows for column in row.values if not column.startswith("__"))
 
 
 def _source(path: str, rows: list[Row], options: ReadOptions, folder: str) -> Source:
-    columns = dict.fromkeys(column for row in rows for column in row if not column.startswith("__"))
+    columns = _columns(rows)
     make_example = partial(to_example, options=options_for(columns, options))
     return Source(path, rows, make_example, folder=folder, columns=columns)
 
@@ -232,11 +238,10 @@ def _read_records(path: str, files: list[str], options: ReadOptions) -> Source:
                 content = _records_of(file, content, lines)
         if not (isinstance(content, list) and all(isinstance(record, dict) for record in content)):
             raise DataError(f"{file} holds {_kind(content)}, not a list of objects; write [{{...}}, ...]")
-        own = {"__csv__": True} if PARSERS[suffix(file)] is read_csv else {}
-        records = [record | own | {"__folder__": "", "__name__": f"{file}[{i}]"} for i, record in enumerate(content)]
-        fitting = options_for({column for record in records for column in record}, options)
-        folder = _image_folder([os.path.dirname(file)], records, fitting)
-        rows += [record | {"__folder__": folder} for record in records]
+        is_csv = PARSERS[suffix(file)] is read_csv
+        records = [Row(record, f"{file}[{i}]", is_csv=is_csv) for i, record in enumerate(content)]
+        folder = _image_folder([os.path.dirname(file)], records, options_for(_columns(records), options))
+        rows += [replace(record, folder=folder) for record in records]
     source = _source(path, rows, options, folder or "." if len(files) == 1 else path)
     source.lines += lines
     return source
@@ -251,7 +256,7 @@ def _kind(content: Any) -> str:
 
 @contextmanager
 def reading_errors(where: object) -> Iterator[None]:
-    """Turn what is raised while a file is read and parsed into a DataError of one line."""
+    """Turn any error of reading or parsing a file into a DataError of one line."""
     try:
         yield
     except (MemoryError, DataError):
@@ -301,7 +306,7 @@ PARSERS: dict[str, Callable[[str], Any]] = {
 
 
 def _records_of(path: str, content: dict[str, Any], lines: list[str]) -> Any:
-    """The records of an object: COCO's captions, or its only list of objects, of which a line is added to lines.
+    """The records in an object: COCO's captions, or its only list of objects; a line about the list goes to lines.
 
     DataError for files of known data sets that hold no answers, or no questions.
     """
@@ -338,11 +343,11 @@ def _coco(path: str, content: dict[str, Any]) -> list[dict[str, Any]]:
     return [{"file_name": image["file_name"], "captions": captions[image["id"]]} for image in content["images"]]
 
 
-def _image_folder(folders: list[str], rows: Iterable[Row], options: ReadOptions) -> str:
-    """The folder that image paths of rows start from.
+def _image_folder(folders: list[str], rows: Sequence[Row], options: ReadOptions) -> str:
+    """Find the folder that the image paths of rows start from.
 
-    --images if it has one of them, else the first of folders that has one, else the one folder below the last that has
-    all.
+    It is --images, if one image is there; else the first of folders with one; else the one folder below the last of
+    them that has all.
     """
     names = []
     for row in rows:
@@ -361,7 +366,7 @@ def _image_folder(folders: list[str], rows: Iterable[Row], options: ReadOptions)
     if len(complete) == 1:
         return complete[0]
     problem = f"which {' and '.join(complete)} have" if complete else f"which is not in {folder} or one folder below it"
-    where = next(iter(rows))["__name__"].rpartition("[")[0]
+    where = rows[0].name.rpartition("[")[0]
     raise DataError(
         f"{where} names the image {names[0]}, {problem}; name the folder of the images with --images FOLDER"
     )
@@ -388,12 +393,12 @@ def _read_dataset(path: str, files: list[str], options: ReadOptions) -> Source:
     for file in files:
         if file.endswith(".tar") and os.path.exists(file):
             notes += _tar_notes(file, data.features)
-    sample = []
+    sample: list[Row] = []
     with reading_errors(path):
         for table in islice(data.iter(batch_size=1), DESCRIBED):
             with suppress(ExampleError):  # which the scan reports
                 sample.append(row_of_table((table, f"{path}["), "", data.features))
-    columns = dict.fromkeys(column for row in sample for column in row if not column.startswith("__"))
+    columns = _columns(sample)
     options = options_for(columns, options)
     folder = ""
     if os.path.exists(path):
@@ -412,7 +417,7 @@ def _example_at(i: int, data: Any, path: str, make_example: Callable[[tuple[Any,
 
 
 def _tar_notes(file: str, features: Any) -> list[str]:
-    """Notes on what `datasets` passes over in a tar: files of types that the first samples lack, and a missing end."""
+    """Notes on a tar: files that `datasets` skips, as the first samples have none of their type, and a missing end."""
     with reading_errors(file), file_gate.opened(file) as raw, tarfile.open(fileobj=raw) as tar:
         names = [member.name for member in tar if member.isfile()]
     if twice := [name for name, n in Counter(names).items() if n > 1]:  # which older versions of `datasets` merge
@@ -428,10 +433,8 @@ def _tar_notes(file: str, features: Any) -> list[str]:
 
 def _load(path: str, files: list[str], options: ReadOptions) -> Any:
     """A Dataset, IterableDataset or a dict of them by split."""
-    try:
+    with needs_extra("data", path):
         import datasets
-    except ImportError:
-        raise MissingExtraError(f"{path} is read with the datasets library: {INSTALL_DATA}") from None
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are reported below, once
     for file in files:

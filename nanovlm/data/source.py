@@ -41,7 +41,7 @@ def text_digest(example: Example, *keys: str) -> str:
 
 
 def keys_of(example: Example, known: dict[str, str]) -> Keys:
-    """Hashes of the bytes of an example's images, or of its texts if it has none; known has those of paths.
+    """Hash the bytes of each image of an example, or its texts if it has none; known caches the hashes by path.
 
     ExampleError for a file that cannot be read.
     """
@@ -62,16 +62,16 @@ def keys_of(example: Example, known: dict[str, str]) -> Keys:
 
 
 def rank_of(keys: Iterable[str]) -> str:
-    """Where images that are kept together come in the order in which images are held out, as 24 hexadecimal digits.
+    """Rank of a group of images: the lowest ranks are held out first. 24 hexadecimal digits.
 
-    It is the hash of one image, and the hash of the lowest of several, which by itself would tend to be low.
+    The rank of one image is its hash. That of several is the hash of their lowest, as the lowest would tend to be low.
     """
     lowest, *others = sorted(set(keys))
     return digest_of(lowest.encode()) if others else lowest
 
 
 def limit_of(share: float) -> str:
-    """The rank below which a share of all images is."""
+    """Rank below which that share of all images lies."""
     return f"{int(share * 16**24):024x}"
 
 
@@ -108,9 +108,9 @@ class Source:
                 yield error
 
     def scan(self, rows: Sequence[Any], skip_errors: bool) -> list[Any]:
-        """Read rows once, and say in lines what was read and what was not; returns those that are examples.
+        """Read all rows once and return those that are examples; lines say what was read and what was not.
 
-        DataError for others, unless they are to be skipped.
+        DataError if some are none, unless they are to be skipped.
         """
         notes: dict[str, list[str]] = defaultdict(list)
         known: dict[str, str] = {}
@@ -197,16 +197,19 @@ class StreamedSource(Source):
                 raise DataError(f"{self.path} has no example to learn from in part {part + 1} of {n_parts}")
 
     def is_held_out(self, found: Found) -> bool:
-        """True for an example of the held-out side; an unusable row is reported by the other one."""
+        """True for a held-out example; an unusable row counts as trained on, where it is reported."""
         return not isinstance(found, ExampleError) and rank_of(found[1]) < self.limit
 
-    def one_side(self, held_out: bool) -> Iterator[Example | ExampleError]:
-        """Yield the examples that are held out or trained on, unshuffled, and why rows are none."""
+    def one_side(self, held_out: bool, errors: list[str] | None = None) -> Iterator[Example]:
+        """Yield the examples that are held out or trained on, unshuffled; an unusable row raises, or adds to errors."""
         for found in self.examples_of(self.all_rows(), {}):
-            if isinstance(found, ExampleError):
-                yield found
-            elif self.is_held_out(found) == held_out:
-                yield found[0]
+            if not isinstance(found, ExampleError):
+                if self.is_held_out(found) == held_out:
+                    yield found[0]
+            elif errors is None:
+                raise found
+            else:
+                errors.append(str(found))
 
     def all_rows(self) -> Iterator[Any]:
         """Yield the rows of all shards, unshuffled."""

@@ -1,4 +1,4 @@
-"""Values of a row: how each type that JSON, CSV, Arrow and `datasets` hold becomes text, or is refused by its name."""
+"""Values of a row: each type of JSON, CSV, Arrow and `datasets` becomes text, or is refused by its name."""
 
 import datetime
 import decimal
@@ -27,7 +27,7 @@ FLOATS = {"halffloat": "e", "float": "f"}  # Arrow's names of floats shorter tha
 
 
 def plain_value(value: Any, kind: Any, feature: Any = None) -> Any:
-    """A value that Arrow's `to_pylist` gave, of the Arrow type kind, as JSON would hold it; feature is of `datasets`.
+    """Convert a value of Arrow's `to_pylist`, of Arrow's type kind and `datasets`' feature, to what JSON would hold.
 
     Numbers of a class become its name, and -1, which marks a missing one, None. Floats of 16 and 32 bits become the one
     whose text is shortest; images of a streamed Hub data set are fetched. ValueError for the number of no class.
@@ -55,7 +55,7 @@ def plain_value(value: Any, kind: Any, feature: Any = None) -> Any:
 
 
 def _shortest(value: float, code: str) -> float:
-    """The float of the fewest digits that is stored as value is."""
+    """The float with the fewest digits that has the same bits in the format of code."""
     for n_digits in range(1, 10):
         for rounding in (decimal.ROUND_HALF_EVEN, decimal.ROUND_UP, decimal.ROUND_DOWN):
             rounded = float(decimal.Context(n_digits, rounding).create_decimal(value))

@@ -1,4 +1,4 @@
-"""How well a model answers held-out examples: `evaluate` asks them, `metrics` scores the answers."""
+"""Evaluation on held-out examples: `evaluate` asks their questions, `metrics` scores the answers."""
 
 from nanovlm.evaluation.evaluate import Evaluation, EvaluationOptions, evaluate, in_words, questions_of
 from nanovlm.evaluation.metrics import METRICS, load_metric

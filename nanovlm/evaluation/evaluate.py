@@ -44,7 +44,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class EvaluationOptions:
-    """How answers are generated and scored."""
+    """Options of an evaluation: how answers are generated and scored."""
 
     metrics: Mapping[str, Metric] = field(default_factory=METRICS.copy)
     batch_size: int = 16
@@ -67,7 +67,7 @@ class Evaluation:
         return {name: sum(answer.scores[name] for answer in self.answers) / len(self.answers) for name in names}
 
     def groups(self, max_prompts: int = MAX_PROMPTS) -> list[tuple[str, str | None, "Evaluation"]]:
-        """Source, None and answers of each source; with a prompt for each of its most frequent if it has several."""
+        """(source, None, answers) of each source; of one with several prompts also (source, prompt, answers)."""
         groups: list[tuple[str, str | None, Evaluation]] = []
         for source in dict.fromkeys(answer.question.source for answer in self.answers):
             answers = [answer for answer in self.answers if answer.question.source == source]
@@ -101,7 +101,7 @@ class Evaluation:
 
 
 def in_words(scores: Mapping[str, float], n: int = 0) -> str:
-    """The scores by name, for a line; of n answers, with the interval that holds the true value with 95%."""
+    """Scores by name, as a text for one line; with n, the number of answers, also their 95% intervals."""
     words = {name: f"{name.replace('_', ' ')} {value:.4f}" for name, value in scores.items()}
     for name, (low, high) in intervals(scores, n).items():
         words[name] += f" (95% interval {low:.3f} to {high:.3f})"
@@ -149,15 +149,13 @@ def evaluate(captioner: Captioner, listed: QuestionList, options: EvaluationOpti
 
 
 def _request(captioner: Captioner, question: Question, options: GenerationOptions) -> Request:
-    """A request for the answer, as long as the context has room; its error is why the question cannot be asked."""
+    """A request for an answer that fits the context; its error says why the question cannot be asked."""
     try:
         images = captioner.processor.prepare([load_image(image) for image in question.images])
         ids = captioner.processor.encode(with_images(question.chat, images))
-        captioner.inference.cfg.validate_length(len(ids), 1)
+        room = captioner.inference.cfg.validate_length(len(ids))
     except (ImageError, InputError) as error:
         message = str(error)
-        return Request(
-            (), error=DataError(message if message.startswith(question.name) else f"{question.name}: {message}")
-        )
-    room = captioner.processor.cfg.lm_max_position_embeddings - len(ids) + 1
+        message = message if message.startswith(question.name) else f"{question.name}: {message}"
+        return Request((), error=DataError(message))
     return Request(ids, images, options, min(options.max_new_tokens, room))

@@ -1,4 +1,4 @@
-"""Labels that may be wrong: the label in the data against the model's."""
+"""Find labels in the data that may be wrong: the model finds another one more probable."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -21,7 +21,7 @@ class Doubt:
 
 
 def doubtful_labels(captioner: Captioner, questions: Iterable[Question]) -> list[Doubt]:
-    """Doubts about the answers to prompts whose answers are few labels, the least probable label first."""
+    """Doubts about the answers to prompts that have few different answers; the least probable label comes first."""
     groups: dict[tuple[str, str], list[Question]] = defaultdict(list)
     for question in questions:
         if question.images and len(question.chat) == 1:
@@ -32,8 +32,8 @@ def doubtful_labels(captioner: Captioner, questions: Iterable[Question]) -> list
         if len(labels) < 2 or not are_labels(len(labels), len(asked)):
             continue
         with progress_bar(len(asked), "label") as bar:
-            for question in asked:
-                ranked = captioner.classify(question.images, labels, prompt)
+            images = (question.images for question in asked)
+            for question, ranked in zip(asked, captioner.classify_each(images, labels, prompt)):
                 probability = {choice.text: choice.probability for choice in ranked}
                 wrong = [label for label in dict.fromkeys(question.references) if label != ranked[0].text]
                 doubts += [Doubt(question, label, probability[label], ranked[0].text) for label in wrong]

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain, combinations
 from pathlib import Path
+from typing import Any
 
 from nanovlm.errors import InputError
 
@@ -36,9 +37,9 @@ CIDER_SIGMA = 6.0
 
 
 def intervals(scores: Mapping[str, float], n: int) -> dict[str, tuple[float, float]]:
-    """The 95% interval of each mean of n scores that is a share of 1, not a loss (Wilson 1927); {} if n is 0.
+    """95% intervals (Wilson 1927) of the means of n scores that lie in [0, 1]; {} if n is 0.
 
-    It is that of a share of right answers, and wider than needed for scores between 0 and 1.
+    They are exact for shares of right answers, and wider than needed for scores between 0 and 1.
     """
     found = {}
     for name, share in scores.items() if n else ():
@@ -48,6 +49,12 @@ def intervals(scores: Mapping[str, float], n: int) -> dict[str, tuple[float, flo
             half = Z_95 * math.sqrt(share * (1 - share) / n + spread / (4 * n)) / (1 + spread)
             found[name] = max(0.0, center - half), min(1.0, center + half)
     return found
+
+
+def for_json(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values for JSON, which has finite numbers only: None for others."""
+    is_finite = {name: not isinstance(value, float) or math.isfinite(value) for name, value in values.items()}
+    return {name: value if is_finite[name] else None for name, value in values.items()}
 
 
 def exact_match(answer: str, references: Sequence[str]) -> float:
@@ -85,7 +92,7 @@ def _plain_numbers(text: str) -> str:
 
 
 def _is_part_of_number(text: str, i: int) -> bool:
-    """Check whether without the mark at i a number would be another one."""
+    """Check whether a number would change if the mark at i were dropped."""
     before, after = text[i - 1 : i], text[i + 1 : i + 2]
     if before.isnumeric() and after.isnumeric():
         return True

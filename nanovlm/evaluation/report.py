@@ -70,7 +70,7 @@ def write_report(
 
 
 def _gallery(shown: Iterable[tuple[Question, str]]) -> str:
-    """An image, a line, and the references with prompt and file, of each question."""
+    """Articles, one for each question: its image, a line, and below it references, prompt and file."""
     articles = []
     shown = list(shown)
     with ThreadPoolExecutor() as threads:

@@ -20,17 +20,15 @@ from models.config import VLMConfig
 from models.formats.smolvlm import TOKENS, SmolVLM
 from models.vision_transformer import position_ids
 from nanovlm.captioner import Captioner
-from nanovlm.errors import CheckpointError, InputError, MissingExtraError
+from nanovlm.errors import CheckpointError, InputError, needs_extra
+from nanovlm.export import GGUF_TYPES
 from nanovlm.processing.layouts.smolvlm import MAX_SIDE
 from nanovlm.processing.tokenizer import Tokenizer
 
-try:
+with needs_extra("gguf", "GGUF files"):
     import gguf
     from gguf import MODEL_ARCH, GGUFWriter, TokenType
-except ImportError:
-    raise MissingExtraError('GGUF files need the extra gguf: pip install "nanovlm[gguf]"') from None
 
-GGUF_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")
 BLOCK = 32  # values that share a scale in q8_0 and q4_0; rows of another length are stored in 16 bits
 LANCZOS = 1
 
@@ -172,7 +170,7 @@ def add_tokenizer(writer: GGUFWriter, tokenizer: Tokenizer, cfg: VLMConfig, sett
 
 
 def pre_tokenizer_name(raw: dict) -> str:
-    """llama.cpp's name for what a tokenizer.json does before BPE; InputError if it knows no such pre-tokenizer."""
+    """llama.cpp's name of a tokenizer.json's pre-tokenizer; InputError if it has none."""
     model = raw["model"]
     keys = ("dropout", "byte_fallback", "continuing_subword_prefix", "end_of_word_suffix")
     unsupported = {"model": model["type"] != "BPE", "normalizer": raw.get("normalizer")}
@@ -197,7 +195,7 @@ def _without_offsets(value: Any) -> Any:
 
 
 def write_gguf(writer: GGUFWriter, tensors: Iterable[tuple[str, Tensor]], name: str, gguf_type: str) -> None:
-    """Add tensors and what all files say, write the file and close it."""
+    """Add the tensors and the metadata of every file, write the file and close it."""
     n_parameters = 0
     for key, tensor in tensors:
         kind = stored_type(key, tensor, gguf_type)

@@ -33,11 +33,11 @@ from models.language_model import LanguageModel, build_attention_mask, inverse_f
 from models.vision_language_model import VisionLanguageModel
 from nanovlm.captioner import Captioner
 from nanovlm.errors import MissingExtraError
+from nanovlm.export import ONNX_TYPES
 
 VISION_ENCODER = "vision_encoder"  # names of files
 EMBED_TOKENS = "embed_tokens"
 DECODER = "decoder_model_merged"
-SUFFIXES = {"float32": "", "float16": "_fp16", "int8": "_quantized"}  # of file names, as in transformers.js
 OPSET = 18
 ONNX_FOLDER = "onnx"
 MAX_FILE_BYTES = 2**31 - 2**24  # a protobuf file holds less than 2 GiB; larger weights go to NAME.onnx_data
@@ -80,7 +80,7 @@ def export_onnx(captioner: Captioner, folder: str | Path, dtypes: Sequence[str] 
 
 
 def _add_transformers_js_settings(folder: Path) -> None:
-    """Write what transformers.js reads from other places than transformers, or than transformers 5."""
+    """Write settings to the places where transformers.js looks, and transformers does not."""
     second_files = {path.name.removesuffix("_data"): 1 for path in sorted((folder / ONNX_FOLDER).glob("*.onnx_data"))}
     settings = {"kv_cache_dtype": {"fp16": "float16"}, "use_external_data_format": second_files}
     added: dict[str, dict] = {CONFIG: {"transformers.js_config": settings}}
@@ -199,25 +199,25 @@ def grouped_attention(
 
 
 def write_onnx(model: VisionLanguageModel, folder: Path, dtypes: Sequence[str] = ("float32",)) -> None:
-    """Write the three graphs into a folder, in each of the types, which are those of SUFFIXES.
+    """Write the three graphs into a folder, in each of some ONNX_TYPES.
 
     Pixels, embeddings and logits are float32 in every type; past keys and values are float16 in the type float16. In
     int8, onnxruntime's dynamic quantization stores the matrices of the float32 graphs in 8 bits, and their inputs are
     rounded when they run. Weights that a protobuf file cannot hold go to a file beside it, NAME.onnx_data. Raises
     InputError for other types.
     """
-    if unknown := [dtype for dtype in dtypes if dtype not in SUFFIXES]:
-        raise InputError(f"no ONNX graphs in {', '.join(unknown)}; use {', '.join(SUFFIXES)}")
+    if unknown := [dtype for dtype in dtypes if dtype not in ONNX_TYPES]:
+        raise InputError(f"no ONNX graphs in {', '.join(unknown)}; use {', '.join(ONNX_TYPES)}")
     for name, graph in GRAPHS.items():
         logger.info("writing %s in %s", name, ", ".join(dtypes))
         if "float16" in dtypes:
-            _write_graph(graph(model, torch.float16), folder / f"{name}{SUFFIXES['float16']}.onnx")
+            _write_graph(graph(model, torch.float16), folder / f"{name}{ONNX_TYPES['float16']}.onnx")
         if "float32" in dtypes or "int8" in dtypes:
             with files.scratch_folder(folder) as scratch:
                 path = (folder if "float32" in dtypes else scratch) / f"{name}.onnx"
                 _write_graph(graph(model, torch.float32), path)
                 if "int8" in dtypes:
-                    _quantize(path, folder / f"{name}{SUFFIXES['int8']}.onnx")
+                    _quantize(path, folder / f"{name}{ONNX_TYPES['int8']}.onnx")
 
 
 @torch.enable_grad()  # KVCache.append then concatenates, as a graph must
@@ -260,7 +260,7 @@ def _dimensions(name: str) -> dict[int, str]:
 
 
 def _in_dtype(module: nn.Module, dtype: torch.dtype) -> Any:
-    """The module itself if it is in eval mode, in that dtype and on the CPU, else such a copy."""
+    """The module in eval mode, in that dtype and on the CPU: itself if it is so, else a copy."""
     parameter = next(module.parameters())
     if parameter.dtype == dtype and parameter.device.type == "cpu" and not module.training:
         return module

@@ -81,7 +81,7 @@ def export_smolvlm(captioner: Captioner, folder: str | Path) -> None:
 
 
 def remove_stale(folder: Path, written: Container[str]) -> None:
-    """Remove what an earlier export left in the folder, and readers would take for files of this one."""
+    """Remove files of an earlier export, which readers would take for part of this one."""
     for name in SmolVLM.other_files:
         if name not in written:
             files.remove(folder / name)

@@ -9,15 +9,15 @@ from nanovlm.errors import InputError
 from nanovlm.processing.processor import Processor
 from nanovlm.processing.tokenizer import Tokenizer
 
-FORMATS = ("nanovlm", "smolvlm")
+TRAINED_FORMATS = ("nanovlm", "smolvlm")
 MIN_TILES = 2  # of the longest edge: llama.cpp splits every image, transformers only those of several tiles
 ROW_END = "\n\n"  # after the last row of tiles; llama.cpp looks for one token of this text
 
 
 def check_format(cfg: VLMConfig, format: str) -> None:
     """InputError unless a model can be trained in that format: a SmolVLM cannot become a nanoVLM."""
-    if format not in FORMATS:
-        raise InputError(f"format={format} is none of {', '.join(FORMATS)}")
+    if format not in TRAINED_FORMATS:
+        raise InputError(f"format={format} is none of {', '.join(TRAINED_FORMATS)}")
     if format == "nanovlm" and cfg.format_name == "smolvlm":
         raise InputError("format=nanovlm, but this model has SmolVLM's layout, in which it was trained; use smolvlm")
 

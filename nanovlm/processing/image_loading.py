@@ -24,6 +24,7 @@ from PIL import ExifTags, Image, ImageEnhance, PngImagePlugin, features
 from PIL.Image import Transpose
 
 from models import files
+from nanovlm.console import printable
 from nanovlm.errors import ImageError, MissingExtraError
 
 if TYPE_CHECKING:
@@ -154,11 +155,6 @@ def from_array(array: Any) -> Image.Image:
     if values.dtype != torch.uint8:
         raise ImageError(f"an array of {array.dtype}; pass uint8, or floats in [0, 1]")
     return Image.fromarray((values.squeeze(2) if values.shape[2:] == (1,) else values).numpy())
-
-
-def printable(name: str) -> str:
-    """A name on one line: as it is, or quoted and escaped where it holds control characters."""
-    return name if name and name.isprintable() else repr(name)
 
 
 @contextlib.contextmanager

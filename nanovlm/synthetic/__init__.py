@@ -7,4 +7,4 @@ function of a seed, so a dataset is a range of integers and needs no disk.
 # ruff: noqa: F401 - the names that other packages use
 from nanovlm.synthetic.captions import caption, questions
 from nanovlm.synthetic.drawing import draw
-from nanovlm.synthetic.scene import BACKGROUNDS, COLORS, WITHHELD, Scene, names_withheld, random_scene
+from nanovlm.synthetic.scene import BACKGROUNDS, COLORS, WITHHELD, Scene, random_scene

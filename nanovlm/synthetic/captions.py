@@ -37,7 +37,7 @@ def _with_article(phrase: str) -> str:
 
 
 def questions(scene: Scene, rng: Random) -> list[tuple[str, str]]:
-    """Everything that this scene answers unambiguously, as (question, answer) in random order.
+    """(question, answer) pairs that this scene answers unambiguously, in random order.
 
     Kinds of questions take turns, and within a kind its answers do, so that the first few questions show every kind
     equally often and "yes" as often as "no". A withheld pair is asked about only where the scene shows it.
@@ -99,7 +99,7 @@ def _counts(scene: Scene, rng: Random) -> Pairs:
 
 
 def _exists(scene: Scene, rng: Random) -> Pairs:
-    """For every true phrase a false one of the same form, mostly one that is nearly true."""
+    """Ask about every true phrase, and about a false one of the same form, which is mostly nearly true."""
     forms: tuple[list[tuple[str, ...]], ...] = (
         [(kind,) for kind in SHAPES],
         [*TRAINED_PAIRS],
@@ -165,7 +165,7 @@ def _neighbors(scene: Scene, rng: Random) -> Pairs:
 
 
 def _offset(relation: str, a: Shape, b: Shape) -> float:
-    """How far a is left of, right of, above or below b; negative on the other side."""
+    """Distance by which a is left of, right of, above or below b; negative on the other side."""
     return {"left of": b.x - a.x, "right of": a.x - b.x, "above": b.y - a.y, "below": a.y - b.y}[relation]
 
 

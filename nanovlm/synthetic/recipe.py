@@ -1,4 +1,4 @@
-"""How the embedded model is made: its config, its tokenizer, and the batches it is trained on.
+"""Recipe of the embedded model: its config, its tokenizer, and the batches it is trained on.
 
 Every batch is a pure function of the seed and the step. The schedules below (step -> value from that step on) reproduce
 the published weights; a change of anything here, even of the order of random draws, changes the training data.
@@ -171,7 +171,7 @@ def _numbered_example(number: int) -> Example:
 
 
 def _as_typed(prompt: str, rng: Random) -> str:
-    """The prompt, sometimes as people type it: in other words or American spelling, in lower case, without a mark."""
+    """Vary a prompt as people do: other words, American spelling, lower case, no question mark."""
     for part, alternatives in REWORDINGS.items():
         if part in prompt and rng.random() < REWORDED_SHARE:
             prompt = prompt.replace(part, rng.choice(alternatives))
@@ -220,7 +220,7 @@ class SceneBatches:
 
 
 def at(step: int, schedule: Mapping[int, T]) -> T:
-    """The value of the latest entry of a schedule at or before step."""
+    """Value of a schedule at a step: its last entry up to there."""
     return schedule[max(start for start in schedule if start <= step)]
 
 

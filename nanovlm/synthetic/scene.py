@@ -62,11 +62,6 @@ class Scene:
     seed: int
 
 
-def names_withheld(scene: Scene) -> bool:
-    """Check whether a caption of this scene names a withheld pair."""
-    return any((shape.color, shape.kind) in WITHHELD for shape in scene.shapes)
-
-
 def random_scene(rng: Random, *, withheld: bool = False, max_shapes: int = 4) -> Scene:
     """One to max_shapes different shapes on a grid or placed freely; withheld: at least one is a withheld pair."""
     n = rng.randint(1, max_shapes)
@@ -81,7 +76,7 @@ def random_scene(rng: Random, *, withheld: bool = False, max_shapes: int = 4) ->
 
 
 def with_unnamed_colors(scene: Scene, rng: Random) -> Scene:
-    """The scene with every shape in a color that has no name here, or gray; everything but its color names holds."""
+    """Recolor every shape in gray or a color without a name here; of a caption, only color names become wrong."""
     return replace(scene, shapes=tuple(replace(shape, rgb=_unnamed_color(rng)) for shape in scene.shapes))
 
 

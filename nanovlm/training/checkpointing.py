@@ -79,7 +79,7 @@ def write_errors(folder: Path) -> Iterator[None]:
 
 
 def check_disk_space(folder: Path, model: VisionLanguageModel, cfg: TrainConfig) -> None:
-    """InputError for a new folder without space for the model and its checkpoints, with two moments a weight."""
+    """Raise InputError for a new folder without space for model and checkpoints, which hold two moments a weight."""
     size = sum(p.nbytes for p in model.parameters())
     moments = 2 * sum(p.nbytes for p in model.parameters() if p.requires_grad)
     if not checkpoint_steps(folder):  # those of a run that is resumed have their space
@@ -96,7 +96,7 @@ def write_model(
     base: str | None = None,
     prompt: str | None = None,
 ) -> None:
-    """Write the files of a model, whose default is the prompt; adapters are merged, and written beside it, too.
+    """Write a model's files and its default prompt; adapters are merged into it and also written beside it.
 
     home is the folder where the trained model will be found. Adapters name the base model.
     """

@@ -4,6 +4,7 @@ Each field carries its default, type, limits and, if it has a flag, that flag's 
 keys of run.json and the keyword arguments of Python are made from them.
 """
 
+import json
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -11,9 +12,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from models import files
+from nanovlm.console import count
 from nanovlm.embedded import EMBEDDED
-from nanovlm.errors import InputError
-from nanovlm.options import ReadOptions, check_settings, setting
+from nanovlm.errors import InputError, UsageError
+from nanovlm.options import DEVICES, DTYPES, ReadOptions, check_settings, setting
 
 MUON_LR = 5e-4  # of fine-tuning by Muon, for the embedded model
 EPOCHS = 45  # by default each example is shown 45 times, in at least FINETUNING's steps
@@ -22,6 +25,15 @@ PATH = (str, os.PathLike)
 RUN_FILE = "run.json"  # beside a trained model: the flags of its training
 PROJECTOR = "MP"
 PARTS = {"vision": "vision_encoder", "projector": PROJECTOR, "language": "decoder"}  # as --freeze names them
+
+
+def read_run(folder: Path) -> dict[str, Any]:
+    """The flags in the run.json of a model's folder; {} if there is none that can be read."""
+    try:
+        content = json.loads(files.read_text(folder / RUN_FILE))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 @dataclass(frozen=True)
@@ -44,8 +56,8 @@ class TrainConfig:
     pack: int = setting(0, "pack examples into rows of up to N tokens that do not attend to each other; 0 pads instead")
     augment: float = setting(
         0.0,
-        "from an image's second epoch on, move and scale it by up to this share, rotate it by up to 100 times as many "
-        "degrees, and change brightness and contrast by up to half as much",
+        "strength of changes to images that are shown again: 0.15 moves and scales them by up to 0.15 of a side, "
+        "rotates them by up to 15 degrees, and changes brightness and contrast by up to 0.075",
         below=0.5,
     )
     lr: float = setting(
@@ -84,7 +96,7 @@ class TrainConfig:
     dtype: str = setting(
         "auto",
         "dtype of the computation; weights stay float32. auto is bfloat16 where the device is fast in it",
-        choices=("auto", "float32", "bfloat16", "float16"),
+        choices=("auto", *DTYPES),
     )
     gradient_checkpointing: bool = setting(
         False, "recompute activations in the backward pass, which takes less memory and more time"
@@ -127,8 +139,8 @@ class TrainConfig:
     def lr_at(self, step: int) -> float:
         """The learning rate of a step, counted from 0: warm-up, stable, linear decay (Hägele et al. 2024).
 
-        From the end of its warm-up until its decay, a run can be resumed with another max_steps as if it had had that
-        from the start; during its warm-up only if warmup_steps are at most a tenth of both numbers.
+        A run that is resumed between warm-up and decay with another max_steps learns as if it had had that from the
+        start; during the warm-up only if warmup_steps are at most a tenth of both.
         """
         decay = (self.max_steps - step) / max(1.0, self.decay * self.max_steps)
         return self.lr * min(1.0, (step + 1) / (self.warmup + 1), decay)
@@ -160,7 +172,7 @@ class FinetuneOptions:
         nargs=2,
         metavar=("VISION", "LANGUAGE"),
     )
-    device: str = setting("auto", "where to train", choices=("auto", "cpu", "cuda", "mps"))
+    device: str = setting("auto", "where to train", choices=DEVICES)
     validation: str | float | None = setting(
         None,
         "hold out N examples, or below 1 a share of them; 0 holds out none; or a folder or file of examples to "
@@ -192,3 +204,33 @@ ADAPTERS = replace(FINETUNING, lr=3e-3)  # LoRA wants a higher learning rate (Sc
 # Their vocabulary was pretrained, so that adapters need no trained embeddings.
 JOINED = replace(FINETUNING, lr=1.5e-4, projector_lr=3e-3)
 JOINED_ADAPTERS = replace(ADAPTERS, projector_lr=3e-3, train_embeddings=False)
+
+
+def choose_settings(
+    options: FinetuneOptions, cfg: TrainConfig, width: int, steps_per_epoch: float, trained_by: str | None = None
+) -> tuple[TrainConfig, list[str]]:
+    """Apply options.epochs and choose the settings that options.automatic names; returns cfg and the reasons.
+
+    The wider the model, the lower the learning rate, in proportion (Yang et al. 2022). The optimizer that a model was
+    trained_by suits it best, but Muon needs whole matrices. steps_per_epoch is 0 if unknown.
+    """
+    chosen: dict[str, Any] = {}
+    reasons = []
+    if "optimizer" in options.automatic and not cfg.lora_rank and trained_by == "muon":
+        chosen["optimizer"] = "muon"
+        reasons.append("muon, as the model was trained by it")
+    if "lr" in options.automatic:
+        is_muon = chosen.get("optimizer", cfg.optimizer) == "muon"
+        chosen["lr"] = (MUON_LR if is_muon else cfg.lr) * REFERENCE_WIDTH / width
+        reasons.append(f"learning rate {chosen['lr']:.1e} for a width of {width:,}")
+    if options.epochs is not None:
+        if not steps_per_epoch:
+            raise UsageError("--epochs needs data whose size is known, unlike a stream's or scenes'; use --max-steps")
+        chosen["max_steps"] = max(1, math.ceil(round(options.epochs * steps_per_epoch, 6)))
+    elif "max_steps" in options.automatic and steps_per_epoch:
+        chosen["max_steps"] = min(max(cfg.max_steps, math.ceil(EPOCHS * steps_per_epoch)), MAX_STEPS)
+        reasons.append(f"{chosen['max_steps']:,} steps, {chosen['max_steps'] / steps_per_epoch:.0f} epochs")
+    cfg = replace(cfg, **chosen)
+    if cfg.warmup < cfg.warmup_steps:
+        reasons.append(f"warm-up of {count(cfg.warmup, 'step')} instead of {cfg.warmup_steps}, at most a tenth of all")
+    return cfg, reasons

@@ -3,41 +3,15 @@
 A step of the embedded model takes 0.61 times as long with it (AMD EPYC, one thread). In float32 SDPA is as fast.
 """
 
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from models.attention import attention
 from models.inference.proof import Source
-from models.vision_language_model import VisionLanguageModel
-
-logger = logging.getLogger(__name__)
 
 ATTENTION = Source(attention)
 MAX_MATMUL_KEYS = 512  # with more, the scores of all pairs of tokens take too much memory
-
-
-@contextmanager
-def cpu_ops(model: VisionLanguageModel) -> Iterator[None]:
-    """Let a model on a CPU compute with this module's attention, within the context."""
-    changed: list[Any] = []
-    difference = ATTENTION.difference() if model.device.type == "cpu" else ""
-    if difference:
-        logger.warning("%s: training uses it instead of the faster %s", difference, __name__)
-    elif model.device.type == "cpu":
-        changed = [module for module in model.modules() if getattr(module, "attend", None) is attention]
-    for module in changed:
-        module.attend = matmul_attention
-    try:
-        yield
-    finally:
-        for module in changed:
-            module.attend = attention
 
 
 def matmul_attention(

@@ -14,6 +14,16 @@ from models import files
 from nanovlm.errors import TrainingError
 
 
+def world_size() -> int:
+    """The number of processes that torchrun has started, else 1."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def is_main() -> bool:
+    """True for the process that writes files and lines."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 class DistributedContext:
     """The processes that train one model together; with a single process every method is a no-op.
 
@@ -23,9 +33,9 @@ class DistributedContext:
 
     def __init__(self, device: torch.device):
         """Join the process group of torchrun's environment, if any, or use the one that the caller has initialized."""
-        self.world_size = int(os.environ.get("WORLD_SIZE", 1))
+        self.world_size = world_size()
         self.rank = int(os.environ.get("RANK", 0))
-        self.is_main = self.rank == 0  # this process writes the files and the progress lines
+        self.is_main = is_main()
         self.device = device
         self.lock = ExitStack()
         self.owns_group = self.world_size > 1 and not dist.is_initialized()

@@ -6,49 +6,38 @@ import math
 import os
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import replace
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from models import files
-from models.checkpoint import (
-    CONFIG,
-    FORMATS,
-    TOKENIZER,
-    TOKENIZER_CONFIG,
-    WEIGHTS,
-    checkpoint_dtype,
-    read_object,
-    snapshot_path,
-)
+from models.checkpoint import CONFIG, FORMATS, TOKENIZER, TOKENIZER_CONFIG, WEIGHTS, checkpoint_dtype, snapshot_path
 from models.lora.files import ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from models.vision_language_model import VisionLanguageModel
 from nanovlm.captioner import Captioner
-from nanovlm.console import count
-from nanovlm.data import ExampleBatches, ExampleError, Mixture, StreamedSource, Subset, check_data, parse_data
+from nanovlm.data import ExampleBatches, ExampleError, Mixture, StreamedSource, Subset, check_data, open_data
 from nanovlm.data.examples import questions as questions_about
 from nanovlm.data.mixture import parse_validation
 from nanovlm.device import choose_device
 from nanovlm.embedded import SETTINGS
-from nanovlm.errors import CheckpointError, TrainingError, UsageError, is_out_of_memory
+from nanovlm.errors import TrainingError, UsageError, is_out_of_memory
 from nanovlm.evaluation import Evaluation, EvaluationOptions, evaluate, load_metric
 from nanovlm.evaluation.evaluate import QuestionList
-from nanovlm.options import check_output_folder
+from nanovlm.options import check_output_folder, parse_data
 from nanovlm.processing.processor import Processor
-from nanovlm.training import examples
 from nanovlm.training.checkpointing import STATE, checkpoint_path, checkpoint_steps, stored_settings, write_errors
-from nanovlm.training.config import EPOCHS, MAX_STEPS, MUON_LR, REFERENCE_WIDTH, RUN_FILE, FinetuneOptions, TrainConfig
-from nanovlm.training.examples import open_examples, resumed_options
+from nanovlm.training.config import RUN_FILE, FinetuneOptions, TrainConfig, choose_settings, read_run
+from nanovlm.training.data import absolute, count_steps_per_epoch, describe_data, digest, fingerprint, resumed_options
+from nanovlm.training.distributed import is_main, world_size
 from nanovlm.training.loop import Trainer, TrainingTask
-from nanovlm.training.metrics import LOSS, METRICS, REPORT, check_installed
+from nanovlm.training.metrics import LOSS, METRICS_FILE, REPORT, check_installed
 
 BASE = "base"  # folder of the model that a LoRA run started from, if it is in no other
 WRITTEN = (  # to the folder of a run, beside checkpoints and the files of some formats
-    CONFIG, WEIGHTS, TOKENIZER, TOKENIZER_CONFIG, SETTINGS, ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS, RUN_FILE, METRICS,
-    REPORT,
+    CONFIG, WEIGHTS, TOKENIZER, TOKENIZER_CONFIG, SETTINGS, ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS, RUN_FILE,
+    METRICS_FILE, REPORT,
 )  # fmt: skip
 
 logger = logging.getLogger(__name__)
@@ -85,7 +74,7 @@ def remedies() -> Iterator[None]:
 def check_examples(options: FinetuneOptions) -> int:
     """Read all examples and print counts, errors and samples; 1 if some are unusable and not to be skipped."""
     options = resumed_options(options)
-    training, held_out = open_examples(options, check=True)
+    training, held_out = open_data(options.data, options.read, options.validation, check=True)
     _, processor, _ = load_start(options)
     return check_data(training, held_out, processor, skip_errors=options.read.skip_errors)
 
@@ -106,7 +95,7 @@ def start(options: FinetuneOptions, cfg: TrainConfig) -> Trainer:
         chosen = [name for name in options.automatic if name != "max_steps" or options.epochs is None]
         settings = {**options.flags, **{name: getattr(cfg, name) for name in chosen}}
         if options.data:
-            settings |= {"data": list(map(examples.absolute, options.data)), "validation": task.n_held_out}
+            settings |= {"data": list(map(absolute, options.data)), "validation": task.n_held_out}
             settings.pop("model", None)
             settings.pop("backbones", None)
             settings |= run.origin
@@ -116,11 +105,6 @@ def start(options: FinetuneOptions, cfg: TrainConfig) -> Trainer:
             with write_errors(options.out):
                 files.replace(options.out / RUN_FILE, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
     return run
-
-
-def is_main() -> bool:
-    """True for the process that writes files and lines."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 def check_folder(folder: Path, data: Sequence[str | os.PathLike[str]]) -> None:
@@ -141,10 +125,8 @@ def holds_run(folder: Path) -> bool:
     """Check for a checkpoint, or for the run.json of a run that ended before its first one."""
     if any((checkpoint_path(folder, step) / STATE).exists() for step in checkpoint_steps(folder)):
         return True
-    with suppress(CheckpointError):
-        settings = read_object(folder / RUN_FILE)
-        return "out" in settings and not settings.keys().isdisjoint({"data", "recipe"})
-    return False
+    settings = read_run(folder)
+    return "out" in settings and not settings.keys().isdisjoint({"data", "recipe"})
 
 
 def prepare_scenes(options: FinetuneOptions, cfg: TrainConfig) -> tuple[VisionLanguageModel, TrainingTask, TrainConfig]:
@@ -158,21 +140,18 @@ def prepare_scenes(options: FinetuneOptions, cfg: TrainConfig) -> tuple[VisionLa
 
 
 def prepare(options: FinetuneOptions, cfg: TrainConfig) -> tuple[VisionLanguageModel, TrainingTask, TrainConfig]:
-    """The model, its task, and cfg adapted to the width of the model and to the number of examples."""
+    """Return the model, its task, and cfg with the settings that follow from model and data."""
     options = resumed_options(options)
-    training, held_out = open_examples(options)
+    training, held_out = open_data(options.data, options.read, options.validation)
     if options.metric != FinetuneOptions.metric and not held_out:
         raise UsageError("--metric has no effect: nothing of these data is held out; add --validation N, or omit it")
     model, processor, dtype = load_start(options)
     mixture = Mixture(training, cfg.seed)
-    cfg, reasons = choose_settings(
-        options, cfg, processor.cfg.lm_hidden_dim, examples.count_steps_per_epoch(mixture, cfg)
-    )
-    n_parts = 1
-    if any(
-        isinstance(one.source, StreamedSource) for one in training
-    ):  # each process that prepares batches reads a part
-        n_parts = int(os.environ.get("WORLD_SIZE", 1)) * max(1, cfg.num_workers)
+    width = processor.cfg.lm_hidden_dim
+    steps = count_steps_per_epoch(mixture, cfg)
+    cfg, reasons = choose_settings(options, cfg, width, steps, find_optimizer(options))
+    is_streamed = any(isinstance(one.source, StreamedSource) for one in training)
+    n_parts = world_size() * max(1, cfg.num_workers) if is_streamed else 1  # one for each process that makes batches
     own, number = parse_validation(options.validation)
     n_held_out = sum(map(len, held_out)) if number is None else int(number) if number % 1 == 0 else number
     task = TrainingTask(
@@ -180,16 +159,16 @@ def prepare(options: FinetuneOptions, cfg: TrainConfig) -> tuple[VisionLanguageM
         processor.tokenizer.to_json(),
         options.out,
         save_dtype=dtype,
-        data_fingerprint=examples.fingerprint(training, n_parts),
+        data_fingerprint=fingerprint(training, n_parts),
         n_held_out=os.path.abspath(own) if own else n_held_out,
         base=base_model(options),
         prompt=options.read.question,
         origin=origin(options),
-        model_digest=examples.digest(model),
+        model_digest=digest(model),
         **(held_out_task(options, cfg, held_out, processor) if held_out else {}),
     )
     if is_main():
-        logger.info(examples.describe_data(mixture, held_out, cfg, options.validation is None))
+        logger.info(describe_data(mixture, held_out, cfg, options.validation is None))
         if reasons:
             logger.info(f"chosen: {'; '.join(reasons)}")
     return model, task, cfg
@@ -222,44 +201,14 @@ def held_out_task(
     }
 
 
-def choose_settings(
-    options: FinetuneOptions, cfg: TrainConfig, width: int, steps_per_epoch: float
-) -> tuple[TrainConfig, list[str]]:
-    """Apply options.epochs and choose the settings that options.automatic names; returns cfg and the reasons.
-
-    The wider the model, the lower the learning rate, in proportion (Yang et al. 2022). The optimizer that a model was
-    trained by suits it best, but Muon needs whole matrices. steps_per_epoch is 0 if unknown.
-    """
-    chosen: dict[str, Any] = {}
-    reasons = []
-    if "optimizer" in options.automatic and not cfg.lora_rank and find_optimizer(options) == "muon":
-        chosen["optimizer"] = "muon"
-        reasons.append("muon, as the model was trained by it")
-    if "lr" in options.automatic:
-        is_muon = chosen.get("optimizer", cfg.optimizer) == "muon"
-        chosen["lr"] = (MUON_LR if is_muon else cfg.lr) * REFERENCE_WIDTH / width
-        reasons.append(f"learning rate {chosen['lr']:.1e} for a width of {width:,}")
-    if options.epochs is not None:
-        if not steps_per_epoch:
-            raise UsageError("--epochs needs data whose size is known, unlike a stream's or scenes'; use --max-steps")
-        chosen["max_steps"] = max(1, math.ceil(round(options.epochs * steps_per_epoch, 6)))
-    elif "max_steps" in options.automatic and steps_per_epoch:
-        chosen["max_steps"] = min(max(cfg.max_steps, math.ceil(EPOCHS * steps_per_epoch)), MAX_STEPS)
-        reasons.append(f"{chosen['max_steps']:,} steps, {chosen['max_steps'] / steps_per_epoch:.0f} epochs")
-    cfg = replace(cfg, **chosen)
-    if cfg.warmup < cfg.warmup_steps:
-        reasons.append(f"warm-up of {count(cfg.warmup, 'step')} instead of {cfg.warmup_steps}, at most a tenth of all")
-    return cfg, reasons
-
-
 def find_optimizer(options: FinetuneOptions) -> str | None:
-    """The optimizer of the run that is resumed, or that a model was trained by, as its run.json or its card say."""
+    """Optimizer of the run that is resumed, else of the model's own training, which run.json or its card names."""
     if resumed := stored_settings(options.out):
         return resumed.get("optimizer")
     if options.backbones:
         return None
     folder = snapshot_path(options.model)
-    if (folder / RUN_FILE).is_file() and (optimizer := read_object(folder / RUN_FILE).get("optimizer")):
+    if optimizer := read_run(folder).get("optimizer"):
         return optimizer
     card = folder / "README.md"
     text = files.read_text(card, errors="replace") if card.is_file() else ""

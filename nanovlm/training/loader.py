@@ -1,4 +1,4 @@
-"""Batches by their numbers, prepared in other processes; and signals, which reach all of these processes."""
+"""Load batches, prepared by other processes, and catch the signals that reach all of these processes."""
 
 import pickle
 import signal
@@ -20,7 +20,7 @@ PREFETCH = 4  # batches that each worker prepares ahead
 
 
 class Batches(Iterator[Batch]):
-    """Batches in the order of their numbers; `state` says where each stream that was read on stands."""
+    """Batches in the order of their numbers; `state` has the position in each stream that was read."""
 
     def __init__(self, items: Iterator[Any], start: dict[str, Any]):
         self.items = items
@@ -42,7 +42,7 @@ class Batches(Iterator[Batch]):
 def load_batches(
     get_batch: Callable[[int], Batch], numbers: range, num_workers: int, state: dict[str, Any] | None = None
 ) -> Iterator[Batches]:
-    """get_batch(number) for each of the numbers; workers end with the context, streams go on from state."""
+    """Yield an iterator of get_batch(number); workers end with the context, streams go on from state."""
     if hasattr(get_batch, "states"):
         get_batch = replace(get_batch, states=dict(state or {}))  # type: ignore[type-var]  # nanovlm.data.ExampleBatches
     loader: DataLoader = DataLoader(
@@ -62,7 +62,7 @@ def load_batches(
 
 
 def _prepare(get_batch: Callable[[int], Batch], number: int) -> Batch | Exception | bytes:
-    """A batch, or the error of the user's data, to which a DataLoader would add a worker's traceback.
+    """Make a batch, or return the error of the user's data: a DataLoader would add a worker's traceback to it.
 
     A worker shares its tensors or, where shared memory is full, pickles them: a container has 64 MB by default. Its
     queue would share them in a thread, which prints its error, and the training process would wait on.
@@ -92,7 +92,7 @@ class TrainingInterrupted(SystemExit):
 
 @contextmanager
 def catch_stop_signals() -> Iterator[list[int]]:
-    """A list to which SIGINT and SIGTERM are appended while the process goes on; a second one acts as usual."""
+    """Yield a list that collects SIGINT and SIGTERM while the process goes on; a second signal acts as usual."""
     received: list[int] = []
     handlers: dict[int, Any] = {}
 

@@ -23,10 +23,11 @@ from nanovlm.evaluation import Evaluation
 from nanovlm.training import checkpointing
 from nanovlm.training.checkpointing import checkpoint_path, checkpoint_steps, write_errors
 from nanovlm.training.config import TrainConfig
+from nanovlm.training.cpu_ops import ATTENTION, matmul_attention
 from nanovlm.training.distributed import DistributedContext
 from nanovlm.training.loader import Batch, TrainingInterrupted, catch_stop_signals, load_batches
 from nanovlm.training.metrics import FIRST_STEPS, LOSS, REPORT, MetricsLogger, report_run
-from nanovlm.training.optimizer import accelerated, as_written, freeze, make_optimizer
+from nanovlm.training.optimizer import accelerated, freeze, make_optimizer
 
 logger = logging.getLogger(__name__)
 
@@ -117,10 +118,11 @@ class Trainer:
         cfg = self.cfg
         context = self.context
         first = self.step
+        if self.model.device.type == "cpu" and (difference := ATTENTION.difference()):
+            logger.warning("%s: training uses it instead of the faster %s", difference, matmul_attention.__module__)
         per_step = cfg.gradient_accumulation_steps * context.world_size
         numbers = range(first * per_step + context.rank, cfg.max_steps * per_step, context.world_size)
         with (
-            accelerated(self.model, cfg),
             load_batches(self.task.get_batch, numbers, cfg.num_workers, self.streams) as batches,
             catch_stop_signals() as signals,
             closing(context),
@@ -156,7 +158,8 @@ class Trainer:
         inputs = list(islice(batches, cfg.gradient_accumulation_steps))
         wall = time.perf_counter()
         cpu = time.process_time()
-        loss = self.backward(inputs)
+        with accelerated(model, cfg):
+            loss = self.backward(inputs)
         if self.step == FIRST_STEPS and context.is_main and model.device.type == "cpu":
             note = busy_note(time.perf_counter() - wall, time.process_time() - cpu)
             if note:
@@ -219,8 +222,7 @@ class Trainer:
         score = loss = self.validation_loss() if task.validation else None
         answers = None
         if task.answer_questions and self.context.is_main:
-            with as_written(self.model):
-                answers = task.answer_questions(self.model, False)
+            answers = task.answer_questions(self.model, False)
         metrics.log_evaluation(self.step, loss, answers)
         if task.metric != LOSS:  # known to the main process alone
             (score,) = self.context.sum(answers.scores.get(task.metric, math.nan) if answers else 0.0)
@@ -241,7 +243,7 @@ class Trainer:
 
     @property
     def best(self) -> int | None:
-        """The step of the best checkpoint that is there, or of this model, the last of equals; None without scores."""
+        """Step with the best score among stored checkpoints and this model, the last of equals; None without scores."""
         steps = {*checkpoint_steps(self.task.folder), self.step} & self.scores.keys() - {0}
         sign = -1 if self.task.metric == LOSS else 1
         return max(steps, key=lambda step: (sign * self.scores[step], step), default=None)
@@ -295,7 +297,7 @@ class Trainer:
             logger.warning(line)
 
     def _changes(self, state: dict[str, Any], is_finished: bool) -> list[str]:
-        """A line each for another model, data or prompt than the checkpoint's, whose weights and origin are kept."""
+        """Lines about a model, data or prompt other than the checkpoint's; its weights and origin are kept."""
         task = self.task
         lines = []
         use = "nothing is learned from it" if is_finished else "training goes on with it"

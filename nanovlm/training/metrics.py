@@ -16,12 +16,13 @@ from nanovlm.console import count
 from nanovlm.device import peak_memory
 from nanovlm.errors import MissingExtraError, TrainingError
 from nanovlm.evaluation import Evaluation, in_words
+from nanovlm.evaluation.metrics import for_json
 from nanovlm.evaluation.report import write_report
 from nanovlm.training.checkpointing import write_errors
 from nanovlm.training.config import TrainConfig
 from nanovlm.training.distributed import DistributedContext
 
-METRICS = "metrics.jsonl"
+METRICS_FILE = "metrics.jsonl"
 REPORT = "report.html"
 SHOWN_ANSWERS = 2  # to held-out questions, at each evaluation
 FIRST_STEPS = 5  # after them a line says what the run needs
@@ -46,7 +47,7 @@ class MetricsLogger:
         context: DistributedContext,
         clock: Callable[[], float] = time.perf_counter,
     ):
-        self.path = folder / METRICS
+        self.path = folder / METRICS_FILE
         self.cfg = cfg
         self.first_step = first_step
         self.context = context
@@ -62,7 +63,7 @@ class MetricsLogger:
         self.steps: list[tuple[float, int, float]] = []  # loss, tokens and seconds of each, checkpoints included
 
     def log_step(self, step: int, loss: float, lr: float, grad_norm: float, tokens: int) -> None:
-        """Write the metrics of a step; a progress line every cfg.log_every steps, and once what the run needs.
+        """Write the metrics of a step; log a line every cfg.log_every steps, and once what the run needs.
 
         loss is the mean over the answer tokens, grad_norm is before clipping, tokens are without padding.
         """
@@ -107,9 +108,7 @@ class MetricsLogger:
         return self.last - before
 
     def _write(self, step: int, **values: Any) -> None:
-        for name, value in values.items():
-            if isinstance(value, float) and not math.isfinite(value):
-                values[name] = None  # a gradient norm may overflow in float16, and JSON has no infinity
+        values = for_json(values)  # a gradient norm may overflow in float16
         numbers = {name: value for name, value in values.items() if isinstance(value, float | int)}
         if self.tracker and numbers:
             self.tracker.log(numbers, step=step)
@@ -167,4 +166,4 @@ def report_run(folder: Path, answers: Evaluation, metric: str, best: int) -> Non
         logger.warning(f"{count(len(answers.skipped), 'question')} could not be asked, the first: {answers.skipped[0]}")
     if advice := answers.advice():
         logger.warning(advice)
-    write_report(folder / REPORT, str(folder), answers, metric, read_metrics(folder / METRICS), [fact], best)
+    write_report(folder / REPORT, str(folder), answers, metric, read_metrics(folder / METRICS_FILE), [fact], best)

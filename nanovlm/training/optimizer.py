@@ -14,7 +14,7 @@ from models.lora import adapt
 from models.vision_language_model import VisionLanguageModel
 from nanovlm.device import fast_bfloat16
 from nanovlm.training.config import PARTS, PROJECTOR, TrainConfig
-from nanovlm.training.cpu_ops import cpu_ops, matmul_attention
+from nanovlm.training.cpu_ops import ATTENTION, matmul_attention
 
 MUON_LR_SCALE = 3.0  # Muon takes larger steps than AdamW; the other parameters keep AdamW's learning rate
 MOMENTUM = 0.95
@@ -125,41 +125,25 @@ def orthogonalized(matrices: Tensor) -> Tensor:
 
 @contextmanager
 def accelerated(model: VisionLanguageModel, cfg: TrainConfig) -> Iterator[None]:
-    """Recompute the blocks' activations in the backward pass (Chen et al. 2016), if cfg asks for it.
+    """Compute a step faster on a CPU, by `matmul_attention`, and with less memory if cfg asks for it.
 
-    On a CPU they compute with `cpu_ops`. At the end of the context the modules are as they were.
+    The blocks' activations are then recomputed in the backward pass (Chen et al. 2016). Afterwards the modules are as
+    the core has them: the kernels answer for no others. An attention that was edited is not replaced.
     """
-    changed: list[Any] = []
+    blocks: list[Any] = []
     if cfg.gradient_checkpointing:
-        changed = [*model.vision_encoder.blocks, *model.decoder.blocks]
-    for block in changed:
+        blocks = [*model.vision_encoder.blocks, *model.decoder.blocks]
+    layers: list[Any] = []
+    if model.device.type == "cpu" and not ATTENTION.difference():
+        layers = [module for module in model.modules() if getattr(module, "attend", None) is attention]
+    for block in blocks:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-    try:
-        with cpu_ops(model):
-            yield
-    finally:
-        for module in changed:
-            del module.forward
-
-
-@contextmanager
-def as_written(model: VisionLanguageModel) -> Iterator[None]:
-    """Undo `accelerated` for a while: the kernels answer only for modules as the core has them."""
-    attentions: list[Any] = [
-        module for module in model.modules() if getattr(module, "attend", None) is matmul_attention
-    ]
-    recomputed = [
-        module for module in model.modules() if getattr(vars(module).get("forward"), "func", None) is checkpoint
-    ]
-    forwards = [module.forward for module in recomputed]
-    for module in attentions:
-        module.attend = attention
-    for module in recomputed:
-        del module.forward
+    for layer in layers:
+        layer.attend = matmul_attention
     try:
         yield
     finally:
-        for module in attentions:
-            module.attend = matmul_attention
-        for module, forward in zip(recomputed, forwards):
-            module.forward = forward
+        for block in blocks:
+            del block.forward
+        for layer in layers:
+            layer.attend = attention

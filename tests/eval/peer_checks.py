@@ -110,7 +110,7 @@ def test_a_missing_package_names_its_extra(folders, cache, monkeypatch, module, 
     if module == "nncf":
         pytest.importorskip("openvino")
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(MissingExtraError, match=r"needs the extra peers: pip install \"nanovlm\[peers\]\""):
+    with pytest.raises(MissingExtraError, match=r"is missing; pip install 'nanovlm\[peers\]'"):
         make(folders["nanovlm"], cache, f"--baselines {engine} --quantize int8")
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from eval import captions
-from eval.captions import N_COMPARED, OBJECT_ROWS, PRECISIONS, SPLITS, count_by_row, main, make_splits
+from eval.captions import COMPARED, N_COMPARED, OBJECT_ROWS, SPLITS, count_by_row, main, make_splits
 from eval.lib.command import levels_here
 from nanovlm.captioner import Captioner
 from nanovlm.processing.processor import Processor
@@ -90,7 +90,7 @@ def test_every_precision_at_every_level_is_compared_with_plain_modules(capsys, t
     assert captions.comparison_table(results) in next(tmp_path.iterdir()).read_text()
     levels = levels_here() or ["none"]
     assert next(iter(results)) == "float32 none" and {name.split()[-1] for name in results} == {"none", *levels}
-    assert len(results) == len(levels) * len(PRECISIONS) + (levels != ["none"])
+    assert len(results) == len(levels) * len(COMPARED) + (levels != ["none"])
     assert results["float32 none"] | {"right": 1} == {"right": 1, "kept": 1, "logits": 0, "prefix": 1, "ratio": 1}
     for level in levels_here():
         assert results[f"float32 {level}"]["logits"] < 1e-4 < results[f"float32 int8 {level}"]["logits"] < 0.1

@@ -1,11 +1,12 @@
 """The import graph of models, nanovlm and eval, read from the source without importing it.
 
 Imports inside functions count, and so do those by name at run time: of `import_module(f"package.{name}")`, all modules
-of the package. Imports under `if TYPE_CHECKING:` count only in an `__init__.py`, where they are the names that the
-package loads on first use.
+of the package, and of a text like "models.config:VLMConfig" this module. Imports under `if TYPE_CHECKING:` count only
+in an `__init__.py`, where they are the names that the package loads on first use.
 """
 
 import ast
+import re
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -76,3 +77,5 @@ def imports_of(module: str, path: Path) -> Iterator[Import]:
             name = node.args[0].values[0] if isinstance(node.args[0], ast.JoinedStr) else node.args[0]
             if isinstance(name, ast.Constant) and isinstance(name.value, str):
                 yield Import(name.value)
+        elif isinstance(node, ast.Constant) and re.fullmatch(r"(models|nanovlm)[.\w]*:\w+", str(node.value)):
+            yield Import(*node.value.split(":"))

@@ -51,7 +51,7 @@ def test_a_masked_answer_is_read_but_not_learned(processor):
 REFUSED = {
     "no answer": (ONE, [], "a.png has no answer to learn"),
     "an empty answer": (ONE, [("Hi", "Ho"), ("What? yes", " \n")], "a.png has an empty answer to 'What. yes'"),
-    "too long": (ONE, [("What?", "x " * 1100)], r"a.png takes \d+ tokens, \d+ of .* lm_max_position_embeddings=1024"),
+    "too long": (ONE, [("What?", "x " * 1100)], r"a.png: \d+ tokens, \d+ of .* lm_max_position_embeddings=1024"),
     "no image": ([b"hello"], PAIRS, "a.png: not an image"),
     "no file": (["gone.jpg"], PAIRS, "a.png: gone.jpg: No such file"),
 }

@@ -69,11 +69,11 @@ def test_a_report_is_a_page_whatever_names_and_texts_hold(tmp_path):
 class Classifier:
     """A captioner that knows colors by name, and finds all labels of another color equally probable."""
 
-    def classify(self, images, labels, prompt):
-        found = images[0].getpixel((0, 0))
-        scores = {label: 1.0 + 9 * (ImageColor.getrgb(label) == found) for label in labels}
-        ranked = [Choice(label, score / sum(scores.values()), 0.0) for label, score in scores.items()]
-        return sorted(ranked, key=lambda choice: -choice.probability)
+    def classify_each(self, images, labels, prompt):
+        for (image,) in images:
+            scores = {label: 1.0 + 9 * (ImageColor.getrgb(label) == image.getpixel((0, 0))) for label in labels}
+            ranked = [Choice(label, score / sum(scores.values()), 0.0) for label, score in scores.items()]
+            yield sorted(ranked, key=lambda choice: -choice.probability)
 
 
 def question(color, label, *earlier, source="mine"):

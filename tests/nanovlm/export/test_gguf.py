@@ -230,7 +230,7 @@ def test_a_missing_package_names_its_extra(folder, tmp_path, capsys, monkeypatch
     monkeypatch.delitem(sys.modules, "nanovlm.export.gguf")
     monkeypatch.setitem(sys.modules, "gguf", None)
     assert main(["export", str(folder), "--gguf", "--out", str(tmp_path / "out")]) == 2
-    assert 'need the extra gguf: pip install "nanovlm[gguf]"' in capsys.readouterr().err
+    assert "gguf is missing; pip install 'nanovlm[gguf]'" in capsys.readouterr().err
 
 
 def token_ids(engine, chunks, image_token_id):

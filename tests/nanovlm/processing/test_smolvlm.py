@@ -14,7 +14,7 @@ from models.vision_language_model import VisionLanguageModel
 from nanovlm.captioner import Captioner
 from nanovlm.cli.main import main
 from nanovlm.data.examples import collate, encode
-from nanovlm.data.records import to_example
+from nanovlm.data.records import Row, to_example
 from nanovlm.errors import CheckpointError
 from nanovlm.options import ReadOptions
 from nanovlm.processing.conversation import with_images
@@ -169,8 +169,7 @@ def test_the_loss_of_a_training_example_is_transformers(folders):
     image, texts = noise_image(70, 40), ["Be brief.", "What is this?", "Two dogs.", "And there?", "A cat."]
     roles = ["system", "user", "assistant", "user", "assistant"]
     chat = [{"role": role, "content": text} for role, text in zip(roles, texts)]
-    record = {"image": image, "messages": chat, "__folder__": "", "__name__": "a"}
-    row = encode(to_example(record, ReadOptions()), captioner.processor)
+    row = encode(to_example(Row({"image": image, "messages": chat}, "a"), ReadOptions()), captioner.processor)
     _, loss = captioner.model(**collate([row]))
     messages = [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in zip(roles, texts)]
     messages[1]["content"].insert(0, {"type": "image"})

@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from nanovlm.errors import InputError
-from nanovlm.synthetic import BACKGROUNDS, COLORS, WITHHELD, Scene, caption, draw, names_withheld, questions
+from nanovlm.synthetic import BACKGROUNDS, COLORS, WITHHELD, Scene, caption, draw, questions
 from nanovlm.synthetic import random_scene as make_scene
 from nanovlm.synthetic.drawing import TONES
 from nanovlm.synthetic.scene import SIZES
@@ -45,6 +45,10 @@ def test_shapes_are_inside_overlap_little_and_are_named_in_reading_order(scenes)
 def asked(scenes):
     """Questions and answers about each scene."""
     return [questions(scene, Random(seed)) for seed, scene in enumerate(scenes)]
+
+
+def names_withheld(scene):
+    return any((shape.color, shape.kind) in WITHHELD for shape in scene.shapes)
 
 
 def test_withheld_pairs_are_shown_and_asked_about_only_where_wanted(scenes, asked):

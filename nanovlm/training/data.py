@@ -1,4 +1,4 @@
-"""The examples of a fine-tuning run: which are trained on, which are held out, and how often each is shown."""
+"""The data of a fine-tuning run: their names and digests, and how often each example is shown."""
 
 import os
 from collections.abc import Sequence
@@ -9,38 +9,35 @@ import torch
 
 from models.vision_language_model import VisionLanguageModel
 from nanovlm.console import count
-from nanovlm.data import Mixture, Source, StreamedSource, Subset, open_data
-from nanovlm.data.mixture import parse_data, source_lines
+from nanovlm.data import Mixture, StreamedSource, Subset
+from nanovlm.data.mixture import source_lines
+from nanovlm.options import parse_data
 from nanovlm.training.checkpointing import stored_settings
 from nanovlm.training.config import FinetuneOptions, TrainConfig
+from nanovlm.training.distributed import world_size
 
 DIGESTED = 256  # weights at either end of a tensor
 
 
 def resumed_options(options: FinetuneOptions) -> FinetuneOptions:
-    """The options; if they do not say what to hold out, with the validation of the run that they resume."""
+    """Return the options, with the validation of the run that they resume unless they name one."""
     settings = stored_settings(options.out) if options.validation is None else None
     return options if settings is None else replace(options, validation=settings["validation"])
 
 
-def open_examples(options: FinetuneOptions, *, check: bool = False) -> tuple[list[Subset], list[Subset]]:
-    """The training examples and the held-out examples of each source, see `open_data`."""
-    return open_data(options.data, options.read, options.validation, check=check)
-
-
 def absolute(data: str | os.PathLike[str]) -> str:
-    """The name of some data, with its share if any, by which it is found from every folder."""
+    """Name of data, with its share if any, as an absolute path, or as it is if it is no path."""
     path, _ = parse_data(data)
     return os.path.abspath(path) + os.fspath(data)[len(path) :] if os.path.exists(path) else os.fspath(data)
 
 
 def fingerprint(training: Sequence[Subset], n_parts: int = 1) -> str:
-    """Names, shares, numbers of examples and digests of texts and images; of a stream the parts in which it is read."""
+    """Text that changes with the data: names, shares, numbers and digests of examples; for a stream its parts."""
     names = []
     for subset in training:
         source = subset.source
         share = "" if subset.weight is None else f"@{subset.weight:g}"
-        if isinstance(source, Source) and not source.endless:
+        if not source.endless:
             digest = blake2b("".join(source.digests[i] for i in subset.indices).encode(), digest_size=4).hexdigest()
             names.append(f"{os.path.basename(absolute(source.path))}{share} ({len(subset)}, {digest})")
         else:
@@ -59,17 +56,17 @@ def digest(model: VisionLanguageModel) -> str:
 
 def examples_per_step(cfg: TrainConfig) -> int:
     """The number of examples of an optimizer step, over all processes."""
-    return cfg.batch_size * cfg.gradient_accumulation_steps * int(os.environ.get("WORLD_SIZE", 1))
+    return cfg.batch_size * cfg.gradient_accumulation_steps * world_size()
 
 
 def count_steps_per_epoch(mixture: Mixture, cfg: TrainConfig) -> float:
-    """Optimizer steps after which every example has been shown once; sources without an end do not count, 0 if all."""
+    """Optimizer steps until every example was shown once, without endless sources; 0 if there are no others."""
     sizes = [0 if group[0].source.endless else sum(map(len, group)) for group in mixture.groups]
     return max(size / share for size, share in zip(sizes, mixture.shares)) / examples_per_step(cfg)
 
 
 def describe_data(mixture: Mixture, held_out: Sequence[Subset], cfg: TrainConfig, is_default: bool) -> str:
-    """Lines on what was read, how often each example is shown, and how many are held out, which is_default or given."""
+    """Lines that say what was read, how often each example is shown, and how many are held out."""
     n_shown = cfg.max_steps * examples_per_step(cfg)
     n_held_out = sum(map(len, held_out))
     training = [subset for group in mixture.groups for subset in group]
