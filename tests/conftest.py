@@ -6,8 +6,27 @@ import torch
 from models.config import VLMConfig
 from models.vision_language_model import VisionLanguageModel
 from support import TINY, randomize
+from support.deadline import limited
 
 torch.set_num_threads(1)  # two threads slow each other tenfold under load
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item):
+    with limited(item):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    with limited(item):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item):
+    with limited(item):
+        return (yield)
 
 
 @pytest.fixture(scope="session")
