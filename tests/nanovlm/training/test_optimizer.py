@@ -202,8 +202,9 @@ def test_answers_between_steps_come_from_the_core_as_it_is_written(tiny_model, m
         assert Proof(model.cfg).difference(model)
         with as_written(model):
             assert not Proof(model.cfg).difference(model)
-        assert {block.attn.attend for block in model.decoder.blocks} == {matmul_attention}
-        assert all("forward" in vars(block) for block in model.decoder.blocks)
+        blocks = [*model.vision_encoder.blocks, *model.decoder.blocks]
+        assert {block.attn.attend for block in blocks} == {matmul_attention}
+        assert all("forward" in vars(block) for block in blocks)
     assert not Proof(model.cfg).difference(model)
 
 
