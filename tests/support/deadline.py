@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 SECONDS = int(os.environ.get("NANOVLM_TEST_SECONDS", 240))  # of setup, of the test and of its end, each
-SLOW = 10  # times as long for tests of the tier "slow"
+SLOW = 5  # times as long for tests of the tier "slow"
 AGAIN = 30  # seconds until the end of a test that hangs in its own cleaning up is interrupted, too
 
 
