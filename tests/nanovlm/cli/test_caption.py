@@ -39,11 +39,6 @@ def test_edited_texts_are_kept_unless_all_are_overwritten(generate, image_folder
     assert "5 existing captions of another run, with prompt 'c', prefix ''; --overwrite" in err
 
 
-def test_a_single_cut_caption_was_cut(generate, workdir):
-    code, _, err = generate("good.png", "--out", "c.jsonl")
-    assert code == 0 and err.splitlines()[1] == "1 caption was cut at --max-new-tokens; raise it: good.png"
-
-
 def test_nothing_is_loaded_to_find_nothing_to_do(image_folder):
     for path in image_folder.rglob("*.*"):
         path.with_suffix(".txt").write_text("mine")
