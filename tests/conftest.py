@@ -12,21 +12,12 @@ torch.set_num_threads(1)  # two threads slow each other tenfold under load
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_setup(item):
-    with limited(item):
-        return (yield)
-
-
-@pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
     with limited(item):
         return (yield)
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_teardown(item):
-    with limited(item):
-        return (yield)
+pytest_runtest_setup = pytest_runtest_teardown = pytest_runtest_call
 
 
 @pytest.fixture(scope="session")
