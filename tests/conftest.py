@@ -6,8 +6,18 @@ import torch
 from models.config import VLMConfig
 from models.vision_language_model import VisionLanguageModel
 from support import TINY, randomize
+from support.deadline import limited
 
 torch.set_num_threads(1)  # two threads slow each other tenfold under load
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    with limited(item):
+        return (yield)
+
+
+pytest_runtest_setup = pytest_runtest_teardown = pytest_runtest_call
 
 
 @pytest.fixture(scope="session")

@@ -133,18 +133,11 @@ def test_files_and_images_are_opened_in_one_place():
 @pytest.mark.parametrize(
     "source",
     [
-        "open('a')", "open('a', 'w')", "f = open", "Path(a).open()", "Path(a).unlink()",
-        "path.rename(b)", "a.read_text()", "a.write_text(b)", "a.write_bytes(b)",
-        "Path(a).read_bytes()", "a.symlink_to(b)", "a.touch()", "from os import replace; replace(a, b)",
+        "open('a')", "f = open", "Path(a).unlink()", "a.read_text()", "import os; f = os.replace",
         "from os import replace as r; r(a, b)", "import os as o; o.replace(a, b)",
-        "import os; os.rename(a, b)", "import os; os.open(a, 0)", "import os; os.remove(a)",
-        "import os; f = os.replace", "import os; getattr(os, 'replace')",
-        "def f():\n  import os\n  os.unlink(a)", "import io; io.open(a)",
-        "import builtins; builtins.open(a)", "from shutil import rmtree; rmtree(a)",
-        "import shutil as s; s.rmtree(a)", "import tempfile; tempfile.mkstemp()",
-        "from tempfile import TemporaryDirectory as T; T()", "from PIL import Image; Image.open(a)",
+        "import os; getattr(os, 'replace')", "def f():\n  import os\n  os.unlink(a)",
+        "import builtins; builtins.open(a)", "from tempfile import TemporaryDirectory as T; T()",
         "from PIL import Image as I; I.open(a)", "import PIL.Image; PIL.Image.open(a)",
-        "from PIL.Image import open as o; o(a)",
     ],
 )  # fmt: skip
 def test_a_second_way_to_a_file_is_found(source):
@@ -196,15 +189,6 @@ def test_no_module_imports_a_private_name_of_another():
         and (item.name or "").startswith("_")
         and item.name != "__version__"
     }
-
-
-def identifiers(tree: ast.AST) -> Iterator[str]:
-    """All names in a source file: variables, attributes, parameters, functions, classes and imports."""
-    for node in ast.walk(tree):
-        for field in ("id", "attr", "arg", "name", "asname", "module"):
-            value = getattr(node, field, None)
-            if isinstance(value, str):
-                yield from value.split(".")
 
 
 def budget_rows() -> list[list[str]]:

@@ -66,15 +66,16 @@ def test_python_blocks_run(page, monkeypatch, capsys):
 
 
 @pytest.mark.full
-def test_the_training_section_of_the_python_page_runs(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(("page", "out"), [("python.md", "out/smolvlm"), ("training.md", "out/small")])
+def test_the_training_section_of_a_page_runs(tmp_path, monkeypatch, capsys, page, out):
     monkeypatch.chdir(tmp_path)
     Path("photos").mkdir()
     for n in range(8):
         draw(random_scene(Random(n)), 96, 96).save(f"photos/{n}.png")
         Path(f"photos/{n}.txt").write_text("A photograph of my cat.")
-    (block,) = [block for block in blocks(ROOT / "docs/python.md", "py") if "fine_tune" in block]
+    (block,) = [block for block in blocks(ROOT / "docs" / page, "py") if out in block]
     exec(block, {})
-    assert "exact_match" in capsys.readouterr().out and Path("out/smolvlm/config.json").exists()
+    assert "exact_match" in capsys.readouterr().out and Path(out, "config.json").exists()
 
 
 @pytest.mark.full  # needs more than the extra test

@@ -52,16 +52,6 @@ def test_every_answer_that_is_not_right_is_listed(results_of, tmp_path):
     assert captions.accuracy_table(results, 0) in path.read_text() and "torch.float32" in path.read_text()
 
 
-def test_the_table_shows_shares_intervals_and_misses():
-    misses = [("captions", "Describe it.", "A red ring.", "A blue ring.")] * 2
-    rows = {"How many": {"right": 100, "of": 100}}
-    results = {split: {"right": 98, "of": 100, "rows": rows} for split in SPLITS} | {"missed": misses}
-    out = captions.accuracy_table(results, 1)
-    assert out.count("missed in captions") == 1 and "truth  A red ring.\n  answer A blue ring." in out
-    assert "98.00%  (98 of 100, 95% interval 93.0 to 99.4)" in out and "answers to questions" in out
-    assert "100.00%  (100 of 100, 95% interval 96.3 to 100.0)" in out
-
-
 def test_questions_are_counted_by_turn(results_of, tmp_path, monkeypatch):
     """Alone, in a conversation, and in one that began with a caption. A first question has no history either way."""
     turns, embedded = [], Captioner.from_pretrained(dtype="float32")

@@ -64,24 +64,13 @@ def test_results_are_text_or_one_object_and_saved_below_their_command(capsys, tm
     out, err = capsys.readouterr()
     assert out == "half of it\na machine\nmore\na machine\n" and err == f"appended to {path}\n" * 2
     assert path.stem == command.file_name([command.cpu_name(), *levels_here()[-1:]])
+    assert command.file_name(["Intel(R) Xeon(R) 8488C", "avx2-vnni"]) == "intel-xeon-8488c-avx2-vnni"
     lines = path.read_text().splitlines()
     assert lines[1:3] == ["half of it", "a machine"] and lines[5:] == ["more", "a machine", ""]
     assert lines[0] == lines[4] and lines[0].startswith("$ python ")
     assert command.report({"share": 0.5}, "half", "a machine", as_json=True, failures=["too few"]) == 1
     out, err = capsys.readouterr()
     assert json.loads(out) == {"share": 0.5, "failures": ["too few"], "environment": "a machine"} and err == "too few\n"
-
-
-@pytest.mark.parametrize(
-    ("names", "stem"),
-    [
-        (["Intel(R) Xeon(R) Platinum 8488C", "amx"], "intel-xeon-platinum-8488c-amx"),
-        (["AMD EPYC", "avx2-vnni"], "amd-epyc-avx2-vnni"),
-        (["aarch64"], "aarch64"),
-    ],
-)
-def test_a_processors_file_is_named_by_its_level(names, stem):
-    assert command.file_name(names) == stem
 
 
 def test_threads_are_those_of_this_process_and_of_later_ones(monkeypatch):

@@ -1,9 +1,7 @@
 """A cache is immutable: its contents stay, however often it is continued."""
 
-import random
 from itertools import pairwise
 
-import pytest
 import torch
 
 from models.cache import KVCache, capacity_for, storage_bytes
@@ -15,23 +13,6 @@ def tokens(n, rows=2):
 
 def is_same(cache, key, value):
     return torch.equal(cache.key, key) and torch.equal(cache.value, value) and cache.length == key.size(-2)
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
-@pytest.mark.parametrize("seed", range(5))
-def test_every_cache_of_a_tree_of_continuations_keeps_its_contents(mode, seed):
-    """Forks, forks of forks, copied rows, and chains that grew after they were forked, against concatenation."""
-    choose = random.Random(seed)
-    with mode():
-        k, v = tokens(3), tokens(3)
-        family = [(KVCache(k, v), k, v)]
-        for _ in range(60):
-            parent, key, value = choose.choice([family[-1], choose.choice(family)])
-            k, v = tokens(n := choose.choice([1, 1, 1, 2, 9])), tokens(n)
-            family.append((parent.append(k, v), torch.cat([key, k], -2), torch.cat([value, v], -2)))
-            index, n = torch.tensor([choose.randrange(2), 1]), choose.randint(1, key.size(-2))
-            family.append((parent.rows(index).first(n), key[index][..., :n, :], value[index][..., :n, :]))
-        assert all(is_same(*member) for member in family)
 
 
 @torch.no_grad()
@@ -54,14 +35,6 @@ def test_bytes_are_those_of_the_tokens_and_of_the_storages():
     first = longer.first(3)
     assert first.bytes_used == 3 * per_token and first.bytes_allocated == longer.bytes_allocated, "it keeps all alive"
     assert storage_bytes([cache.key, cache.key[:1], torch.zeros(3)]) == cache.key.nbytes + 3 * 4
-
-
-@torch.no_grad()
-def test_rows_are_copies():
-    cache = KVCache(tokens(4), tokens(4))
-    key, value = cache.key.clone(), cache.value.clone()
-    cache.rows(torch.tensor([1, 0])).key.zero_()
-    assert is_same(cache, key, value)
 
 
 def test_gradients_flow_through_a_cache_even_after_it_was_continued():

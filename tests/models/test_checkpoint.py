@@ -231,13 +231,6 @@ def test_an_interrupted_write_leaves_no_trace(folder, tiny_model, monkeypatch, a
     assert contents(folder.parent) == before and os.listdir(folder.parent) == ["model"]
 
 
-def test_a_folder_written_again_holds_the_new_model_and_keeps_other_files(folder, tiny_model):
-    (folder / "README.md").write_text("mine")
-    save_checkpoint(folder, tiny_model(seed=1), "{}")
-    assert_same_state(read(folder), tiny_model(seed=1))
-    assert (folder / "README.md").read_text() == "mine" and os.listdir(folder.parent) == ["model"]
-
-
 @pytest.mark.skipif(os.name == "nt", reason="there is no umask on Windows")
 @pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
 def test_written_files_follow_the_umask(tmp_path, tiny_model, umask):

@@ -119,12 +119,12 @@ def test_the_most_likely_token_always_stays(sampling, dtype):
 @pytest.mark.parametrize(
     ("name", "values"),
     [
-        ("repetition_penalty", [0.0, -1.0, float("inf"), float("nan")]),
+        ("repetition_penalty", [0.0, -1.0, 5e-324, 1e300, float("inf"), float("nan")]),
         ("frequency_penalty", [-2.1, 2.1, float("nan")]),
         ("presence_penalty", [-2.1, 2.1, float("nan")]),
-        ("temperature", ["hot", -0.1, float("inf"), float("nan")]),
+        ("temperature", ["hot", -0.1, 1e-320, 1e300, float("inf"), float("nan")]),
         ("top_k", [-1, 1.5, "3"]),
-        ("top_p", [0.0, 1.01, float("nan")]),
+        ("top_p", [0.0, 1e-320, 1.01, float("nan")]),
         ("min_p", [-0.01, 1.01, float("nan")]),
         ("seed", [-1, 2**63, 1.0]),
         ("repetition_detection", [(1, 2), (0, 2, 3), (3, 2, 2), (1, 2, 1), (1, 2, -1), (1, 8, 2.0)]),

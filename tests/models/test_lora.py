@@ -4,7 +4,6 @@ import json
 import math
 import os
 import re
-from dataclasses import replace
 
 import pytest
 import torch
@@ -160,10 +159,8 @@ REFUSED = {  # changes of the config, of tensors (None removes one), and of the 
     **{
         f"{key}={value!r}": ({key: value}, {}, {}, re.escape(f"{key}={value!r} is not supported"))
         for key, value in {
-            "use_dora": True, "use_rslora": True, "peft_type": "IA3", "rank_pattern": {"q_proj": 9}, "bias": "all",
-            "init_lora_weights": "pissa", "alora_invocation_tokens": [1, 2], "layers_to_transform": [0],
-            "trainable_token_indices": [5], "target_parameters": ["weight"], "layer_replication": [[0, 2]],
-            "lora_bias": True, "some_future_key": 3, "fan_in_fan_out": True,
+            "use_dora": True, "peft_type": "IA3", "rank_pattern": {"q_proj": 9}, "bias": "all",
+            "init_lora_weights": "pissa", "some_future_key": 3, "fan_in_fan_out": True,
         }.items()
     },
     "olora": ({"init_lora_weights": "olora"}, {}, {}, "only True"),
@@ -223,8 +220,10 @@ def test_invalid_ranks_and_parts_raise(tiny_model, adapted):
             adapt(model, *arguments)
 
 
-RUN = {"max_steps": 3, "warmup_steps": 0, "save_every": 3, "dtype": "float32", "num_workers": 0}
-CFG = TrainConfig(lr=1e-2, decay=0, lora_rank=2, freeze=["vision"], **RUN)
+CFG = TrainConfig(
+    max_steps=3, lr=1e-2, warmup_steps=0, decay=0, save_every=3, lora_rank=2, freeze=["vision"], dtype="float32",
+    num_workers=0,
+)  # fmt: skip
 
 
 @torch.no_grad()
@@ -239,14 +238,5 @@ def test_training_writes_a_plain_model_and_its_adapters(tiny_model, make_batch, 
     moments = load_file(tmp_path / "checkpoints/step-3/optimizer.safetensors")
     kinds = {key.rpartition("/")[0] for key in moments if ".lora_" not in key}
     assert kinds == {"decoder.token_embedding.weight"}, "tied to the head"
-    for model, cfg, message in (  # resumed
-        (tiny_model(seed=1), CFG, "start from the same model as before"),
-        (
-            tiny_model(),
-            replace(CFG, lora_alpha=4.0),
-            "lora_alpha=16.0, but this run has lora_alpha=4.0; resume with the same, or train in another",
-        ),
-        (tiny_model(), replace(CFG, train_embeddings=False), "was trained with train_embeddings=True"),
-    ):
-        with pytest.raises(CheckpointError, match=message), torch.enable_grad():
-            train(model, "{}", make_batch, cfg, tmp_path)
+    with pytest.raises(CheckpointError, match="start from the same model as before"), torch.enable_grad():
+        train(tiny_model(seed=1), "{}", make_batch, CFG, tmp_path)

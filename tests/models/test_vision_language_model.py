@@ -10,6 +10,7 @@ from torch import nn
 
 from models.cache import PrefillState
 from models.errors import InputError
+from models.modality_projector import pixel_shuffle
 from models.options import SamplingParams
 from models.vision_language_model import VisionLanguageModel
 from support import watch
@@ -171,24 +172,6 @@ def test_a_generated_image_token_is_an_ordinary_token(tiny_model):
         close(logits, model.decoder.head(hidden[:, -1]))
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"images": torch.rand(1, 3, 16, 16)}, "8 image tokens, .* 4 embeddings"),
-        ({"images": torch.rand(3, 3, 16, 16)}, "8 image tokens, .* 12 embeddings"),
-        ({"images": None}, "8 image tokens, .* 0 embeddings"),
-        ({"images": torch.zeros(2, 3, 16, 16, dtype=torch.uint8)}, "images are of torch.uint8, not floats"),
-        ({"attention_mask": torch.ones(1, 3)}, r"attention_mask has the shape \(1, 3\), not \(1, 10\)"),
-        ({"max_new_tokens": -1}, "max_new_tokens=-1 is negative"),
-        ({"n_samples": 0}, "n_samples=0 is less than 1"),
-        ({"max_new_tokens": 56}, "10 tokens and max_new_tokens=56 exceed lm_max_position_embeddings=64"),
-    ],
-)
-def test_inputs_that_do_not_fit_are_refused(tiny_model, changes, message):
-    with pytest.raises(InputError, match=message):
-        tiny_model().generate(**prompt("tiit") | {"max_new_tokens": 5} | changes)
-
-
 def test_images_replace_image_tokens_in_reading_order(tiny_model):
     model, inputs = tiny_model(), prompt("ti", "iti")
     x = model.embed(inputs["input_ids"], inputs["images"])
@@ -229,8 +212,18 @@ def test_new_weights_keep_the_scale_of_what_they_read(tiny_config):
     assert gray.abs().max() < 1e-5, "pixels in [0, 1] act as if they were in [-1, 1]"
 
 
+OF_GENERATE = {  # words of the error -> what is changed of a prompt of 10 tokens with two images
+    "8 image tokens, .* 4 embeddings": {"images": torch.rand(1, 3, 16, 16)},
+    "8 image tokens, .* 12 embeddings": {"images": torch.rand(3, 3, 16, 16)},
+    "8 image tokens, .* 0 embeddings": {"images": None},
+    r"attention_mask has the shape \(1, 3\), not \(1, 10\)": {"attention_mask": torch.ones(1, 3)},
+    "max_new_tokens=-1 is negative": {"max_new_tokens": -1},
+    "n_samples=0 is less than 1": {"n_samples": 0},
+}
+
+
 @torch.inference_mode()
-def test_shapes_that_do_not_fit_are_refused(tiny_model):
+def test_inputs_that_do_not_fit_are_refused(tiny_model):
     model, ids = tiny_model(), torch.tensor([[5, 6, 7, 8]])
     logits, state = model.prefill(ids)
     masked = PrefillState(state.kv_cache, torch.ones(1, 500, dtype=torch.long))
@@ -239,7 +232,9 @@ def test_shapes_that_do_not_fit_are_refused(tiny_model):
     _, two = model.prefill(ids.repeat(2, 1))
     others = [tiny_model(**sizes).prefill(ids)[1] for sizes in ({"lm_n_blocks": 1}, {"lm_n_kv_heads": 6})]
     width = model.cfg.lm_hidden_dim
+    inputs = prompt("tiit") | {"max_new_tokens": 5}
     for wrong, message in (
+        *((partial(model.generate, **inputs | changes), words) for words, changes in OF_GENERATE.items()),
         (partial(model.generate, ids, prefix=state, max_new_tokens=2), "not .B, T, .* of at least one new token"),
         (partial(model.prefill_embeds, torch.rand(1, 3, width - 2)), f"have the shape .1, 3, {width - 2}., not"),
         (partial(model.prefill, ids, attention_mask=ids[:, :2].ge(5)), r"the shape \(1, 2\), not \(1, 4\)"),
@@ -255,3 +250,12 @@ def test_shapes_that_do_not_fit_are_refused(tiny_model):
     ):
         with pytest.raises((InputError, RuntimeError), match=message):
             wrong()
+
+
+def test_pixel_shuffle_puts_the_rows_of_a_square_one_after_another():
+    squares = pixel_shuffle(torch.arange(36).view(1, 36, 1), 3)[0].tolist()
+    assert squares[:2] == [[0, 1, 2, 6, 7, 8, 12, 13, 14], [3, 4, 5, 9, 10, 11, 15, 16, 17]]
+    assert squares[2:] == [[i + 18 for i in row] for row in squares[:2]]
+    for patches, factor in ((15, 1), (16, 3), (36, 4)):
+        with pytest.raises(ValueError, match=f"{patches} patches .* multiple of {factor}"):
+            pixel_shuffle(torch.zeros(1, patches, 2), factor)

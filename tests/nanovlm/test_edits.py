@@ -7,11 +7,10 @@ import subprocess
 import sys
 
 import pytest
-from torch import nn
 
 from models.inference.inference_model import PlainNetwork
 from support import ROOT
-from support.edits import EDITS, IMAGES, check_doors, load, reference, report
+from support.edits import EDITS, IMAGES, check_doors, load, report
 
 pytestmark = pytest.mark.full
 
@@ -25,29 +24,6 @@ def differs(found, unedited) -> bool:
     pairs = zip(found["answers"], unedited["answers"])
     scores = [(a, b) for (_, new), (_, old) in pairs for a, b in zip(new, old)]
     return any(abs(a - b) > 0.05 for a, b in [*scores, (found["loss"], unedited["loss"])])
-
-
-def negate(module, inputs, output):
-    return -output[0], output[1]
-
-
-CHANGES = {  # of a model that is loaded
-    "a hook": lambda decoder: decoder.blocks[1].register_forward_hook(negate),
-    "a hook of a layer": lambda decoder: decoder.blocks[1].mlp.up_proj.register_forward_hook(lambda m, x, y: 1.5 * y),
-    "a module of another class": lambda decoder: setattr(decoder.blocks[1], "norm1", nn.Identity()),
-    "a function of its own": lambda decoder: setattr(decoder.blocks[1].mlp, "forward", lambda x: 0.5 * x),
-}
-
-
-@pytest.mark.parametrize("quantize", [None, "int8", "int4"])
-@pytest.mark.parametrize("name", CHANGES)
-def test_a_change_after_loading_counts(unedited, name, quantize):
-    captioner = load(quantize)
-    before = reference(captioner, captioner.inference.network.model, IMAGES[:1])
-    CHANGES[name](captioner.inference.network.model.decoder)
-    after = check_doors(captioner, IMAGES[:1])
-    assert type(captioner.inference.network) is PlainNetwork
-    assert any(abs(a - b) > 0.05 for a, b in zip(before[0][1], after[0][1]))
 
 
 @pytest.mark.parametrize("name", EDITS)

@@ -33,12 +33,7 @@ def test_fields_of_sampling_are_keywords(random_captioner):
 
 
 REFUSED = {  # words of the error -> a record, and a field with a wrong value
-    "repetition_penalty=5e-324 must be": (SamplingParams, {"repetition_penalty": 5e-324}),
-    "repetition_penalty=1e+300 must be": (SamplingParams, {"repetition_penalty": 1e300}),
-    "top_p=1e-320 must be": (SamplingParams, {"top_p": 1e-320}),
-    "temperature=1e+300 must be": (SamplingParams, {"temperature": 1e300}),
     "temperature=-1 must be 0 (greedy), or a number from 1e-30 to 1e30": (GenerationOptions, {"temperature": -1}),
-    "temperature=1e-320 must be 0": (SamplingParams, {"temperature": 1e-320}),
     "start_with=3 must be a text": (GenerationOptions, {"start_with": 3}),
     "max_new_tokens=0 must be at least 1": (GenerationOptions, {"max_new_tokens": 0}),
     "max_new_tokens=None must be a whole number": (GenerationOptions, {"max_new_tokens": None}),

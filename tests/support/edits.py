@@ -68,7 +68,6 @@ EDITS = {
         near = q.new_ones(T, S).bool().tril(S - T).triu(S - T - 23)
         mask, causal = near if mask is None else mask & near, False
 {SDPA}"""),
-    "sharper with the length": Edit("attention", "attention", SDPA, f"    q = q * (k.size(2) / 24) ** 0.5\n{SDPA}"),
     "positions up to a length": Edit(
         "language_model", "LanguageModel.forward", "cos, sin = rope_cos_sin(positions, self.cfg)",
         "cos, sin = rope_cos_sin(positions.clamp(max=50), self.cfg)",
@@ -76,10 +75,6 @@ EDITS = {
     "no positions in some blocks": Edit("language_model", "LanguageModel.forward", BLOCKS, """\
             turned = (cos, sin) if len(new_cache) % 4 else (torch.ones_like(cos), torch.zeros_like(sin))
             x, block_kv_cache = block(x, *turned, mask, block_kv_cache)
-"""),
-    "an early exit": Edit("language_model", "LanguageModel.forward", BLOCKS, """\
-            later, block_kv_cache = block(x, cos, sin, mask, block_kv_cache)
-            x = later if block is not self.blocks[-1] else x
 """),
     "a bidirectional prefix": Edit("language_model", "LanguageModel.forward", "        cos, sin = rope", """\
         if past == 0:

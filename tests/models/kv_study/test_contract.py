@@ -11,6 +11,7 @@ import torch
 from models.cache import KVCache
 from models.config import VLMConfig
 from models.errors import InputError
+from models.kv_study.beam_search import beam_search
 from models.kv_study.block_cache import prefill_state
 from models.kv_study.eviction import POLICIES, EvictingKV
 from models.kv_study.hook_cache import install_kv_cache_hooks
@@ -18,7 +19,7 @@ from models.kv_study.paged_cache import BlockPool, PagedKV
 from models.kv_study.quantized_cache import QuantizedKV, dequantize, quantize
 from models.kv_study.sharing import CrossLayerModel, LatentAttention
 from models.kv_study.sliding_window import SlidingWindowKV, forward, window_mask
-from models.kv_study.static_cache import LanguageModelStep, language_model_cache
+from models.kv_study.static_cache import LanguageModelStep, language_model_cache, text_decoder_cache
 from models.kv_study.text_decoder import TextDecoder, TextPrefillState
 from models.language_model import LanguageModel
 from support import TINY, randomize
@@ -189,7 +190,7 @@ def assert_holds(cache, both, error):
         assert (stored - expected).abs().max() <= error * spread + (1e-5 if error else 0)
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 @pytest.mark.parametrize("name", DESIGNS)
 def test_every_cache_of_a_family_tree_holds_what_was_put_there(name, mode):
     """Continuations, second continuations, chosen rows and beginnings, against plain concatenation."""
@@ -248,6 +249,10 @@ REFUSALS = {
     "heads of 6 numbers do not fill bytes of 4 at bits=2": lambda: QuantizedKV(2).append(*torch.randn(2, 1, 1, 3, 6)),
     "window=0": lambda: SlidingWindowKV(0),
     "n_blocks=0": lambda: BlockPool(0),
+    "n_beams=0 and max_new_tokens=1 must be": lambda: beam_search(torch.zeros(1, 4), None, n_beams=0, max_new_tokens=1),
+    "n_beams=1 and max_new_tokens=0 must be": lambda: beam_search(torch.zeros(1, 4), None, n_beams=1, max_new_tokens=0),
+    "capacity=65 exceeds lm_max_pos": lambda: language_model_cache(language_model(), 1, 65),
+    "capacity=65 exceeds the decoder's n_ctx=64": lambda: text_decoder_cache(TextDecoder(40, 64, 8, 1, 1), 1, 65),
     "all 3 blocks of 2 tokens are in use": lambda: PagedKV(BlockPool(3, 2)).append(*torch.randn(2, 1, 1, 7, D)),
 }
 

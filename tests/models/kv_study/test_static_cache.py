@@ -95,10 +95,3 @@ def test_exported_text_decoder_generates_the_same_ids(encoder_decoder, text_prog
     for _ in range(10):
         whole = torch.cat([whole, decoder(whole, xa)[:, -1:].argmax(-1)], 1)
     assert torch.equal(output, whole[:, 4:])
-
-
-def test_a_capacity_beyond_the_positions_raises(language_model, encoder_decoder):
-    with pytest.raises(ValueError, match=r"capacity=65 exceeds lm_max_position_embeddings=64"):
-        language_model_cache(language_model.decoder, 1, 65)
-    with pytest.raises(ValueError, match=r"capacity=65 exceeds the decoder's n_ctx=64"):
-        text_decoder_cache(encoder_decoder.decoder, 1, 65)

@@ -39,11 +39,6 @@ def test_edited_texts_are_kept_unless_all_are_overwritten(generate, image_folder
     assert "5 existing captions of another run, with prompt 'c', prefix ''; --overwrite" in err
 
 
-def test_a_single_cut_caption_was_cut(generate, workdir):
-    code, _, err = generate("good.png", "--out", "c.jsonl")
-    assert code == 0 and err.splitlines()[1] == "1 caption was cut at --max-new-tokens; raise it: good.png"
-
-
 def test_nothing_is_loaded_to_find_nothing_to_do(image_folder):
     for path in image_folder.rglob("*.*"):
         path.with_suffix(".txt").write_text("mine")
@@ -246,55 +241,6 @@ def test_choices_have_probabilities(generate, random_captioner):
     assert generate("good.png", "--choices", "red, green") == (0, f"{first.text} {percent}\n", "")
     row = json.loads(generate("good.png", "--choices", "red,green", "--json")[1])
     assert row["text"] == first.text and row["probability"] == round(first.probability, 4)
-
-
-WRONG = {  # flags -> words of the error
-    "good.png --top-p 2": "--top-p 2.0 must be",
-    "good.png --overwrite": "--overwrite is for files",
-    "images --prompt a --prompt b": "a text file takes the answer to one prompt, not to 2",
-    "images --prompt a --prompt model": "each names a column of its own",
-    "good.png --html r.html": "unrecognized arguments: --html",
-    "good.png --promt x": "unrecognized arguments: --promt; did you mean --prompt?",
-    "good.png --choices red": "two or more",
-    "good.png --choices a,b --temperature 1": "--temperature is for generated answers",
-    "good.png --prompt a --prompt a": "twice",
-    "good.png --prompt a --prompt b --choices c,d": "ask one",
-    "images --prompt a --prompt b --prefix x": "no text can be added",
-    "images --out a.csv": "must be a .jsonl file",
-    "images --out a.jsonl --extension .x": "--extension is for files beside images",
-    "images --extension .png": "is that of images",
-    "images --json --overwrite": "--overwrite is for captions in files",
-    "images --workers 2": "add --ray",
-    "- --out a.jsonl": "need names",
-    "--out a.jsonl": "need names",
-    "good.png a.mp4": "commands of their own",
-    "--as-video": "needs names",
-    "--ray images --out out": "images is no address",
-    "images --ray --out a.jsonl": "must be a folder",
-    "images --ray --out out --overwrite": "--overwrite is for one machine",
-    "images --ray --out out --workers 0": "--workers 0 is less than 1",
-    "images --ray --out out --json": "omit --json",
-    "images --ray localhost:1 --out out": "start one with ray start",
-    "--from-file nowhere --out a.jsonl": "nowhere: No such file",
-    "good.png --max-new-tokens 0": "--max-new-tokens 0 must be",
-    "good.png --max-new-tokens 1.5": "--max-new-tokens",
-    "good.png --temperature nan": "--temperature nan",
-    "good.png --top-p 1.1": "--top-p 1.1",
-    "good.png --seed -1": "--seed -1",
-    "good.png --repetition-penalty 0": "--repetition-penalty 0",
-    "good.png --max-tiles 0": "--max-tiles 0",
-    "good.png --device tpu": "--device",
-    "good.png --dtype int8": "--dtype",
-    "good.png --json=yes": "--json",
-    "good.png --prompt": "--prompt",
-}
-
-
-@pytest.mark.parametrize("flags", WRONG)
-def test_wrong_use_is_one_line_before_any_work(generate, image_folder, flags):
-    if "localhost" in flags:
-        pytest.importorskip("ray")
-    assert_usage_error(generate(*flags.split(), model=EMBEDDED), WRONG[flags])
 
 
 def test_a_slow_answer_names_faster_ways_on_a_terminal(capsys, monkeypatch):

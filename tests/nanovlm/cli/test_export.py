@@ -115,16 +115,7 @@ def test_adapters_of_a_smolvlm_are_exported_beside_it(run_lora, export, tmp_path
     assert not torch.allclose(theirs(**inputs).logits, expected(**inputs).logits, atol=1e-2)
 
 
-REFUSED = {  # flags -> words of the error
-    "--onnx-dtype int8": "--onnx-dtype needs --onnx",
-    "--gguf-type f16": "--gguf-type needs --gguf",
-    "--gguf --onnx": "run the command twice",
-}
-
-
-def test_wrong_use_is_one_line_and_no_model_is_exported_onto_itself(model_folder, changed_model, export, run_script):
-    for flags, words in REFUSED.items():
-        assert_usage_error(export(model_folder, *flags.split()), words, program="export")
+def test_no_model_is_exported_onto_itself_or_without_its_factor(model_folder, changed_model, export, run_script):
     assert_usage_error(export(changed_model(lm_attn_scaling=1.5)), "lm_attn_scaling=1.5", program="export")
     before = {path.name: path.read_bytes() for path in model_folder.iterdir()}
     result = run_script("export", "export", model_folder, "--out", f"{model_folder}/.")

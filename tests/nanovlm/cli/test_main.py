@@ -35,17 +35,6 @@ def nanovlm_program(capsys):
     return run
 
 
-@pytest.mark.parametrize("command", ["", "paint", "--unknown", "caption --unknown", "train --recipe x"])
-def test_wrong_verbs_and_flags_are_one_error_line(command, nanovlm_program):
-    program = f"nanovlm {command.split()[0]}" if " " in command else "nanovlm"
-    assert_usage_error(nanovlm_program(*command.split()), program=program)
-
-
-@pytest.mark.parametrize("argv", [["good.png"], ["missing.jpg", "--json"], ["."]])
-def test_an_image_in_place_of_a_verb_is_a_suggestion(argv, nanovlm_program):
-    assert_usage_error(nanovlm_program(*argv), f"did you mean: nanovlm caption {' '.join(argv)}\n", program="nanovlm")
-
-
 def test_version_and_help(nanovlm_program):
     assert nanovlm_program("--version") == (0, f"nanovlm {nanovlm.__version__}\n", "")
     code, out, _ = nanovlm_program("--help")
@@ -111,13 +100,6 @@ def test_wrong_use_is_noticed_before_torch_is_imported(command):
     result = subprocess.run(argv, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
     assert result.returncode == (1 if "chat" in command else 2), result.stderr
     assert len(result.stderr.splitlines()) == 1 and "torch" not in result.stderr, result.stderr
-
-
-@pytest.mark.parametrize("verb", ["train --data .", "export nowhere", "export nowhere --gguf"])
-def test_every_verb_checks_its_output_folder_first(nanovlm_program, verb):
-    for out, words in (("", "--out"), ("good.png", "is a file")):
-        result = nanovlm_program(*verb.split(), "--out", out)
-        assert_usage_error(result, "--out", words, program=f"nanovlm {verb.split()[0]}")
 
 
 def test_output_that_cannot_be_written(generate, monkeypatch, tmp_path):

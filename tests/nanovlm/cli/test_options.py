@@ -116,23 +116,6 @@ def test_a_value_that_no_model_takes_is_one_error_line(generate, flag, value, wo
     assert_usage_error(generate("good.png", flag, value), words)
 
 
-BAD_MODELS = {  # one of each kind of file; tests/models and test_tokenizer.py have the others
-    "config.json": (None, NO_MODEL),
-    "tokenizer.json": ("{\n", "tokenizer.json"),
-    "lm_inter_dim": (384, "decoder.blocks"),
-    "lm_chat_template": ("{{ 1 / 0 }}", "lm_chat_template"),
-}
-
-
-@pytest.mark.parametrize("what", BAD_MODELS)
-def test_broken_model_folder_is_one_error_line(generate, changed_model, what):
-    value, words = BAD_MODELS[what]
-    folder = changed_model(**{} if what.endswith(".json") else {what: value})
-    if what.endswith(".json"):
-        (folder / what).write_text(value) if value else (folder / what).unlink()
-    assert_usage_error(generate("good.png", model=folder), words)
-
-
 def test_unknown_config_keys_are_one_note(generate, changed_model):
     code, out, err = generate("good.png", model=changed_model(lm_eos_token_id=0, brand_new=[1]))
     assert (code, out) == generate("good.png")[:2]

@@ -258,6 +258,7 @@ REFUSED = {
     "no such file": ({}, "gone", "no such file or folder"),
     "other files": ({"a.xml": "x"}, "a.xml", "no known extension"),
     "a model": ({"config.json": {}, "model.safetensors": b""}, ".", "holds a model, not data"),
+    "a name that no file can have": (rows({"image": "x" * 5000, "text": "A."}), "d.json", "names the image xxx"),
 }  # fmt: skip
 
 

@@ -97,25 +97,6 @@ def test_the_command_prints_a_table_or_json_and_writes_a_report(capsys):
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["--metric", "bleu"], ["bleu", "exact_match"]),
-        (["--limit", "0"], ["--limit 0"]),
-        (["--validation"], ["nothing of these data is held out"]),
-        (["--validation", "1.5"], ["--validation 1.5", "must be a whole number"]),
-        (["--report", "x.jpg"], ["--report x.jpg", ".html"]),
-        (["--report", "nowhere/x.html"], ["nowhere is no folder that can be written"]),
-        (["--model", "nowhere"], ["nowhere", "Hub id"]),
-        (["--stream"], ["--stream has no effect on cards"]),
-    ],
-)
-def test_wrong_use_is_one_line(capsys, flags, words):
-    assert cli.main(["evaluate", "--data", "cards", "--device", "cpu", *flags]) == 2
-    err = capsys.readouterr().err
-    assert len(err.splitlines()) == 1 and all(word in err for word in words), err
-
-
-@pytest.mark.parametrize(
     ("reference", "limit", "expected"),
     [
         (" ".join(["word"] * 150), None, lambda n, room: n + 16),

@@ -4,9 +4,7 @@ import pytest
 import torch
 
 from models.attention import attention
-from nanovlm.training.config import TrainConfig
 from nanovlm.training.cpu_ops import matmul_attention
-from nanovlm.training.optimizer import accelerated
 
 
 @pytest.mark.parametrize("kind", ["plain", "causal", "masked"])
@@ -25,11 +23,3 @@ def test_attention_in_bfloat16_matches_float32(kind, groups):
         (gradient,) = torch.autograd.grad((ours * weights).sum(), x, retain_graph=True)
         (expected,) = torch.autograd.grad((plain * weights).sum(), exact, retain_graph=True)
         assert (gradient - expected).norm() < 0.02 * expected.norm()
-
-
-def test_the_model_computes_with_it_within_the_context_only(tiny_model):
-    model = tiny_model()
-    attention_layers = [module for module in model.modules() if hasattr(module, "attend")]
-    with accelerated(model, TrainConfig()):
-        assert len(attention_layers) == 4 and all(layer.attend is matmul_attention for layer in attention_layers)
-    assert all(layer.attend is attention for layer in attention_layers)
