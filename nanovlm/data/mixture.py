@@ -328,9 +328,8 @@ class ExampleBatches:
         self._readers: dict[str, Iterator[tuple[Example | ExampleError, Any]]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {
-            "_readers": {}
-        }  # an open iterator cannot be pickled: another process starts from states
+        # an open iterator cannot be pickled: another process starts from states
+        return self.__dict__ | {"_readers": {}}
 
     def __call__(self, step: int) -> dict[str, Any]:
         numbers = range(step * self.batch_size, (step + 1) * self.batch_size)
