@@ -81,9 +81,8 @@ def make_batches(captioner: Captioner, n_scenes: int, seed: str = "answers") -> 
 
 
 @torch.inference_mode()
-def answer(captioner: Captioner, design: str, setting: str, start: Start, batches: Sequence[Batch]) -> Row:
+def answer(captioner: Captioner, start: Start, batches: Sequence[Batch]) -> Row:
     """Answer all batches greedily with a design: the share of right answers by split, and bytes held per token read."""
-    progress(f"answers: {design} {setting}")
     torch.manual_seed(0)
     right = dict.fromkeys(ASKED, 0)
     of = dict.fromkeys(ASKED, 0)
@@ -99,23 +98,13 @@ def answer(captioner: Captioner, design: str, setting: str, start: Start, batche
         texts = [captioner.tokenizer.decode(row[: (row + [eos]).index(eos)]) for row in ids.tolist()]
         right[batch.split] += sum(text == truth for text, truth in zip(texts, batch.truths))
         of[batch.split] += len(texts)
-    shares = {split: right[split] / of[split] for split in ASKED}
-    return {"design": design, "setting": setting, "right": shares, "bytes_per_token": held / read, "logit_error": None}
-
-
-def eviction_answers(captioner: Captioner, batches: Sequence[Batch]) -> list[Row]:
-    """Every policy at every share of the cache, and the product's cache."""
-    model = captioner.model
-    rows = [answer(captioner, "per-block cache", "", partial(blocks, model, None), batches)]
-    for name, policy in POLICIES.items():
-        for share in SHARES:
-            rows.append(answer(captioner, name, f"{share:.0%}", partial(evicting, model, policy, share), batches))
-    return rows
+    return {"right": {split: right[split] / of[split] for split in ASKED}, "bytes_per_token": held / read}
 
 
 @torch.inference_mode()
 def logits_after(start: Start, batch: Batch, ids: Tensor) -> Tensor:
     """Logits (T_new, B, V) after a batch's prompts and after each of ids (B, T_new) but the last."""
+    torch.manual_seed(0)  # for designs that forget at random
     run = start(batch.ids, batch.images)
     logits = []
     for new in ids.unbind(1):
@@ -124,22 +113,26 @@ def logits_after(start: Start, batch: Batch, ids: Tensor) -> Tensor:
     return torch.stack(logits)
 
 
-def quantized_answers(captioner: Captioner, batches: Sequence[Batch]) -> list[Row]:
-    """The product's cache in float32, and quantized caches with scales per token and as KIVI's, by bits.
+def smaller_caches(kind: str, captioner: Captioner, batches: Sequence[Batch]) -> list[Row]:
+    """Answers with the product's cache, and with caches of a kind: "evict" forgets tokens, "bits" rounds them.
 
     "logit_error" is over the first tokens of the first batch, given the same tokens.
     """
     model = captioner.model
     probe = batches[0]
-    plain: Start = partial(blocks, model, None)
+    designs: dict[tuple[str, str], Start] = {("per-block cache", ""): partial(blocks, model, None)}
     ids = model.generate(probe.ids, probe.images, max_new_tokens=PROBED)
-    exact = logits_after(plain, probe, ids)
-    rows = [answer(captioner, "per-block cache", "", plain, batches)]
-    for name, group in (("scale per token", 1), ("KIVI", KIVI_GROUP)):
-        for bits in (8, 4, 2):
-            start: Start = partial(blocks, model, partial(QuantizedKV, bits, group))
-            error = relative_error(logits_after(start, probe, ids), exact)
-            rows.append(answer(captioner, name, f"{bits} bits", start, batches) | {"logit_error": error})
+    exact = logits_after(designs["per-block cache", ""], probe, ids)
+    for name, policy in POLICIES.items() if kind == "evict" else ():
+        designs |= {(name, f"{share:.0%}"): partial(evicting, model, policy, share) for share in SHARES}
+    for name, group in (("scale per token", 1), ("KIVI", KIVI_GROUP)) if kind == "bits" else ():
+        caches = {bits: partial(QuantizedKV, bits, group) for bits in (8, 4, 2)}
+        designs |= {(name, f"{bits} bits"): partial(blocks, model, make) for bits, make in caches.items()}
+    rows = []
+    for (design, setting), start in designs.items():
+        progress(f"answers: {design} {setting}")
+        error = relative_error(logits_after(start, probe, ids), exact)
+        rows.append({"design": design, "setting": setting, "logit_error": error} | answer(captioner, start, batches))
     return rows
 
 
@@ -147,8 +140,8 @@ def answers_table(title: str, rows: Sequence[Row]) -> str:
     cells = [[title, "", *(f"exact {split}" for split in ASKED), "bytes/token", "logit error"]]
     for row in rows:
         exact = [f"{row['right'][split]:.1%}" for split in ASKED]
-        error = "" if row["logit_error"] is None else f"{row['logit_error']:.1%}"
-        cells.append([row["design"], row["setting"], *exact, f"{row['bytes_per_token']:,.0f}", error])
+        figures = [f"{row['bytes_per_token']:,.0f}", f"{row['logit_error']:.1%}"]
+        cells.append([row["design"], row["setting"], *exact, *figures])
     return table(cells)
 
 
