@@ -16,7 +16,7 @@ from nanovlm.options import ModelOptions, ReadOptions, check_positive, parse_dat
 from nanovlm.training.config import read_run
 
 if TYPE_CHECKING:
-    from nanovlm.data import Subset
+    from nanovlm.data import Source
     from nanovlm.evaluation import Evaluation
 
 HELP = "Score a model's answers to the examples of a data set."
@@ -107,7 +107,7 @@ def _place(text: str) -> str:
 
 def open_asked(
     data: Sequence[str], read: ReadOptions, validation: Any, training: TrainingRun
-) -> tuple[list["Subset"], list["Subset"]]:
+) -> tuple[list["Source"], list["Source"]]:
     """Return all examples, and those to ask: what --validation or, without a value, the model's own run holds out.
 
     All sources of that run are opened, as a number of examples to hold out counts over all. UsageError if none is.
@@ -129,8 +129,8 @@ def open_asked(
         )
         if parse_validation(training.validation)[0] is None:
             asked = set(map(_place, training.asked))
-            everything = [one for one in everything if _place(one.source.path) in asked]
-            held_out = [one for one in held_out if _place(one.source.path) in asked]
+            everything = [one for one in everything if _place(one.path) in asked]
+            held_out = [one for one in held_out if _place(one.path) in asked]
         advice = "the model was trained on all of them; omit --validation to ask what it remembers"
     if validation and not held_out:
         raise UsageError(f"--validation: nothing of these data is held out; {advice}")

@@ -8,7 +8,7 @@ from itertools import islice
 from models.inference.continuous_batching import Request
 from nanovlm.captioner import Captioner
 from nanovlm.console import progress_bar
-from nanovlm.data import Subset
+from nanovlm.data import Source
 from nanovlm.data.examples import Example, Question, questions
 from nanovlm.errors import DataError, ImageError, InputError
 from nanovlm.evaluation.metrics import METRICS, Metric, exact_match, intervals
@@ -108,14 +108,14 @@ def in_words(scores: Mapping[str, float], n: int = 0) -> str:
     return ", ".join(words.values())
 
 
-def questions_of(subsets: Sequence[Subset], limit: int | None = None, skip_errors: bool = False) -> QuestionList:
-    """The questions of the examples, at most `limit` examples of each subset."""
-    skipped = [error for subset in subsets for error in subset.source.errors]
+def questions_of(sources: Sequence[Source], limit: int | None = None, skip_errors: bool = False) -> QuestionList:
+    """The questions of the examples, at most `limit` examples of each source."""
+    skipped = [error for source in sources for error in source.errors]
     asked: list[tuple[str, Example]] = []
-    for subset in subsets:
-        n = limit or (MAX_FROM_ENDLESS if subset.source.endless else None)
-        examples = subset.usable(skipped if skip_errors else None)
-        asked += ((subset.source.path, example) for example in islice(examples, n))
+    for source in sources:
+        n = limit or (MAX_FROM_ENDLESS if source.endless else None)
+        examples = source.usable(skipped if skip_errors else None)
+        asked += ((source.path, example) for example in islice(examples, n))
     return QuestionList(questions(asked), skipped)
 
 
