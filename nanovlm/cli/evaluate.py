@@ -58,10 +58,12 @@ def run(args: argparse.Namespace) -> int:
         print_error(line)
     if note := note_of_training(args.validation, training):
         print_error(f"note: {model.adapter or model.model} {note}")
-    questions = questions_of(held_out if args.validation else everything, args.limit, read.skip_errors)
+    sources = held_out if args.validation else everything
+    skipped = [error for source in sources for error in source.errors]
+    questions = questions_of(sources, args.limit, skipped if read.skip_errors else None)
     options = EvaluationOptions(metrics, args.batch_size, args.max_new_tokens, read.skip_errors)
     captioner = load_captioner(model)
-    result = evaluate(captioner, questions, options)
+    result = evaluate(captioner, questions, options, skipped)
     if result.skipped:
         print_error(f"{count(len(result.skipped), 'question')} skipped, the first: {result.skipped[0]}")
     print(as_json(str(model.model), result) if args.json else scores_table(result))

@@ -24,7 +24,6 @@ from nanovlm.device import choose_device
 from nanovlm.embedded import SETTINGS
 from nanovlm.errors import TrainingError, UsageError, is_out_of_memory
 from nanovlm.evaluation import Evaluation, EvaluationOptions, evaluate, load_metric
-from nanovlm.evaluation.evaluate import QuestionList
 from nanovlm.options import check_output_folder, parse_data
 from nanovlm.processing.processor import Processor
 from nanovlm.training.checkpointing import STATE, checkpoint_path, checkpoint_steps, stored_settings, write_errors
@@ -188,7 +187,7 @@ def held_out_task(
 
     def answer(model: VisionLanguageModel, everything: bool) -> Evaluation:
         asked = questions if everything else questions[: cfg.validation_questions]
-        return evaluate(Captioner(model, processor), QuestionList(asked), how)
+        return evaluate(Captioner(model, processor), asked, how)
 
     return {
         # packed as the training batches are: padded ones might need more memory
