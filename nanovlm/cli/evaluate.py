@@ -94,10 +94,11 @@ def training_run(folder: Path, data: Sequence[str]) -> TrainingRun:
     folder = Path(os.path.abspath(folder))
     folder = folder.parents[1] if folder.parent.name == "checkpoints" else folder
     content = read_run(folder)
-    trained = content.get("data")
-    if not isinstance(trained, list) or not all(isinstance(text, str) for text in trained):
+    trained = content.get("data") if isinstance(content.get("data"), list) else []
+    try:
+        names = set(map(_place, trained))
+    except (TypeError, UsageError):
         return TrainingRun()
-    names = set(map(_place, trained))
     return TrainingRun(trained, [text for text in data if _place(text) in names], content.get("validation"))
 
 
