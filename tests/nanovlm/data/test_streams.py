@@ -236,10 +236,10 @@ def test_batches_resume_by_the_state_of_their_loader(tiled, workers):
     def batches():
         return ExampleBatches(Mixture([stream(100, 2)], 0), tiled[1], 4, n_parts=max(1, workers))
 
-    with load_batches(batches(), range(14), workers) as loaded:
+    with load_batches(batches(), range(14), workers) as (loaded, reached):
         first = [next(loaded)["input_ids"] for _ in range(6)]
-        state = json.loads(json.dumps(loaded.state))
+        state = json.loads(json.dumps(reached))
         rest = [batch["input_ids"] for batch in loaded]
-    with load_batches(batches(), range(6, 14), workers, state) as loaded:
+    with load_batches(batches(), range(6, 14), workers, state) as (loaded, _):
         again = [batch["input_ids"] for batch in loaded]
     assert len(first) == 6 and all(map(torch.equal, rest, again)) and len(again) == 8
