@@ -55,8 +55,8 @@ from nanovlm.errors import UsageError
 
 LENGTHS = (16, 32, 64, 128, 256, 512)
 QUALITY: dict[str, tuple[Callable[..., list[dict[str, Any]]], Callable[..., str]]] = {  # rows, and their table
-    "evict": (cache_quality.eviction_answers, cache_quality.answers_table),
-    "bits": (cache_quality.quantized_answers, cache_quality.answers_table),
+    "evict": (partial(cache_quality.smaller_caches, "evict"), cache_quality.answers_table),
+    "bits": (partial(cache_quality.smaller_caches, "bits"), cache_quality.answers_table),
     "guess": (cache_quality.measure_speculation, cache_quality.speculation_table),
     "share": (lambda *_: cache_quality.measure_sharing(), cache_quality.sharing_table),
 }

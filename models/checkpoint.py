@@ -25,7 +25,7 @@ from models.errors import CheckpointError, FileError
 from models.language_model import inverse_frequencies
 
 CONFIG = "config.json"
-WEIGHTS = "model.safetensors"
+WEIGHTS = files.WEIGHTS
 TOKENIZER = "tokenizer.json"
 INDEX = "model.safetensors.index.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"

@@ -15,7 +15,7 @@ import shutil
 import stat
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -29,6 +29,8 @@ except ImportError:  # Windows, where nothing is locked
 
 PathLike = str | os.PathLike[str]
 
+WEIGHTS = "model.safetensors"  # of a model's folder
+NO_IMAGE_FOLDERS = {"@eaDir", "__MACOSX"}  # thumbnails of a Synology, resource forks of macOS archives
 PART = ".nanovlm-part-"  # and 16 random digits: names of what is being written
 SETTINGS_BYTES = 64 << 20  # of a configuration, a tokenizer, a schema; the largest in use has 17 MB
 UNSUPPORTED = {errno.EPERM, errno.EACCES, errno.EINVAL, errno.ENOSYS, errno.ENOTSUP}  # chmod, fsync on CIFS, NTFS, S3
@@ -38,6 +40,24 @@ _locks: set[int] = set()  # descriptors that hold a lock
 
 
 # ----------------------------------------------------------------------------------------------------------- reading
+
+
+def walk(folder: PathLike, onerror: Callable[[OSError], None] | None = None) -> Iterator[tuple[str, list[str]]]:
+    """Yield a folder and its subfolders, each with the sorted names of its files; what is hidden is left out.
+
+    So are folders of thumbnails, and model folders below the first one, whose images are reports. Links to folders are
+    followed, but no folder is read twice.
+    """
+    seen = set()
+    for current, subfolders, names in os.walk(folder, onerror=onerror, followlinks=True):
+        place = os.path.realpath(current)
+        if place in seen or (current != os.fspath(folder) and WEIGHTS in names):
+            subfolders.clear()
+            continue
+        seen.add(place)
+        visible = [name for name in subfolders if name[0] != "." and name not in NO_IMAGE_FOLDERS]
+        subfolders[:] = sorted(visible, key=lambda name: (os.path.islink(os.path.join(current, name)), name))
+        yield current, sorted(name for name in names if name[0] != ".")
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from functools import partial
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
-from models.files import FileError
+from models.files import FileError, walk
 from nanovlm.console import is_terminal, progress_bar
 from nanovlm.errors import ImageError, NanoVLMError, OutputError, UsageError, is_out_of_memory
 from nanovlm.options import RESERVED, CaptionOptions
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-NO_IMAGE_FOLDERS = {"@eaDir", "__MACOSX"}  # thumbnails of a Synology, resource forks of macOS archives
-WEIGHTS = "model.safetensors"  # of a model folder, whose images are reports
 LOG_INTERVAL = 30.0  # seconds between progress lines where there is no terminal
 
 
@@ -86,15 +84,8 @@ def _walk(folder: str, wanted: Collection[str], report: Report) -> Iterator[str]
     def fail(error: OSError) -> None:
         report.fail(error.filename, str(error.strerror))
 
-    seen: set[str] = set()  # links may lead to a folder twice
-    for current, folders, files in os.walk(folder, onerror=fail, followlinks=True):
-        real = os.path.realpath(current)
-        if real in seen or (current != folder and WEIGHTS in files):
-            folders.clear()
-            continue
-        seen.add(real)
-        folders[:] = sorted(name for name in folders if name[0] != "." and name not in NO_IMAGE_FOLDERS)
-        for name in sorted(name for name in files if name[0] != "."):
+    for current, names in walk(folder, fail):
+        for name in names:
             extension = os.path.splitext(name)[1].lower()
             if extension in wanted:
                 yield os.path.join(current, name)

@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from models import files
-from nanovlm.bulk import NO_IMAGE_FOLDERS, Report, caption_rows, extensions
+from nanovlm.bulk import Report, caption_rows, extensions
 from nanovlm.console import has_terminal
 from nanovlm.errors import MissingExtraError, NanoVLMError, UsageError, first_line
 from nanovlm.options import CaptionOptions, ModelOptions
@@ -128,7 +128,7 @@ def list_images(names: Sequence[str], options: CaptionOptions, report: Report) -
             continue
         for info in sorted(found, key=lambda info: info.path):
             parts = PurePosixPath(info.path[len(path) :]).parts
-            is_hidden = any(part[0] == "." or part in NO_IMAGE_FOLDERS for part in parts)
+            is_hidden = any(part[0] == "." or part in files.NO_IMAGE_FOLDERS for part in parts)
             if is_file or (not is_hidden and PurePosixPath(info.path).suffix.lower() in extensions(options)):
                 images[scheme + info.path] = None
     return list(images)

@@ -34,9 +34,8 @@ from nanovlm.console import table
 
 UNCACHED = "no cache"
 BLOCK_SIZE = 16  # tokens of a paged block, as in vLLM
-Read = Callable[[Tensor], Tensor]  # the next tokens, ids or embeddings (B, T, ...), to the next logits (B, V)
+NextLogits = Callable[[Tensor], Tensor]  # the next tokens, ids or embeddings (B, T, ...), to the next logits (B, V)
 Start = Callable[[Tensor, Any], "Run"]  # of ids (B, T) and images
-Programs = Sequence[Callable]
 
 
 @dataclass
@@ -59,7 +58,7 @@ class Design:
     reference: Start | None = None  # whose ids are expected; by default those without a cache
 
 
-def uncached(next_logits: Read) -> Read:
+def uncached(next_logits: NextLogits) -> NextLogits:
     """Compute all tokens so far again."""
     seen: list[Tensor] = []
 
@@ -81,7 +80,7 @@ def continued(model: VisionLanguageModel | EncoderDecoder, logits: Tensor, state
     return Run(logits, step, lambda: sum(kv.bytes_used for kv in getattr(state, caches)), cross)
 
 
-def static(programs: Programs, x: Tensor, kv: list[KVPair], cross: Sequence[KVPair] = ()) -> Run:
+def static(programs: Sequence[Callable], x: Tensor, kv: list[KVPair], cross: Sequence[KVPair] = ()) -> Run:
     """Prefill x and decode ids by two programs of (tokens, position ()) on a cache of fixed capacity, kv."""
     prefill, decode = programs
     length = x.size(1)
@@ -97,7 +96,7 @@ def static(programs: Programs, x: Tensor, kv: list[KVPair], cross: Sequence[KVPa
 
 
 def embedded(
-    model: VisionLanguageModel, read: Read, ids: Tensor, images: Tensor | None, caches: Sequence[BlockCache] = ()
+    model: VisionLanguageModel, read: NextLogits, ids: Tensor, images: Tensor | None, caches: Sequence[BlockCache] = ()
 ) -> Run:
     """Read the embeddings of the language model's prompt and then those of one id after the other."""
     step = lambda new: read(model.embed_tokens(new[:, None]))  # noqa: E731
@@ -131,7 +130,7 @@ def language_model_designs(model: VisionLanguageModel, capacity: int, window: in
     def plain(ids: Tensor, images: Tensor) -> Run:
         return embedded(model, uncached(lambda x: model.prefill_embeds(x)[0]), ids, images)
 
-    def fixed(programs: Programs, ids: Tensor, images: Tensor) -> Run:
+    def fixed(programs: Sequence[Callable], ids: Tensor, images: Tensor) -> Run:
         """Two programs, exported or not, on a static cache."""
         kv = language_model_cache(decoder, len(ids), capacity)
         mask = ids.new_ones(len(ids), capacity)
@@ -193,7 +192,7 @@ def encoder_decoder_designs(model: EncoderDecoder, capacity: int, export: bool) 
         logits, state = model.prefill(ids, images)
         return continued(model, logits, state, "self_kv", state.cross_kv)
 
-    def fixed(programs: Programs, ids: Tensor, images: Tensor) -> Run:
+    def fixed(programs: Sequence[Callable], ids: Tensor, images: Tensor) -> Run:
         """Three programs, exported or not, on a static cache; the first projects the encoded images."""
         kv = text_decoder_cache(decoder, len(ids), capacity)
         cross = programs[0](model.encode(images))

@@ -38,7 +38,7 @@ from nanovlm.processing.image_loading import load_image
 from nanovlm.synthetic import caption, questions, random_scene
 
 SHARES = (1.0, 0.75, 0.5, 0.25, 0.12)  # of the tokens read
-SPLITS = ("captions", "questions")
+ASKED = ("captions", "questions")
 BATCH_SIZE = 64
 PROBED = 16  # tokens: whose logits are compared; that share a key's scale
 KIVI_GROUP = 32
@@ -50,7 +50,7 @@ ENOUGH = 0.995
 SHARED = ["MHA", "GQA, 2 of 4 heads", "MQA, 1 of 4 heads", "CLA", "CLA and MQA", "MLA, latent of 12"]
 
 Row = dict[str, Any]  # results of one design
-Prompt = tuple[list[int], Callable[[], tuple[Tensor, PrefillState]]]  # ids, and their prefill
+PrefillCall = tuple[list[int], Callable[[], tuple[Tensor, PrefillState]]]  # ids, and their prefill
 Pairs = Sequence[tuple[list[int], list[int]]]  # ids of prompts and answers
 
 
@@ -69,7 +69,7 @@ def make_batches(captioner: Captioner, n_scenes: int, seed: str = "answers") -> 
     examples = make_splits(n_scenes, 1, seed)
     batches = []
     device = captioner.model.device
-    for split in SPLITS:
+    for split in ASKED:
         prepared = [(*captioner.prepare(example.image, example.prompt), example.truth) for example in examples[split]]
         for length in sorted({len(ids) for ids, _, _ in prepared}):
             same = [row for row in prepared if len(row[0]) == length]
@@ -81,12 +81,11 @@ def make_batches(captioner: Captioner, n_scenes: int, seed: str = "answers") -> 
 
 
 @torch.inference_mode()
-def answer(captioner: Captioner, design: str, setting: str, start: Start, batches: Sequence[Batch]) -> Row:
+def answer(captioner: Captioner, start: Start, batches: Sequence[Batch]) -> Row:
     """Answer all batches greedily with a design: the share of right answers by split, and bytes held per token read."""
-    progress(f"answers: {design} {setting}")
     torch.manual_seed(0)
-    right = dict.fromkeys(SPLITS, 0)
-    of = dict.fromkeys(SPLITS, 0)
+    right = dict.fromkeys(ASKED, 0)
+    of = dict.fromkeys(ASKED, 0)
     held = 0
     read = 0
     eos = captioner.tokenizer.eos_token_id
@@ -99,23 +98,13 @@ def answer(captioner: Captioner, design: str, setting: str, start: Start, batche
         texts = [captioner.tokenizer.decode(row[: (row + [eos]).index(eos)]) for row in ids.tolist()]
         right[batch.split] += sum(text == truth for text, truth in zip(texts, batch.truths))
         of[batch.split] += len(texts)
-    shares = {split: right[split] / of[split] for split in SPLITS}
-    return {"design": design, "setting": setting, "right": shares, "bytes_per_token": held / read, "logit_error": None}
-
-
-def eviction_answers(captioner: Captioner, batches: Sequence[Batch]) -> list[Row]:
-    """Every policy at every share of the cache, and the product's cache."""
-    model = captioner.model
-    rows = [answer(captioner, "per-block cache", "", partial(blocks, model, None), batches)]
-    for name, policy in POLICIES.items():
-        for share in SHARES:
-            rows.append(answer(captioner, name, f"{share:.0%}", partial(evicting, model, policy, share), batches))
-    return rows
+    return {"right": {split: right[split] / of[split] for split in ASKED}, "bytes_per_token": held / read}
 
 
 @torch.inference_mode()
 def logits_after(start: Start, batch: Batch, ids: Tensor) -> Tensor:
     """Logits (T_new, B, V) after a batch's prompts and after each of ids (B, T_new) but the last."""
+    torch.manual_seed(0)  # for designs that forget at random
     run = start(batch.ids, batch.images)
     logits = []
     for new in ids.unbind(1):
@@ -124,31 +113,35 @@ def logits_after(start: Start, batch: Batch, ids: Tensor) -> Tensor:
     return torch.stack(logits)
 
 
-def quantized_answers(captioner: Captioner, batches: Sequence[Batch]) -> list[Row]:
-    """The product's cache in float32, and quantized caches with scales per token and as KIVI's, by bits.
+def smaller_caches(kind: str, captioner: Captioner, batches: Sequence[Batch]) -> list[Row]:
+    """Answers with the product's cache, and with caches of a kind: "evict" forgets tokens, "bits" rounds them.
 
     "logit_error" is over the first tokens of the first batch, given the same tokens.
     """
     model = captioner.model
     probe = batches[0]
-    plain: Start = partial(blocks, model, None)
+    designs: dict[tuple[str, str], Start] = {("per-block cache", ""): partial(blocks, model, None)}
     ids = model.generate(probe.ids, probe.images, max_new_tokens=PROBED)
-    exact = logits_after(plain, probe, ids)
-    rows = [answer(captioner, "per-block cache", "", plain, batches)]
-    for name, group in (("scale per token", 1), ("KIVI", KIVI_GROUP)):
-        for bits in (8, 4, 2):
-            start: Start = partial(blocks, model, partial(QuantizedKV, bits, group))
-            error = relative_error(logits_after(start, probe, ids), exact)
-            rows.append(answer(captioner, name, f"{bits} bits", start, batches) | {"logit_error": error})
+    exact = logits_after(designs["per-block cache", ""], probe, ids)
+    for name, policy in POLICIES.items() if kind == "evict" else ():
+        designs |= {(name, f"{share:.0%}"): partial(evicting, model, policy, share) for share in SHARES}
+    for name, group in (("scale per token", 1), ("KIVI", KIVI_GROUP)) if kind == "bits" else ():
+        caches = {bits: partial(QuantizedKV, bits, group) for bits in (8, 4, 2)}
+        designs |= {(name, f"{bits} bits"): partial(blocks, model, make) for bits, make in caches.items()}
+    rows = []
+    for (design, setting), start in designs.items():
+        progress(f"answers: {design} {setting}")
+        error = relative_error(logits_after(start, probe, ids), exact)
+        rows.append({"design": design, "setting": setting, "logit_error": error} | answer(captioner, start, batches))
     return rows
 
 
 def answers_table(title: str, rows: Sequence[Row]) -> str:
-    cells = [[title, "", *(f"exact {split}" for split in SPLITS), "bytes/token", "logit error"]]
+    cells = [[title, "", *(f"exact {split}" for split in ASKED), "bytes/token", "logit error"]]
     for row in rows:
-        exact = [f"{row['right'][split]:.1%}" for split in SPLITS]
-        error = "" if row["logit_error"] is None else f"{row['logit_error']:.1%}"
-        cells.append([row["design"], row["setting"], *exact, f"{row['bytes_per_token']:,.0f}", error])
+        exact = [f"{row['right'][split]:.1%}" for split in ASKED]
+        figures = [f"{row['bytes_per_token']:,.0f}", f"{row['logit_error']:.1%}"]
+        cells.append([row["design"], row["setting"], *exact, *figures])
     return table(cells)
 
 
@@ -202,7 +195,7 @@ def caption_draft(captioner: Captioner, n_scenes: int = 3000, steps: int = 400) 
 
 @torch.inference_mode()
 def speculation(
-    task: str, prompts: Sequence[Prompt], read: Read, guesses: dict[str, Guess], eos: int, max_new_tokens: int
+    task: str, prompts: Sequence[PrefillCall], read: Read, guesses: dict[str, Guess], eos: int, max_new_tokens: int
 ) -> list[Row]:
     """Answer all prompts without guesses and by each way to guess.
 
@@ -239,8 +232,8 @@ def measure_speculation(captioner: Captioner, batches: Sequence[Batch]) -> list[
     results: list[Row] = []
     progress("speculation: training drafts")
     guesses: dict[str, Guess] = {"prompt lookup": prompt_lookup, "draft model": DraftModel(caption_draft(captioner))}
-    for task in SPLITS:
-        prompts: list[Prompt] = []
+    for task in ASKED:
+        prompts: list[PrefillCall] = []
         for batch in batches:
             for ids, image in zip(batch.ids, batch.images) if batch.split == task else ():
                 prompts.append((ids.tolist(), partial(model.prefill, ids[None], image[None])))
@@ -254,7 +247,7 @@ def measure_speculation(captioner: Captioner, batches: Sequence[Batch]) -> list[
         logits, kv_cache = sorter(row[None])
         return logits[:, -1], PrefillState(kv_cache)
 
-    inputs: list[Prompt] = [(row.tolist(), partial(prefill, row)) for row in test]
+    inputs: list[PrefillCall] = [(row.tolist(), partial(prefill, row)) for row in test]
     guesses["draft model"] = DraftModel(draft)
     return results + speculation("sorting task", inputs, read_lm(sorter), guesses, -1, DIGITS)
 

@@ -16,7 +16,7 @@ from nanovlm.options import ModelOptions, ReadOptions, check_positive, parse_dat
 from nanovlm.training.config import read_run
 
 if TYPE_CHECKING:
-    from nanovlm.data import Subset
+    from nanovlm.data import Source
     from nanovlm.evaluation import Evaluation
 
 HELP = "Score a model's answers to the examples of a data set."
@@ -58,10 +58,12 @@ def run(args: argparse.Namespace) -> int:
         print_error(line)
     if note := note_of_training(args.validation, training):
         print_error(f"note: {model.adapter or model.model} {note}")
-    questions = questions_of(held_out if args.validation else everything, args.limit, read.skip_errors)
+    sources = held_out if args.validation else everything
+    skipped = [error for source in sources for error in source.errors]
+    questions = questions_of(sources, args.limit, skipped if read.skip_errors else None)
     options = EvaluationOptions(metrics, args.batch_size, args.max_new_tokens, read.skip_errors)
     captioner = load_captioner(model)
-    result = evaluate(captioner, questions, options)
+    result = evaluate(captioner, questions, options, skipped)
     if result.skipped:
         print_error(f"{count(len(result.skipped), 'question')} skipped, the first: {result.skipped[0]}")
     print(as_json(str(model.model), result) if args.json else scores_table(result))
@@ -92,10 +94,11 @@ def training_run(folder: Path, data: Sequence[str]) -> TrainingRun:
     folder = Path(os.path.abspath(folder))
     folder = folder.parents[1] if folder.parent.name == "checkpoints" else folder
     content = read_run(folder)
-    trained = content.get("data")
-    if not isinstance(trained, list) or not all(isinstance(text, str) for text in trained):
+    trained = content.get("data") if isinstance(content.get("data"), list) else []
+    try:
+        names = set(map(_place, trained))
+    except (TypeError, UsageError):
         return TrainingRun()
-    names = set(map(_place, trained))
     return TrainingRun(trained, [text for text in data if _place(text) in names], content.get("validation"))
 
 
@@ -107,7 +110,7 @@ def _place(text: str) -> str:
 
 def open_asked(
     data: Sequence[str], read: ReadOptions, validation: Any, training: TrainingRun
-) -> tuple[list["Subset"], list["Subset"]]:
+) -> tuple[list["Source"], list["Source"]]:
     """Return all examples, and those to ask: what --validation or, without a value, the model's own run holds out.
 
     All sources of that run are opened, as a number of examples to hold out counts over all. UsageError if none is.
@@ -129,8 +132,8 @@ def open_asked(
         )
         if parse_validation(training.validation)[0] is None:
             asked = set(map(_place, training.asked))
-            everything = [one for one in everything if _place(one.source.path) in asked]
-            held_out = [one for one in held_out if _place(one.source.path) in asked]
+            everything = [one for one in everything if _place(one.path) in asked]
+            held_out = [one for one in held_out if _place(one.path) in asked]
         advice = "the model was trained on all of them; omit --validation to ask what it remembers"
     if validation and not held_out:
         raise UsageError(f"--validation: nothing of these data is held out; {advice}")

@@ -27,7 +27,6 @@ EXIT_USAGE = 2
 EXIT_BUG = 70
 EXIT_INTERRUPTED = 130
 INSTALL = "pip install -e " + shlex.quote(str(Path(__file__).parents[2]))
-IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif", ".heic"}
 
 
 class Parser(argparse.ArgumentParser):
@@ -56,8 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run `nanovlm VERB ...`; returns the exit code."""
     argv = sys.argv[1:] if argv is None else list(argv)
     first = argv[0] if argv else "-"
-    is_image = first[:1] != "-" and (os.path.exists(first) or Path(first).suffix.lower() in IMAGE_SUFFIXES)
-    if is_image and first not in VERBS:
+    is_file = first[:1] != "-" and (os.path.exists(first) or Path(first).suffix)
+    if is_file and first not in VERBS:
         print_error(f"nanovlm: {first!r} is not a verb; did you mean: nanovlm caption {shlex.join(argv)}")
         return EXIT_USAGE
     names = [first] if first in VERBS else VERBS

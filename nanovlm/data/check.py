@@ -6,29 +6,30 @@ from itertools import chain, islice
 
 from nanovlm.console import count, print_text, progress_bar
 from nanovlm.data.examples import IGNORE_INDEX, ExampleError, encode
-from nanovlm.data.mixture import MAX_LABELS, Subset, source_lines
+from nanovlm.data.mixture import MAX_LABELS, source_lines
+from nanovlm.data.source import Source
 from nanovlm.processing.processor import Processor
 
 MAX_FROM_ENDLESS = 1000  # examples to read of a source that has no end
 N_SHOWN = 3
 
 
-def check_data(train: Sequence[Subset], held_out: Sequence[Subset], processor: Processor, skip_errors: bool) -> int:
+def check_data(train: Sequence[Source], held_out: Sequence[Source], processor: Processor, skip_errors: bool) -> int:
     """Print for each source what was read and what cannot be used and why; then print a few examples.
 
     Returns the exit code: 1 if some cannot be used and are not to be skipped.
     """
-    errors = [error for subset in [*train, *held_out] for error in subset.source.errors]
+    errors = [error for source in [*train, *held_out] for error in source.errors]
     for line in source_lines(train, held_out):
         print_text(line)
     shown: list[str] = []
-    for subset in [*train, *held_out]:
+    for source in [*train, *held_out]:
         labels: Counter[str] = Counter()
         lengths = []
         n_tokens = 0
-        total = MAX_FROM_ENDLESS if subset.source.endless else len(subset)
-        with progress_bar(total, "example", subset.source.path, delay=2, leave=False) as bar:
-            for example in islice(subset.usable(errors), total):
+        total = MAX_FROM_ENDLESS if source.endless else len(source)
+        with progress_bar(total, "example", source.path, delay=2, leave=False) as bar:
+            for example in islice(source.usable(errors), total):
                 bar.update()
                 try:
                     row = encode(example, processor)
@@ -38,15 +39,15 @@ def check_data(train: Sequence[Subset], held_out: Sequence[Subset], processor: P
                 lengths.append(len(row.ids))
                 n_tokens += sum(target != IGNORE_INDEX for target in row.targets)
                 labels.update(answer for _, answer in example.learned())
-                if len(shown) < N_SHOWN and subset in train:
+                if len(shown) < N_SHOWN and source in train:
                     shown.append(f"\n--- {example.name}: {count(len(row.images), 'image')}, {len(row.ids)} tokens")
                     for turn in chain.from_iterable(example.chats):
                         learned = "learned:" if turn.learned else "not learned:"
                         role = {"user": "asked:  ", "assistant": learned}.get(turn.role, f"{turn.role}: ")
                         shown[-1] += f"\n    {role} {turn.text}"
-        role = "held out" if subset in held_out else "the first" if subset.source.endless else "trained on"
+        role = "held out" if source in held_out else "the first" if source.endless else "trained on"
         print_text(
-            f"{subset.source.path}: {role} {count(len(lengths), 'example')}, {count(n_tokens, 'answer token')}; "
+            f"{source.path}: {role} {count(len(lengths), 'example')}, {count(n_tokens, 'answer token')}; "
             f"the longest takes {max(lengths, default=0)} of {processor.cfg.lm_max_position_embeddings}"
         )
         if len(labels) <= MAX_LABELS and labels.total() > len(labels):

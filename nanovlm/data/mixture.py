@@ -32,32 +32,12 @@ MAX_CONSECUTIVE_ERRORS = 100  # more bad examples in a row than this are not ski
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Subset:
-    """Part of a source: examples by index, or what a stream does not hold out; weight is its share, if given."""
-
-    source: Source
-    indices: Sequence[int] = ()
-    weight: float | None = None
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def usable(self, errors: list[str] | None = None) -> Iterator[Example]:
-        """Yield the examples; an unusable row of a stream is an ExampleError, or adds its message to errors."""
-        if isinstance(self.source, StreamedSource):
-            return self.source.one_side(False, errors)
-        return map(self.source.__getitem__, self.indices)
-
-    __iter__ = usable
-
-
 # ------------------------------------------------------------------------------------------- what the flags name
 
 
 def open_data(
     data: Sequence[str | os.PathLike[str]], read: ReadOptions, validation: float | str | None, *, check: bool = False
-) -> tuple[list[Subset], list[Subset]]:
+) -> tuple[list[Source], list[Source]]:
     """Open all data; return training and held-out examples by source, see `split`. `source_lines` says what was read.
 
     validation may also be the path of a set of its own. With check, rows that cannot be used are listed in their
@@ -66,14 +46,13 @@ def open_data(
     read = replace(read, on_error="skip") if check else read
     own_path, number = parse_validation(validation)
     shared = replace(read, is_shared=len(data) + bool(own_path) > 1)
-    sources = [(open_source(path, shared), weight) for path, weight in map(parse_data, data)]
+    sources = [replace(open_source(path, shared), weight=weight) for path, weight in map(parse_data, data)]
     own = [open_source(own_path, replace(shared, stream=False))] if own_path else []
-    _check_options(read, [*(source for source, _ in sources), *own])
+    _check_options(read, [*sources, *own])
     train, held_out = split(sources, 0 if own_path else number, read.skip_errors)
     for source in own:
-        held_out = [Subset(source, range(len(source)))]
-        compare(source, [source for source, _ in sources])
-    return train, held_out
+        compare(source, sources)
+    return train, own or held_out
 
 
 def compare(own: Source, sources: Sequence[Source]) -> None:
@@ -91,10 +70,9 @@ def compare(own: Source, sources: Sequence[Source]) -> None:
         own.lines.append(f"{len(both)} of its images are also trained on")
 
 
-def source_lines(train: Sequence[Subset], held_out: Sequence[Subset]) -> list[str]:
+def source_lines(train: Sequence[Source], held_out: Sequence[Source]) -> list[str]:
     """Lines that say of each source what was read of it and what was left out."""
-    sources = dict.fromkeys(subset.source for subset in [*train, *held_out])
-    return [f"{source.path}: {line}" for source in sources for line in source.lines]
+    return list(dict.fromkeys(f"{source.path}: {line}" for source in [*train, *held_out] for line in source.lines))
 
 
 def parse_validation(validation: float | str | os.PathLike[str] | None) -> tuple[str | None, float | None]:
@@ -132,17 +110,17 @@ def _check_options(read: ReadOptions, sources: Sequence[Source]) -> None:
 
 
 def split(
-    sources: Sequence[tuple[Source, float | None]], validation: float | None, skip_errors: bool = False
-) -> tuple[list[Subset], list[Subset]]:
-    """Split (source, weight) pairs into training and held-out subsets; validation is a number, or below 1 a share.
+    sources: Sequence[Source], validation: float | None, skip_errors: bool = False
+) -> tuple[list[Source], list[Source]]:
+    """Split sources into training and held-out examples; validation is a number, or below 1 a share.
 
     None holds out a tenth of all examples, at most 200, but none of fewer than 100 or of streams.
 
     The hashes of the images' bytes decide, so that an image is on one side, and stays there when others come or go.
     Nothing is held out of endless sources. Of a stream's held-out examples only the first are asked.
     """
-    finite = [source for source, _ in sources if not source.endless]
-    is_streamed = any(isinstance(source, StreamedSource) for source, _ in sources)
+    finite = [source for source in sources if not source.endless]
+    is_streamed = any(isinstance(source, StreamedSource) for source in sources)
     n = sum(len(source.keys) for source in finite)
     is_default = validation is None
     if validation is None:
@@ -152,22 +130,20 @@ def split(
     elif validation >= max(n, 1):
         raise DataError(f"--validation {validation:g} of {n} examples leaves none to learn from; lower it")
     chosen = _choose(finite, validation, is_default)
-    train: list[Subset] = []
-    held_out: list[Subset] = []
-    for source, weight in sources:
+    train: list[Source] = []
+    held_out: list[Source] = []
+    for source in sources:
         if isinstance(source, StreamedSource):
-            train.append(Subset(source, (), weight))
-            if validation:
-                asked = _asked(source, validation, skip_errors)
-                held_out.append(Subset(asked, range(len(asked))))
+            held_out += [_asked(source, validation, skip_errors)] if validation else []
+            train.append(source)
             continue
         held = [i for i, keys in enumerate(source.keys) if keys[0] in chosen]
-        kept = sorted(set(range(len(source))).difference(held)) if held else range(len(source))
-        if not kept:
+        kept = source.part(sorted(set(range(len(source))).difference(held)), source.weight) if held else source
+        if not len(kept):
             raise DataError(f"holding out leaves no example of {source.path} to learn from; lower --validation")
-        train.append(Subset(source, kept, weight))
-        held_out.append(Subset(source, held))
-    held_out = [subset for subset in held_out if len(subset)]
+        train.append(kept)
+        held_out += [source.part(held)] if held else []
+    held_out = [source for source in held_out if len(source)]
     if validation and not is_default and not held_out:
         raise DataError(f"--validation {validation:g} holds nothing out of so few examples or images; raise it")
     return train, held_out
@@ -180,7 +156,7 @@ def _asked(stream: StreamedSource, share: float, skip_errors: bool) -> Source:
         f"{share:.3g} of its rows are held out; rows that share only some of their images may be on both sides"
     )
     asked = Source(stream.path, [], replace)
-    asked.rows = list(islice(stream.one_side(True, asked.errors if skip_errors else None), MAX_HELD_OUT))
+    asked.rows = list(islice(stream.usable(asked.errors if skip_errors else None, held_out=True), MAX_HELD_OUT))
     return asked
 
 
@@ -247,24 +223,24 @@ def _groups(examples: Sequence[Keys]) -> dict[str, str]:
 
 
 class Mixture:
-    """An endless sequence of examples in which each subset has its share.
+    """An endless sequence of examples in which each source has its share.
 
-    Subsets without a weight are shuffled together as one group, whose share is 1 minus the sum of the weights. If all
+    Sources without a weight are shuffled together as one group, whose share is 1 minus the sum of the weights. If all
     have a weight, only the proportions count. Every group shows all its examples before it repeats one.
     """
 
-    def __init__(self, subsets: Sequence[Subset], seed: int):
+    def __init__(self, sources: Sequence[Source], seed: int):
         self.seed = seed
-        unweighted = [subset for subset in subsets if subset.weight is None]
-        weights = [subset.weight for subset in subsets if subset.weight is not None]
-        self.groups = [[subset] for subset in subsets if subset.weight is not None]
-        endless = [subset.source.path for subset in unweighted if subset.source.endless]
-        if endless and len(subsets) > 1:
+        unweighted = [source for source in sources if source.weight is None]
+        weights = [source.weight for source in sources if source.weight is not None]
+        self.groups = [[source] for source in sources if source.weight is not None]
+        endless = [source.path for source in unweighted if source.endless]
+        if endless and len(sources) > 1:
             raise DataError(f"{endless[0]} has no size to derive its share from; give it one, as in {endless[0]}@0.3")
         if unweighted:
             if sum(weights) >= 1:
                 raise DataError(
-                    f"shares of {' + '.join(f'{w:g}' for w in weights)} leave nothing for {unweighted[0].source.path}, "
+                    f"shares of {' + '.join(f'{w:g}' for w in weights)} leave nothing for {unweighted[0].path}, "
                     "which has none; lower them, or give each source a share"
                 )
             self.groups.append(unweighted)
@@ -287,14 +263,14 @@ class Mixture:
 
     def pick(self, group: int, turn: int) -> tuple[Source, int]:
         """The source of a group's turn-th example, counted over all epochs, and its index; not for streams."""
-        subsets = self.groups[group]
-        size = sum(map(len, subsets))
+        sources = self.groups[group]
+        size = sum(map(len, sources))
         epoch, k = divmod(turn, size)
         i = int(_permutation(size, f"{self.seed} {group} {epoch}")[k])
-        for subset in subsets:
-            if i < len(subset):
-                return subset.source, subset.indices[i]
-            i -= len(subset)
+        for source in sources:
+            if i < len(source):
+                return source, i
+            i -= len(source)
         raise AssertionError("a permutation holds indices below its size")
 
 
@@ -328,9 +304,8 @@ class ExampleBatches:
         self._readers: dict[str, Iterator[tuple[Example | ExampleError, Any]]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {
-            "_readers": {}
-        }  # an open iterator cannot be pickled: another process starts from states
+        # an open iterator cannot be pickled: another process starts from states
+        return self.__dict__ | {"_readers": {}}
 
     def __call__(self, step: int) -> dict[str, Any]:
         numbers = range(step * self.batch_size, (step + 1) * self.batch_size)
@@ -360,7 +335,7 @@ class ExampleBatches:
 
     def _example(self, group: int, turn: int, part: int) -> tuple[Example, bool]:
         """A part's turn-th example of a group, and whether the group has shown it before."""
-        stream = self.mixture.groups[group][0].source
+        stream = self.mixture.groups[group][0]
         if isinstance(stream, StreamedSource):
             key = f"{group}:{part}"
             if key not in self._readers:

@@ -324,14 +324,8 @@ def _read_parts(content: Any) -> tuple[str, list[Any]]:
             texts.append(clean_text(part.get("text")))
             images += [None] * len(MARK.findall(texts[-1]))
         elif "image" in kind:
-            names = (
-                f"{kind}_url",
-                kind,
-                "image_url",
-                "image",
-                "url",
-                "path",
-            )  # `datasets` fills every key of each part
+            # `datasets` fills every key of each part
+            names = (f"{kind}_url", kind, "image_url", "image", "url", "path")
             images.append(next((part[name] for name in names if not is_empty(part.get(name))), part.get("index")))
             texts.append("<image>")
         else:

@@ -58,7 +58,7 @@ def open_source(path: str, options: ReadOptions) -> Source:
         return scene_source()
     source = _open(path, options)
     if source.folder and not source.listed:
-        names, _ = _training_split(walk(source.folder))
+        names, _ = _training_split(all_files(source.folder))
         source.listed = [os.path.join(source.folder, name) for name in names if is_image(name)]
     if isinstance(source, StreamedSource):
         source.scan(list(islice(source.all_rows(), DESCRIBED)), options.skip_errors)
@@ -93,24 +93,10 @@ def suffix(name: str) -> str:
 # --------------------------------------------------------------------------------------------------- folders
 
 
-def walk(folder: str | Path) -> list[str]:
-    """Sorted paths of all files in a folder and its subfolders, relative to it.
-
-    Hidden files and folders are left out, and model folders, which may hold a report.png. Links to folders are
-    followed, but no folder is read twice.
-    """
-    paths = []
-    seen = set()
-    for current, subfolders, files in os.walk(folder, followlinks=True):
-        if (place := os.path.realpath(current)) in seen:
-            subfolders.clear()
-            continue
-        seen.add(place)
-        visible = [name for name in subfolders if name[0] != "." and not os.path.exists(f"{current}/{name}/{WEIGHTS}")]
-        subfolders[:] = sorted(visible, key=lambda name: (os.path.islink(os.path.join(current, name)), name))
-        relative = os.path.relpath(current, folder)
-        paths += [os.path.normpath(os.path.join(relative, name)) for name in files if name[0] != "."]
-    return sorted(paths)
+def all_files(folder: str | Path) -> list[str]:
+    """Sorted paths of all files in a folder and its subfolders, relative to it; see `models.files.walk`."""
+    found = (os.path.join(current, name) for current, names in file_gate.walk(folder) for name in names)
+    return sorted(os.path.relpath(path, folder) for path in found)
 
 
 def _open_folder(path: str, options: ReadOptions) -> Source:
@@ -120,7 +106,7 @@ def _open_folder(path: str, options: ReadOptions) -> Source:
         raise DataError(f"{path} holds a model, not data; pass it as --model {path}, and name the data")
     if here & {"dataset_dict.json", "state.json"}:  # of save_to_disk
         return _read_dataset(path, [], options)
-    names, split_lines = _training_split(walk(path))
+    names, split_lines = _training_split(all_files(path))
     images = list(filter(is_image, names))
     stems = {os.path.splitext(name)[0] for name in images}
     texts = [name for name in names if suffix(name) == ".txt" and os.path.splitext(name)[0] in stems]
@@ -361,7 +347,7 @@ def _image_folder(folders: list[str], rows: Sequence[Row], options: ReadOptions)
     folder = Path(folders[-1])
     if options.images or not names:
         return options.images if options.images and names else folders[-1]
-    below = {parent for file in walk(folder) for parent in (folder / file).parents if folder in parent.parents}
+    below = {parent for file in all_files(folder) for parent in (folder / file).parents if folder in parent.parents}
     complete = sorted(str(sub) for sub in below if all(os.path.isfile(sub / name) for name in names))
     if len(complete) == 1:
         return complete[0]

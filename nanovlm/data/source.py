@@ -3,7 +3,7 @@
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b, file_digest
 from itertools import count as count_from
@@ -91,12 +91,26 @@ class Source:
     folder: str = ""  # of the images, if the rows name files
     columns: Iterable[str] = ()
     listed: Sequence[str] = ()  # files of the folder; a line names each that is no image of an example
+    weight: float | None = None  # its share of a mixture, if given
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, i: int) -> Example:
         return self.make_example(self.rows[i])
+
+    def __iter__(self) -> Iterator[Example]:
+        return self.usable()
+
+    def part(self, indices: Sequence[int], weight: float | None = None) -> "Source":
+        """Some of the examples, with the lines and errors of all."""
+        values = (self.rows, self.keys, self.digests, self.answers)
+        rows, keys, digests, answers = ([all_[i] for i in indices] if all_ else [] for all_ in values)
+        return replace(self, rows=rows, keys=keys, digests=digests, answers=answers, weight=weight)
+
+    def usable(self, errors: list[str] | None = None) -> Iterator[Example]:
+        """Yield the examples; an unusable row of a stream raises, or adds its message to errors."""
+        return map(self.__getitem__, range(len(self)))
 
     def examples_of(self, rows: Iterable[Any], known: dict[str, str]) -> Iterator[Found]:
         """Yield each row's example with its keys, or why there is none; known as in `keys_of`."""
@@ -200,8 +214,8 @@ class StreamedSource(Source):
         """True for a held-out example; an unusable row counts as trained on, where it is reported."""
         return not isinstance(found, ExampleError) and rank_of(found[1]) < self.limit
 
-    def one_side(self, held_out: bool, errors: list[str] | None = None) -> Iterator[Example]:
-        """Yield the examples that are held out or trained on, unshuffled; an unusable row raises, or adds to errors."""
+    def usable(self, errors: list[str] | None = None, held_out: bool = False) -> Iterator[Example]:
+        """Yield the examples that are trained on or held out, unshuffled."""
         for found in self.examples_of(self.all_rows(), {}):
             if not isinstance(found, ExampleError):
                 if self.is_held_out(found) == held_out:

@@ -8,7 +8,7 @@ from itertools import islice
 from models.inference.continuous_batching import Request
 from nanovlm.captioner import Captioner
 from nanovlm.console import progress_bar
-from nanovlm.data import Subset
+from nanovlm.data import Source
 from nanovlm.data.examples import Example, Question, questions
 from nanovlm.errors import DataError, ImageError, InputError
 from nanovlm.evaluation.metrics import METRICS, Metric, exact_match, intervals
@@ -20,12 +20,6 @@ MAX_FROM_ENDLESS = 200  # examples to ask of a source that has no end
 MAX_PROMPTS = 8  # rows of a table for the prompts of a source; further prompts share a row
 OTHER_PROMPTS = "(other prompts)"
 SPARE_TOKENS = 16  # of an answer beyond the longest reference
-
-
-@dataclass(frozen=True)
-class QuestionList:
-    questions: Sequence[Question]
-    skipped: Sequence[str] = ()  # why examples were left out
 
 
 @dataclass(frozen=True)
@@ -108,34 +102,37 @@ def in_words(scores: Mapping[str, float], n: int = 0) -> str:
     return ", ".join(words.values())
 
 
-def questions_of(subsets: Sequence[Subset], limit: int | None = None, skip_errors: bool = False) -> QuestionList:
-    """The questions of the examples, at most `limit` examples of each subset."""
-    skipped = [error for subset in subsets for error in subset.source.errors]
+def questions_of(
+    sources: Sequence[Source], limit: int | None = None, errors: list[str] | None = None
+) -> list[Question]:
+    """The questions of the examples, at most `limit` examples of each source; errors as in `Source.usable`."""
     asked: list[tuple[str, Example]] = []
-    for subset in subsets:
-        n = limit or (MAX_FROM_ENDLESS if subset.source.endless else None)
-        examples = subset.usable(skipped if skip_errors else None)
-        asked += ((subset.source.path, example) for example in islice(examples, n))
-    return QuestionList(questions(asked), skipped)
+    for source in sources:
+        n = limit or (MAX_FROM_ENDLESS if source.endless else None)
+        asked += ((source.path, example) for example in islice(source.usable(errors), n))
+    return questions(asked)
 
 
-def evaluate(captioner: Captioner, listed: QuestionList, options: EvaluationOptions) -> Evaluation:
+def evaluate(
+    captioner: Captioner, asked: Sequence[Question], options: EvaluationOptions, skipped: Sequence[str] = ()
+) -> Evaluation:
     """Answer all questions, greedily and without an early end, and score the answers.
 
-    DataError for a question that cannot be used, such as one with a broken image, unless options.skip_errors.
+    skipped says why examples were left out before. DataError for a question that cannot be used, such as one with a
+    broken image, unless options.skip_errors.
     """
     limit = options.max_new_tokens
     if limit is None:
-        lengths = (len(captioner.tokenizer.encode(text)) for q in listed.questions for text in q.references)
+        lengths = (len(captioner.tokenizer.encode(text)) for question in asked for text in question.references)
         limit = max(lengths, default=0) + SPARE_TOKENS
     # a score that can be repeated; and an answer may repeat itself, as a reference may
     changes = {"max_new_tokens": limit, "temperature": 0.0, "repetition_detection": (0, 0, 0)}
     how = generation_options(None, changes, captioner.defaults)
     answered: list[tuple[Question, str]] = []
-    skipped = list(listed.skipped)
-    requests = (_request(captioner, question, how) for question in listed.questions)
-    with progress_bar(len(listed.questions), "question", is_hidden=not options.show_progress) as bar:
-        for question, request in zip(listed.questions, captioner.run(requests, options.batch_size)):
+    skipped = list(skipped)
+    requests = (_request(captioner, question, how) for question in asked)
+    with progress_bar(len(asked), "question", is_hidden=not options.show_progress) as bar:
+        for question, request in zip(asked, captioner.run(requests, options.batch_size)):
             if options.skip_errors and isinstance(request.error, DataError):
                 skipped.append(str(request.error))
             else:

@@ -35,7 +35,7 @@ from nanovlm.options import generation_options
 from nanovlm.processing.conversation import Chat, check_chat, images_of, with_images
 from nanovlm.processing.image_urls import fetch
 from nanovlm.processing.tokenizer import StreamingDecoder
-from nanovlm.serving.chat_inputs import check_length, is_data_url, prepare_images
+from nanovlm.serving.chat_inputs import is_data_url, prepare_images
 from nanovlm.serving.engine import Engine
 from nanovlm.serving.openai_api import APIError, ChatRequest, ImageURL, Response, StopStrings, event
 from nanovlm.serving.options import ServeOptions
@@ -280,8 +280,8 @@ class Chats:
             structured_output = self.captioner.structured_output
             (grammar,) = structured_output.make_processors(options.schema, 1, "response_format")
         ids = processor.encode(with_images(chat, images), self.default_prompt if images else "")
-        check_length(len(ids), processor, f"{len(ids)} tokens")
-        room = processor.cfg.lm_max_position_embeddings - len(ids) + 1  # the last token is never read
+        what = f"prompt is too long: {len(ids)} tokens"
+        room = processor.cfg.validate_length(len(ids), 1, what, "shorten it")
         max_new_tokens = request.max_new_tokens(room, defaults.get("max_new_tokens"))
         return Prompt(ids, images, options, max_new_tokens, grammar)
 

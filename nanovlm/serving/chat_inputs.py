@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from models.inference.caches import ImageCache, TiledImage
-from nanovlm.errors import ImageError, PromptTooLongError
+from nanovlm.errors import ImageError
 from nanovlm.processing.image_loading import load_image
 from nanovlm.processing.processor import Processor
 
@@ -34,16 +34,9 @@ def prepare_images(
             image = TiledImage(tiles, key, grid)
         images.append(image)
         n_tokens += image.n_tiles * processor.cfg.mp_image_token_length
-        check_length(n_tokens, processor, f"{len(files)} images, of which the first {number} take {n_tokens} tokens")
+        what = f"prompt is too long: {len(files)} images, of which the first {number} take {n_tokens} tokens,"
+        processor.cfg.validate_length(n_tokens, 1, what, "send fewer")
     return images
-
-
-def check_length(n_tokens: int, processor: Processor, what: str) -> None:
-    """Refuse a prompt beyond the context."""
-    limit = processor.cfg.lm_max_position_embeddings
-    if n_tokens > limit:
-        message = f"prompt is too long: {what}, more than the model's context (lm_max_position_embeddings={limit})"
-        raise PromptTooLongError(f"{message}; shorten it")
 
 
 def is_data_url(url: str) -> bool:

@@ -45,8 +45,8 @@ class TrainConfig:
 
     max_steps: int = setting(
         1000,
-        f"total number of optimizer steps; with --data {EPOCHS} epochs by default, but at least the number named here "
-        f"and at most {MAX_STEPS}",
+        f"optimizer steps in all; with --data by default {EPOCHS} epochs, but at least the number named here and at "
+        f"most {MAX_STEPS}",
         minimum=1,
     )
     batch_size: int = setting(64, "examples per batch", minimum=1)
@@ -62,14 +62,14 @@ class TrainConfig:
     )
     lr: float = setting(
         1e-3,
-        f"peak learning rate; with --data the default, which is {MUON_LR:g} for muon, is multiplied by 192 / "
-        "lm_hidden_dim of the model",
+        "peak learning rate; with --data the default is multiplied by 192 / lm_hidden_dim of the model, and for muon "
+        f"it is {MUON_LR:g}",
         above=0,
     )
     projector_lr: float = setting(
         0.0,
-        "peak learning rate of the projector, which then learns in full also beside LoRA; 0 takes that of the others. "
-        "With --backbones, whose projector is new, 3e-3 by default",
+        "peak learning rate of the projector, which then learns in full even with LoRA; 0 takes that of the others. "
+        "With --backbones the projector is new, and the default higher",
     )
     freeze: Sequence[str] = setting(
         (),
@@ -175,8 +175,8 @@ class FinetuneOptions:
     device: str = setting("auto", "where to train", choices=DEVICES)
     validation: str | float | None = setting(
         None,
-        "hold out N examples, or below 1 a share of them; 0 holds out none; or a folder or file of examples to "
-        "evaluate on (default: a tenth, at most 200, but none of fewer than 100 examples or of streamed data)",
+        "hold out N examples, or a share of them if below 1; 0 holds out none. A folder or file has examples of its "
+        "own to evaluate on (default: a tenth, at most 200, but none of fewer than 100 examples or of streamed data)",
         metavar="N_OR_SHARE_OR_PATH",
     )
     metric: str = setting(

@@ -9,7 +9,7 @@ import torch
 
 from models.vision_language_model import VisionLanguageModel
 from nanovlm.console import count
-from nanovlm.data import Mixture, StreamedSource, Subset
+from nanovlm.data import Mixture, Source, StreamedSource
 from nanovlm.data.mixture import source_lines
 from nanovlm.options import parse_data
 from nanovlm.training.checkpointing import stored_settings
@@ -31,15 +31,14 @@ def absolute(data: str | os.PathLike[str]) -> str:
     return os.path.abspath(path) + os.fspath(data)[len(path) :] if os.path.exists(path) else os.fspath(data)
 
 
-def fingerprint(training: Sequence[Subset], n_parts: int = 1) -> str:
+def fingerprint(training: Sequence[Source], n_parts: int = 1) -> str:
     """Text that changes with the data: names, shares, numbers and digests of examples; for a stream its parts."""
     names = []
-    for subset in training:
-        source = subset.source
-        share = "" if subset.weight is None else f"@{subset.weight:g}"
+    for source in training:
+        share = "" if source.weight is None else f"@{source.weight:g}"
         if not source.endless:
-            digest = blake2b("".join(source.digests[i] for i in subset.indices).encode(), digest_size=4).hexdigest()
-            names.append(f"{os.path.basename(absolute(source.path))}{share} ({len(subset)}, {digest})")
+            digest = blake2b("".join(source.digests).encode(), digest_size=4).hexdigest()
+            names.append(f"{os.path.basename(absolute(source.path))}{share} ({len(source)}, {digest})")
         else:
             names.append(absolute(source.path) + share + (f" (in {n_parts} parts)" if n_parts > 1 else ""))
     return "; ".join(names)
@@ -61,25 +60,25 @@ def examples_per_step(cfg: TrainConfig) -> int:
 
 def count_steps_per_epoch(mixture: Mixture, cfg: TrainConfig) -> float:
     """Optimizer steps until every example was shown once, without endless sources; 0 if there are no others."""
-    sizes = [0 if group[0].source.endless else sum(map(len, group)) for group in mixture.groups]
+    sizes = [0 if group[0].endless else sum(map(len, group)) for group in mixture.groups]
     return max(size / share for size, share in zip(sizes, mixture.shares)) / examples_per_step(cfg)
 
 
-def describe_data(mixture: Mixture, held_out: Sequence[Subset], cfg: TrainConfig, is_default: bool) -> str:
+def describe_data(mixture: Mixture, held_out: Sequence[Source], cfg: TrainConfig, is_default: bool) -> str:
     """Lines that say what was read, how often each example is shown, and how many are held out."""
     n_shown = cfg.max_steps * examples_per_step(cfg)
     n_held_out = sum(map(len, held_out))
-    training = [subset for group in mixture.groups for subset in group]
+    training = [source for group in mixture.groups for source in group]
     parts = []
-    for subsets, share in zip(mixture.groups, mixture.shares):
-        paths = ", ".join(subset.source.path for subset in subsets)
-        if subsets[0].source.endless:
+    for sources, share in zip(mixture.groups, mixture.shares):
+        paths = ", ".join(source.path for source in sources)
+        if sources[0].endless:
             parts.append(f"{paths}: {share * n_shown:,.0f} examples are shown")
         else:
-            total = sum(map(len, subsets))
+            total = sum(map(len, sources))
             parts.append(f"{paths}: {count(total, 'example')}, each shown {share * n_shown / total:.1f} times")
     if n_held_out:
         parts.append(f"{n_held_out:,} held out" + (" (--validation N holds out N, 0 none)" if is_default else ""))
-    elif is_default and any(isinstance(one.source, StreamedSource) or not one.source.endless for one in training):
+    elif is_default and any(isinstance(one, StreamedSource) or not one.endless for one in training):
         parts.append("nothing held out (--validation 0.05 holds out 5%)")
     return "\n".join([*source_lines(training, held_out), "; ".join(parts)])

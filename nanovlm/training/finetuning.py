@@ -17,14 +17,13 @@ from models.checkpoint import CONFIG, FORMATS, TOKENIZER, TOKENIZER_CONFIG, WEIG
 from models.lora.files import ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from models.vision_language_model import VisionLanguageModel
 from nanovlm.captioner import Captioner
-from nanovlm.data import ExampleBatches, ExampleError, Mixture, StreamedSource, Subset, check_data, open_data
+from nanovlm.data import ExampleBatches, ExampleError, Mixture, Source, StreamedSource, check_data, open_data
 from nanovlm.data.examples import questions as questions_about
 from nanovlm.data.mixture import parse_validation
 from nanovlm.device import choose_device
 from nanovlm.embedded import SETTINGS
 from nanovlm.errors import TrainingError, UsageError, is_out_of_memory
 from nanovlm.evaluation import Evaluation, EvaluationOptions, evaluate, load_metric
-from nanovlm.evaluation.evaluate import QuestionList
 from nanovlm.options import check_output_folder, parse_data
 from nanovlm.processing.processor import Processor
 from nanovlm.training.checkpointing import STATE, checkpoint_path, checkpoint_steps, stored_settings, write_errors
@@ -150,7 +149,7 @@ def prepare(options: FinetuneOptions, cfg: TrainConfig) -> tuple[VisionLanguageM
     width = processor.cfg.lm_hidden_dim
     steps = count_steps_per_epoch(mixture, cfg)
     cfg, reasons = choose_settings(options, cfg, width, steps, find_optimizer(options))
-    is_streamed = any(isinstance(one.source, StreamedSource) for one in training)
+    is_streamed = any(isinstance(one, StreamedSource) for one in training)
     n_parts = world_size() * max(1, cfg.num_workers) if is_streamed else 1  # one for each process that makes batches
     own, number = parse_validation(options.validation)
     n_held_out = sum(map(len, held_out)) if number is None else int(number) if number % 1 == 0 else number
@@ -175,7 +174,7 @@ def prepare(options: FinetuneOptions, cfg: TrainConfig) -> tuple[VisionLanguageM
 
 
 def held_out_task(
-    options: FinetuneOptions, cfg: TrainConfig, held_out: Sequence[Subset], processor: Processor
+    options: FinetuneOptions, cfg: TrainConfig, held_out: Sequence[Source], processor: Processor
 ) -> dict[str, Any]:
     """The fields of a TrainingTask that score a model on held-out examples."""
     unseen = Mixture(held_out, cfg.seed)
@@ -188,7 +187,7 @@ def held_out_task(
 
     def answer(model: VisionLanguageModel, everything: bool) -> Evaluation:
         asked = questions if everything else questions[: cfg.validation_questions]
-        return evaluate(Captioner(model, processor), QuestionList(asked), how)
+        return evaluate(Captioner(model, processor), asked, how)
 
     return {
         # packed as the training batches are: padded ones might need more memory

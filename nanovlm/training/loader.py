@@ -3,7 +3,7 @@
 import pickle
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -19,30 +19,14 @@ Batch = dict[str, Any]  # the arguments of VisionLanguageModel.forward: tensors,
 PREFETCH = 4  # batches that each worker prepares ahead
 
 
-class Batches(Iterator[Batch]):
-    """Batches in the order of their numbers; `state` has the position in each stream that was read."""
-
-    def __init__(self, items: Iterator[Any], start: dict[str, Any]):
-        self.items = items
-        self.start = start
-        self.state: dict[str, Any] = {}
-
-    def __next__(self) -> Batch:
-        item = next(self.items)
-        if isinstance(item, bytes):
-            item = pickle.loads(item)
-        if isinstance(item, Exception):
-            raise item
-        streams = item.pop("streams", {})  # a worker knows of the streams of others only where they started
-        self.state |= {key: state for key, state in streams.items() if state != self.start.get(key)}
-        return item
-
-
 @contextmanager
 def load_batches(
     get_batch: Callable[[int], Batch], numbers: range, num_workers: int, state: dict[str, Any] | None = None
-) -> Iterator[Batches]:
-    """Yield an iterator of get_batch(number); workers end with the context, streams go on from state."""
+) -> Iterator[tuple[Iterator[Batch], dict[str, Any]]]:
+    """Yield an iterator of get_batch(number), and the positions in streams that its batches have reached.
+
+    Workers end with the context. Streams go on from the positions in state.
+    """
     if hasattr(get_batch, "states"):
         get_batch = replace(get_batch, states=dict(state or {}))  # type: ignore[type-var]  # nanovlm.data.ExampleBatches
     loader: DataLoader = DataLoader(
@@ -55,10 +39,22 @@ def load_batches(
     )
     items = iter(loader)
     try:
-        yield Batches(items, state or {})
+        reached: dict[str, Any] = {}
+        yield _received(items, state or {}, reached), reached
     finally:  # workers ignore signals, and would live as long as an error's traceback refers to the iterator
         if num_workers:
             items._shutdown_workers()  # type: ignore[attr-defined]  # there is no public way
+
+
+def _received(items: Iterator[Any], start: Mapping[str, Any], reached: dict[str, Any]) -> Iterator[Batch]:
+    """Unpack batches and raise errors; add to reached the positions in streams that differ from start."""
+    for item in items:
+        item = pickle.loads(item) if isinstance(item, bytes) else item
+        if isinstance(item, Exception):
+            raise item
+        streams = item.pop("streams", {})  # a worker knows of the streams of others only where they started
+        reached.update((key, state) for key, state in streams.items() if state != start.get(key))
+        yield item
 
 
 def _prepare(get_batch: Callable[[int], Batch], number: int) -> Batch | Exception | bytes:

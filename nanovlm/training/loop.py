@@ -123,7 +123,7 @@ class Trainer:
         per_step = cfg.gradient_accumulation_steps * context.world_size
         numbers = range(first * per_step + context.rank, cfg.max_steps * per_step, context.world_size)
         with (
-            load_batches(self.task.get_batch, numbers, cfg.num_workers, self.streams) as batches,
+            load_batches(self.task.get_batch, numbers, cfg.num_workers, self.streams) as (batches, reached),
             catch_stop_signals() as signals,
             closing(context),
             context.peer_errors(),
@@ -136,7 +136,7 @@ class Trainer:
                 if is_due and (self.step > first or first == 0):
                     self._evaluate(metrics)
                 if (is_due or n_signals) and self.step > first:
-                    self.streams |= context.merge(batches.state)
+                    self.streams |= context.merge(reached)
                     self.save()
                 if is_last:
                     return 0

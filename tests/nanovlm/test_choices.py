@@ -39,11 +39,12 @@ def test_many_images_are_scored_together_and_each_is_read_once(random_captioner,
     with watch(captioner.model.vision_encoder) as tiles, watch(captioner.model.decoder) as shapes:
         options = CaptionOptions(choices=tuple(CHOICES))
         rows = list(caption_rows(captioner, [(str(i), image) for i, image in enumerate(images)], options, batch_size))
-    assert [row["text"] for row in rows] == [best.text for best in expected]
+        ranked = list(captioner.classify_each(images, CHOICES, batch_size=batch_size))
+    assert [row["text"] for row in rows] == [one[0].text for one in ranked] == [best.text for best in expected]
     for row, best in zip(rows, expected):
         assert (row["probability"], row["log_probability"]) == pytest.approx(tuple(best.columns().values()), abs=1e-3)
-    assert sum(n for n, *_ in tiles) == len(images)
-    assert sum(rows for rows, n, *_ in shapes if n >= n_prompt - 1) == len(images)
+    assert sum(n for n, *_ in tiles) == 2 * len(images)
+    assert sum(rows for rows, n, *_ in shapes if n >= n_prompt - 1) == 2 * len(images)
 
 
 def test_an_image_that_fails_fails_alone(random_captioner):

@@ -14,7 +14,8 @@ from nanovlm.bulk import caption_rows
 from nanovlm.captioner import Captioner
 from nanovlm.options import CaptionOptions
 from nanovlm.synthetic import draw, random_scene
-from nanovlm.training.cpu_ops import cpu_ops
+from nanovlm.training.config import TrainConfig
+from nanovlm.training.optimizer import accelerated
 
 N_NEW = 24
 PROMPTS = ["Describe the image.", "What is at the top?", "How many objects are there, and is there a red ring?"]
@@ -186,7 +187,7 @@ def training_loss(captioner: Captioner, image, with_kernels: bool) -> float:
     }  # fmt: skip
     if not with_kernels:
         return model(inputs, **batch)[1].item()
-    with cpu_ops(model):
+    with accelerated(model, TrainConfig()):
         return model(inputs, **batch)[1].item()
 
 

@@ -15,7 +15,6 @@ from nanovlm.data import (
     Mixture,
     ReadOptions,
     Source,
-    Subset,
     check_data,
     open_data,
 )
@@ -41,7 +40,7 @@ def source(name, n, images=None, **options):
 
 
 def whole(*sources):
-    return [Subset(source, range(len(source)), weight) for source, weight in sources]
+    return [replace(source, weight=weight) for source, weight in sources]
 
 
 def names(mixture, positions):
@@ -50,7 +49,7 @@ def names(mixture, positions):
 
 
 def test_every_epoch_shows_each_example_once_in_its_own_order():
-    subsets = [Subset(source("a", 7), range(7)), Subset(source("b", 5), [0, 2, 4])]
+    subsets = [source("a", 7), source("b", 5).part([0, 2, 4])]
     order = names(Mixture(subsets, 0), range(40))
     epochs = [order[start : start + 10] for start in range(0, 40, 10)]
     assert all(set(epoch) == {f"a{i}" for i in range(7)} | {"b0", "b2", "b4"} for epoch in epochs)
@@ -91,7 +90,7 @@ def test_impossible_shares_are_refused(weights, endless, message):
 
 
 def keys(*subsets):
-    return {key for subset in subsets for i in subset.indices for key in subset.source.keys[i]}
+    return {key for one in subsets for keys in one.keys for key in keys}
 
 
 def labeled(name, n, label=lambda i: str(i), **options):
@@ -103,7 +102,7 @@ def labeled(name, n, label=lambda i: str(i), **options):
 
 def sides(source, validation):
     """The keys of the training and the held-out examples."""
-    return [keys(*side) for side in split([(source, None)], validation)]
+    return [keys(*side) for side in split([source], validation)]
 
 
 def test_a_share_of_the_images_stays_held_out_when_data_grow():
@@ -123,8 +122,8 @@ def test_of_a_number_those_with_the_lowest_hashes_are_held_out(validation):
 @pytest.mark.parametrize("validation", [None, 0.02, 0.1, 11, 40])
 def test_each_of_few_answers_is_held_out_and_learned(validation):
     one = labeled("a", 103, lambda i: f"label {i % 10}" if i < 100 else "two" if i < 102 else "one")
-    train, held_out = split([(one, None)], validation)
-    answers = [Counter(one.answers[i][0] for i in side[0].indices) for side in (train, held_out)]
+    train, held_out = split([one], validation)
+    answers = [Counter(answer for (answer,) in side[0].answers) for side in (train, held_out)]
     assert answers[0]["two"] == answers[0]["one"] == answers[1]["two"] == 1 and answers[1]["one"] == 0
     assert (len(answers[0]), len(answers[1])) == (12, 11)
     assert one.lines == ["nothing is held out of 1 answer, the first 'one'"]
@@ -164,13 +163,13 @@ def test_many_answers_are_no_classes():
     ids=["questions of one image", "one image in several sets", "chains", "an image of two sources"],
 )
 def test_examples_that_share_an_image_are_on_one_side(images, n_sources):
-    train, held_out = split([(source(name, 40, images), None) for name in "ab"[:n_sources]], 6)
+    train, held_out = split([source(name, 40, images) for name in "ab"[:n_sources]], 6)
     assert 6 <= sum(map(len, held_out)) <= 10 and not keys(*train) & keys(*held_out)
 
 
 @pytest.mark.parametrize(("n", "images", "held"), [(99, 0, 0), (100, 0, 10), (999, 0, 99), (5000, 0, 200), (500, 1, 0)])
 def test_a_tenth_is_held_out_by_default_but_none_of_few_or_of_one_image(n, images, held):
-    sources = [(source("a", n, [["one.png"]] * n * images), None), (source("drawn", 9, endless=True), 0.2)]
+    sources = [source("a", n, [["one.png"]] * n * images), source("drawn", 9, endless=True, weight=0.2)]
     train, held_out = split(sources, None)
     assert sum(map(len, held_out)) == held and [len(subset) for subset in train] == [n - held, 9]
 
@@ -188,7 +187,7 @@ ALONE = [source("a", 1, [["b1"]]), source("b", 100, [[f"b{i}"] for i in range(10
 )
 def test_splits_that_leave_nothing_are_refused(sources, validation, message):
     with pytest.raises(DataError, match=message):
-        split([(one, None) for one in sources], validation)
+        split(sources, validation)
 
 
 # -------------------------------------------------------------------------------------------------------- files
@@ -209,7 +208,7 @@ def test_copies_of_an_image_are_on_one_side_and_the_flag_may_be_text(cards):
     train, held_out = open_data(["cards"], ReadOptions(), "4")
     sides = [{key for example in side[0] for key in keys_of(example, {})} for side in (train, held_out)]
     assert [len(train[0]), len(held_out[0])] == [16, 4] and not sides[0] & sides[1]
-    assert open_data(["./cards@0.5"], ReadOptions(), 4)[1][0].indices == held_out[0].indices
+    assert open_data(["./cards@0.5"], ReadOptions(), 4)[1][0].keys == held_out[0].keys
     assert (
         "cards: reading image from the image file, question from --prompt, answer from the text file"
         in source_lines(train, held_out)
@@ -239,7 +238,7 @@ def test_a_flag_holds_for_the_sources_that_it_can_mean(cards, data, options, exp
         [{"left": "own/b.png", "image": "own/a.png", "ask": "Why?", "question": "What?", "answer": "A.", "say": "B."}],
     )
     train, _ = open_data(data, ReadOptions(**options), 0)
-    asked = [pairs_of(next(iter(one)))[0][0] for one in train if one.source.path.endswith(".json")]
+    asked = [pairs_of(next(iter(one)))[0][0] for one in train if one.path.endswith(".json")]
     assert asked == expected and len(train) == 2
 
 
@@ -303,7 +302,7 @@ def test_only_images_shown_before_are_changed(tiled):
     image = noise_image(40, 30)
     make = lambda record: about([image], ("?", str(record)))  # noqa: E731
     small, endless = Source("small", range(6), make), Source("endless", range(10**6), make, endless=True)
-    mixture = Mixture([Subset(small, range(6)), Subset(endless, range(10**6), 0.4)], 0)
+    mixture = Mixture([small, replace(endless, weight=0.4)], 0)
     plain, augmented = (ExampleBatches(mixture, tiled[1], 1, augment=amount) for amount in (0.0, 0.2))
     seen, different = set(), set()
     for position in range(25):
@@ -318,7 +317,7 @@ def test_only_images_shown_before_are_changed(tiled):
 
 def test_bad_example_raises_or_the_next_one_replaces_it(tiled, caplog):
     records = ["bad" if i % 3 == 0 else f"good {i}" for i in range(12)]
-    mixture = Mixture([Subset(Source("a", records, make_example), range(12))], 0)
+    mixture = Mixture([Source("a", records, make_example)], 0)
     with pytest.raises(ExampleError, match=r"^bad has an empty answer"):
         ExampleBatches(mixture, tiled[1], 12)(0)
     batches, again = (ExampleBatches(mixture, tiled[1], 12, skip_errors=True) for _ in range(2))
@@ -326,6 +325,6 @@ def test_bad_example_raises_or_the_next_one_replaces_it(tiled, caplog):
     batches(0)
     assert len(caplog.messages) == 1, "each is reported once, not at every epoch"
     assert all(torch.equal(one, other) for one, other in zip(first.values(), again(0).values()))
-    only = Mixture([Subset(Source("a", ["bad"] * 9, make_example), range(9))], 0)
+    only = Mixture([Source("a", ["bad"] * 9, make_example)], 0)
     with pytest.raises(DataError, match="100 examples in a row cannot be used"):
         ExampleBatches(only, tiled[1], 1, skip_errors=True)(0)

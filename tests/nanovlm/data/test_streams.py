@@ -15,7 +15,6 @@ from nanovlm.data import (
     Mixture,
     ReadOptions,
     StreamedSource,
-    Subset,
     open_data,
     open_source,
 )
@@ -64,15 +63,15 @@ def test_a_reader_goes_on_behind_a_state_that_went_through_json(taken, n_parts):
 
 
 def test_a_stream_holds_out_images_by_their_bytes():
-    (train,), (held_out,) = split([(one := stream(), 0.5)], 0.2)
+    (train,), (held_out,) = split([one := stream()], 0.2)
     assert 0 < len(held_out) <= 200 and len(held_out) % 30 == 0
     out = {key for example in held_out for key in keys_of(example, {})}
     learned = {key for example, _ in islice(one.read("0"), 500) for key in keys_of(example, {})}
-    assert train.source is one and not out & learned and len(out | learned) == 20
-    assert {key for example in train for key in keys_of(example, {})} == learned
+    assert train is one and not out & learned and len(out | learned) == 20
+    assert {key for example in train.usable() for key in keys_of(example, {})} == learned
     with pytest.raises(DataError, match="name a fraction"):
-        split([(stream(), None)], 5)
-    assert split([(stream(), None)], None)[1] == []
+        split([stream()], 5)
+    assert split([stream()], None)[1] == []
 
 
 def test_a_stream_that_breaks_off_or_is_empty_is_one_line():
@@ -158,7 +157,7 @@ def found(path, options):
     if not options.stream:
         examples = [source.make_example(source.rows[i]) for i in range(len(source))]
         return sorted(repr(replace(example, name="")) for example in examples), source
-    return sorted(repr(replace(example, name="")) for example in source.one_side(False, [])), source
+    return sorted(repr(replace(example, name="")) for example in source.usable([])), source
 
 
 @pytest.mark.parametrize(
@@ -229,18 +228,18 @@ def test_a_row_of_a_stream_that_cannot_be_used_is_refused_or_told(library, on_er
     train, (held_out,) = open_data(["a.parquet"], options, 0.99)
     errors = []
     list(train[0].usable(errors))
-    assert len(held_out.source.errors) == len(errors) == 100
+    assert len(held_out.errors) == len(errors) == 100
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_batches_resume_by_the_state_of_their_loader(tiled, workers):
     def batches():
-        return ExampleBatches(Mixture([Subset(stream(100, 2))], 0), tiled[1], 4, n_parts=max(1, workers))
+        return ExampleBatches(Mixture([stream(100, 2)], 0), tiled[1], 4, n_parts=max(1, workers))
 
-    with load_batches(batches(), range(14), workers) as loaded:
+    with load_batches(batches(), range(14), workers) as (loaded, reached):
         first = [next(loaded)["input_ids"] for _ in range(6)]
-        state = json.loads(json.dumps(loaded.state))
+        state = json.loads(json.dumps(reached))
         rest = [batch["input_ids"] for batch in loaded]
-    with load_batches(batches(), range(6, 14), workers, state) as loaded:
+    with load_batches(batches(), range(6, 14), workers, state) as (loaded, _):
         again = [batch["input_ids"] for batch in loaded]
     assert len(first) == 6 and all(map(torch.equal, rest, again)) and len(again) == 8

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from nanovlm.data import ExampleError, StreamedSource, open_source
+from nanovlm.data import ExampleError, open_source
 from nanovlm.data.values import clean_text, is_empty
 from nanovlm.errors import DataError
 from support.data import OPTIONS, pairs_of, png
@@ -109,7 +109,7 @@ def test_every_type_of_arrow_in_a_file_and_its_stream(in_tmp_path, tmp_path, mon
             except DataError as error:
                 assert expected in str(error) and f"{name}.parquet" in str(error), (name, error)
                 continue
-            example = next(source.one_side(False)) if isinstance(source, StreamedSource) else source[0]
+            example = next(source.usable())
             assert pairs_of(example) == [("What?", expected)], name
 
 
@@ -125,6 +125,6 @@ def test_classes_also_in_lists_and_minus_one_is_missing(in_tmp_path, tmp_path, m
     datasets.Dataset.from_dict(rows, features).to_parquet("a.parquet")
     for column, expected in (("text", ["red", "nan"]), ("labels", ["red", "nan", "nan"])):
         source = open_source("a.parquet", replace(OPTIONS, stream=is_streamed, on_error="skip", text_column=column))
-        examples = source.one_side(False, []) if is_streamed else map(source.__getitem__, range(len(source)))
+        examples = source.usable([])
         assert [answer for example in examples for _, answer in pairs_of(example)] == expected
         assert [error.partition("]")[0] for error in source.errors] == ["a.parquet[2", "a.parquet[3"]

@@ -38,9 +38,10 @@ def workdir(tmp_path, monkeypatch):
 
 def ask(embedded, *paths, max_new_tokens=8, **options):
     read = ReadOptions(on_error="skip" if options.get("skip_errors") else "stop")
-    subsets, _ = open_data(paths, read, 0)
-    asked = questions_of(subsets, skip_errors=options.get("skip_errors", False))
-    return evaluate(embedded, asked, EvaluationOptions(max_new_tokens=max_new_tokens, **options))
+    sources, _ = open_data(paths, read, 0)
+    errors = [error for source in sources for error in source.errors]
+    asked = questions_of(sources, errors=errors if read.skip_errors else None)
+    return evaluate(embedded, asked, EvaluationOptions(max_new_tokens=max_new_tokens, **options), errors)
 
 
 def test_answers_are_those_of_the_captioner_asked_one_by_one(embedded):

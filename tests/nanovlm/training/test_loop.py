@@ -159,7 +159,7 @@ def batch_without_shared_memory(number):
 
 def test_batches_arrive_where_shared_memory_is_full():
     pytest.importorskip("resource")
-    with load_batches(batch_without_shared_memory, range(3), 1) as batches:
+    with load_batches(batch_without_shared_memory, range(3), 1) as (batches, _):
         numbers = [batch["images"].mean().item() for batch in batches]
     assert numbers == [0, 1, 2]
 
@@ -178,9 +178,9 @@ class CountedStreams:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_streams_go_on_where_each_worker_stands(workers):
     """A worker's batch must not take the stream of another back to where the run was resumed."""
-    with load_batches(CountedStreams({}), range(7), workers, {"0:0": 5, "0:1": 9}) as batches:
+    with load_batches(CountedStreams({}), range(7), workers, {"0:0": 5, "0:1": 9}) as (batches, reached):
         assert list(batches) == [{}] * 7
-    assert batches.state == {"0:0": 9, "0:1": 12}
+    assert reached == {"0:0": 9, "0:1": 12}
 
 
 def poisoned(number, batch):
