@@ -27,25 +27,14 @@ TINY = {
 class Package:
     """A package outside the base dependencies, imported on first use; a test that uses it is skipped without it."""
 
-    def __init__(self, name: str):
-        self.name = name
+    def __init__(self, name: str, **options: Any):
+        self.name, self.options = name, options  # of importorskip
 
     def __getattr__(self, attribute: str) -> Any:
-        return getattr(pytest.importorskip(self.name), attribute)
+        return getattr(pytest.importorskip(self.name, **self.options), attribute)
 
 
-class Transforms:
-    """torchvision.transforms, imported on first use; a test is skipped where torchvision is not made for this torch."""
-
-    def __getattr__(self, attribute: str) -> Any:
-        try:
-            from torchvision import transforms
-        except (ImportError, RuntimeError) as error:
-            pytest.skip(f"torchvision: {error}")
-        return getattr(transforms, attribute)
-
-
-transforms = Transforms()
+transforms = Package("torchvision.transforms", exc_type=(ImportError, RuntimeError))  # made for another torch
 
 
 @torch.no_grad()
