@@ -2,8 +2,6 @@
 
 import random
 import struct
-import subprocess
-import sys
 import zlib
 from contextlib import contextmanager
 from pathlib import Path
@@ -72,14 +70,3 @@ def png(width, height):
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     data = zlib.compress(b"\0" * 100)
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", data) + chunk(b"IEND", b"")
-
-
-@contextmanager
-def another_run(folder: Path):
-    """Another process that trains into folder, as far as its lock tells."""
-    hold = "import sys; from models import files\nwith files.locked(sys.argv[1]): print(flush=True); input()"
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", hold, folder], cwd=ROOT, **pipes) as other:
-        other.stdout.readline()
-        yield
-        other.kill()
