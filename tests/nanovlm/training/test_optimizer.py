@@ -1,4 +1,4 @@
-"""Frozen parts, accumulation, clipping, checkpointing, precision, attention and Muon, against a plain path or PyTorch's."""
+"""Frozen parts, accumulation, clipping, precision, attention and Muon, each against a plain path or PyTorch's."""
 
 import json
 import math
