@@ -1,5 +1,7 @@
 """Models for all tests, made once a session: small, with random weights large enough that any mistake shows."""
 
+import shutil
+
 import pytest
 import torch
 
@@ -183,3 +185,21 @@ def adapted(tiny_model):
         return model
 
     return make
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """Chromium, without what it does in the background."""
+    sync_api = pytest.importorskip("playwright.sync_api", reason="no playwright; pip install 'nanovlm[test-web]'")
+    flags = [
+        "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+        "--disable-component-update", "--disable-sync",
+    ]  # fmt: skip
+    with sync_api.sync_playwright() as playwright:
+        names = ("chromium", "chromium-browser", "google-chrome", playwright.chromium.executable_path)
+        found = next((path for path in map(shutil.which, names) if path), None)
+        if found is None:
+            pytest.skip("no Chromium here; playwright install chromium, or apt-get install chromium")
+        browser = playwright.chromium.launch(executable_path=found, args=flags)
+        yield browser
+        browser.close()

@@ -8,19 +8,15 @@ from nanovlm import SAMPLE, Captioner
 from nanovlm.training.config import TrainConfig
 from support.training import train
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
 
-@pytest.mark.gpu
-@needs_gpu
 def test_stages_are_measured(capsys):
     flags = ["--device", "cuda", "--stages", "train", "encode", "prefill", "decode", "--rounds", "1", "--tokens", "3"]
     assert latency.main(flags) == 0
     assert "CUDA graph" in capsys.readouterr().out
 
 
-@pytest.mark.gpu
-@needs_gpu
 def test_ids_and_captions_are_those_of_the_cpu(tiny_model):
     ids, images = torch.randint(4, 40, (2, 9)), torch.rand(2, 3, 16, 16)
     ids[:, 2:6] = 3
@@ -32,8 +28,6 @@ def test_ids_and_captions_are_those_of_the_cpu(tiny_model):
     assert captions[0] == captions[1]
 
 
-@pytest.mark.gpu
-@needs_gpu
 def test_training_steps_are_those_of_the_cpu(tiny_model, make_batch, tmp_path):
     cfg = TrainConfig(max_steps=5, num_workers=0, dtype="float32")
     cpu, cuda = [

@@ -1,6 +1,5 @@
 """eval.speedup: designs that choose the ids they promise and hold the bytes of their formula; its report and page."""
 
-import shutil
 from dataclasses import replace
 
 import pytest
@@ -163,20 +162,16 @@ def test_models_that_share_are_trained_until_they_sort():
     assert "2 2" in cache_quality.sharing_table("", results)
 
 
-def test_the_page_follows_its_sliders(tmp_path):
-    sync_api, chromium = pytest.importorskip("playwright.sync_api"), shutil.which("chromium")
-    if chromium is None:
-        pytest.skip("no Chromium here; apt-get install chromium")
+def test_the_page_follows_its_sliders(tmp_path, browser):
     write_page(tmp_path / "kv.html", cfg := load_config(EMBEDDED), "tables")
-    with sync_api.sync_playwright() as playwright:
-        page = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"]).new_page()
-        problems = []
-        page.on("pageerror", lambda error: problems.append(str(error)))
-        page.goto((tmp_path / "kv.html").as_uri())
-        page.locator("#step").fill("6")
-        captions = page.locator("figcaption").all_text_contents()
-        assert ["21 pairs" in caption for caption in captions] == [True, *[False] * 11] and "6 pairs" in captions[1]
-        page.locator("[name=tokens]").fill("1024")
-        n_bytes = 2 * cfg.lm_n_blocks * cfg.lm_n_kv_heads * cfg.lm_head_dim * 1024 * 2
-        assert page.locator("#bytes").text_content().startswith(f"1,024 tokens: {n_bytes / 2**20:.1f} MiB")
-        assert not problems
+    page = browser.new_page()
+    problems = []
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.goto((tmp_path / "kv.html").as_uri())
+    page.locator("#step").fill("6")
+    captions = page.locator("figcaption").all_text_contents()
+    assert ["21 pairs" in caption for caption in captions] == [True, *[False] * 11] and "6 pairs" in captions[1]
+    page.locator("[name=tokens]").fill("1024")
+    n_bytes = 2 * cfg.lm_n_blocks * cfg.lm_n_kv_heads * cfg.lm_head_dim * 1024 * 2
+    assert page.locator("#bytes").text_content().startswith(f"1,024 tokens: {n_bytes / 2**20:.1f} MiB")
+    assert not problems

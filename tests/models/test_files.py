@@ -113,6 +113,17 @@ def test_on_a_drive_without_locks_nothing_is_removed_and_a_line_says_so(tmp_path
         assert not is_held and "its drive has no locks" in caplog.text
 
 
+def test_a_folder_that_cannot_be_opened_is_not_taken_for_locked(tmp_path, monkeypatch):
+    def refuses(path, flags):
+        raise FileError("Permission denied", errno.EACCES)
+
+    monkeypatch.setattr(files, "_open", refuses)
+    with pytest.raises(FileError, match="Permission denied"), files.locked(tmp_path):
+        pass
+    with files.locked(tmp_path, is_optional=True) as is_held:
+        assert not is_held
+
+
 def test_an_error_of_the_body_is_not_taken_for_that_of_the_lock(tmp_path):
     with pytest.raises(BlockingIOError), files.locked(tmp_path):
         raise BlockingIOError(errno.EAGAIN, "of standard output")

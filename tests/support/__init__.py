@@ -2,8 +2,6 @@
 
 import random
 import struct
-import subprocess
-import sys
 import zlib
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,25 +25,14 @@ TINY = {
 class Package:
     """A package outside the base dependencies, imported on first use; a test that uses it is skipped without it."""
 
-    def __init__(self, name: str):
-        self.name = name
+    def __init__(self, name: str, **options: Any):
+        self.name, self.options = name, options  # of importorskip
 
     def __getattr__(self, attribute: str) -> Any:
-        return getattr(pytest.importorskip(self.name), attribute)
+        return getattr(pytest.importorskip(self.name, **self.options), attribute)
 
 
-class Transforms:
-    """torchvision.transforms, imported on first use; a test is skipped where torchvision is not made for this torch."""
-
-    def __getattr__(self, attribute: str) -> Any:
-        try:
-            from torchvision import transforms
-        except (ImportError, RuntimeError) as error:
-            pytest.skip(f"torchvision: {error}")
-        return getattr(transforms, attribute)
-
-
-transforms = Transforms()
+transforms = Package("torchvision.transforms", exc_type=(ImportError, RuntimeError))  # made for another torch
 
 
 @torch.no_grad()
@@ -83,14 +70,3 @@ def png(width, height):
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     data = zlib.compress(b"\0" * 100)
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", data) + chunk(b"IEND", b"")
-
-
-@contextmanager
-def another_run(folder: Path):
-    """Another process that trains into folder, as far as its lock tells."""
-    hold = "import sys; from models import files\nwith files.locked(sys.argv[1]): print(flush=True); input()"
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", hold, folder], cwd=ROOT, **pipes) as other:
-        other.stdout.readline()
-        yield
-        other.kill()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 SECONDS = int(os.environ.get("NANOVLM_TEST_SECONDS", 240))  # of setup, of the test and of its end, each
-SLOW = 5  # times as long for tests of the tier "slow"
+TIERS = {"full": 2, "slow": 5}  # times as long for the tests of a tier
 AGAIN = 30  # seconds until the end of a test that hangs in its own cleaning up is interrupted, too
 
 
@@ -28,7 +28,7 @@ def descendants():
 @contextmanager
 def limited(item):
     """Fail after the deadline of this test, a pytest item, by the alarm signal."""
-    seconds = SECONDS * (SLOW if item.get_closest_marker("slow") else 1)
+    seconds = SECONDS * max((n for tier, n in TIERS.items() if item.get_closest_marker(tier)), default=1)
 
     def expire(number, frame):
         faulthandler.dump_traceback(file=2)  # of all threads

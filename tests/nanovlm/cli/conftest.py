@@ -1,9 +1,25 @@
-"""A model folder with other settings."""
+"""`nanovlm` as a fixture, and a model folder with other settings."""
 
 import json
 import shutil
 
 import pytest
+
+from nanovlm.cli import main as cli
+
+
+@pytest.fixture
+def nanovlm_program(capsys):
+    """Run `nanovlm` in this process: exit code, stdout, stderr."""
+
+    def run(*argv):
+        try:
+            code = cli.main(list(argv))
+        except SystemExit as end:
+            code = end.code
+        return code, *capsys.readouterr()
+
+    return run
 
 
 @pytest.fixture

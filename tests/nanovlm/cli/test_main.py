@@ -21,20 +21,6 @@ from support.cli import assert_usage_error, set_stream
 pytestmark = pytest.mark.usefixtures("workdir")
 
 
-@pytest.fixture
-def nanovlm_program(capsys):
-    """Run `nanovlm` in this process: exit code, stdout, stderr."""
-
-    def run(*argv):
-        try:
-            code = cli.main(list(argv))
-        except SystemExit as end:
-            code = end.code
-        return code, *capsys.readouterr()
-
-    return run
-
-
 def test_version_and_help(nanovlm_program):
     assert nanovlm_program("--version") == (0, f"nanovlm {nanovlm.__version__}\n", "")
     code, out, _ = nanovlm_program("--help")

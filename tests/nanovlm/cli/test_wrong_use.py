@@ -136,7 +136,7 @@ def world(tmp_path_factory):
 
 
 @pytest.mark.parametrize("command", WRONG, ids=ascii)
-def test_wrong_use_is_one_line_before_any_work(command, world, monkeypatch, capsys):
+def test_wrong_use_is_one_line_before_any_work(command, world, monkeypatch, nanovlm_program):
     if "localhost:1" in command:
         pytest.importorskip("ray")
     monkeypatch.chdir(world)
@@ -144,11 +144,7 @@ def test_wrong_use_is_one_line_before_any_work(command, world, monkeypatch, caps
     before = sorted(Path().rglob("*"))
     words = shlex.split(command)
     model = ["--model", "embedded"] if words[:1] == ["caption"] else []
-    try:
-        code = cli.main([*words, *model])
-    except SystemExit as end:
-        code = end.code
-    out, err = capsys.readouterr()
-    verb = words[0] if words[:1] and words[0] in cli.VERBS else ""
-    assert_usage_error((code, out, err), program=f"nanovlm {verb}".rstrip())
-    assert re.search(WRONG[command], err.rstrip("\n")) and sorted(Path().rglob("*")) == before, err
+    result = nanovlm_program(*words, *model)
+    assert_usage_error(result, program=" ".join(["nanovlm", *(word for word in words[:1] if word in cli.VERBS)]))
+    err = result[2].rstrip("\n")
+    assert re.search(WRONG[command], err) and sorted(Path().rglob("*")) == before, err

@@ -123,7 +123,7 @@ def write_table(datasets, path, rows=6, **columns):
 def write_kind(kind, datasets):
     """Write data of a kind; returns their path, and options to read them with."""
     names = [{"bytes": None, "path": f"{i}.png"} for i in range(6)]
-    for i in range(6) if kind in ("names below", "metadata", "imagefolder", "a mixture") else ():
+    for i in range(6) if kind in ("names below", "metadata", "imagefolder") else ():
         write(f"files/{'red' if i % 2 else 'blue'}/{i}.png" if kind == "imagefolder" else f"files/{i}.png", png(i))
         write(f"{i}.png", png(19))  # another one where the command runs
     if kind == "tar":

@@ -1,17 +1,11 @@
-"""A server of the embedded model, ways to slow it down, and a browser."""
+"""A server of the embedded model, and ways to slow it down."""
 
-import shutil
 import threading
 import time
 
 import pytest
 
 from support.serving import RunningServer
-
-FLAGS = [
-    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-    "--disable-component-update", "--disable-sync",
-]  # fmt: skip
 
 
 @pytest.fixture(scope="session")
@@ -37,16 +31,3 @@ def gate():
     gate = threading.Event()
     yield gate
     gate.set()
-
-
-@pytest.fixture(scope="module")
-def browser():
-    sync_api = pytest.importorskip("playwright.sync_api", reason="no playwright; pip install 'nanovlm[test-web]'")
-    with sync_api.sync_playwright() as playwright:
-        names = ("chromium", "chromium-browser", "google-chrome", playwright.chromium.executable_path)
-        found = next((path for path in map(shutil.which, names) if path), None)
-        if found is None:
-            pytest.skip("no Chromium here; playwright install chromium, or apt-get install chromium")
-        browser = playwright.chromium.launch(executable_path=found, args=FLAGS)
-        yield browser
-        browser.close()

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from nanovlm.training.metrics import read_metrics
 from support import ROOT
 
+pytestmark = pytest.mark.full
 PROGRAM = Path(__file__).parent / "distributed_program.py"
 VARIANTS = {
     "all": {},
@@ -55,7 +56,6 @@ def assert_same(folder, other, tolerance=1e-5):
     torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_two_processes_equal_one_with_twice_the_batch(folder, variant):
     runs = (folder / variant, folder / f"{variant}, alone")
@@ -71,7 +71,6 @@ def test_two_processes_equal_one_with_twice_the_batch(folder, variant):
     assert not (folder / f"{variant}.1.log").read_text().strip(), "only the main process logs"
 
 
-@pytest.mark.full
 def test_a_signal_to_one_process_stops_both_and_they_are_resumed_together(folder):
     main, other = ((folder / f"stopped.{rank}.log").read_text() for rank in (0, 1))
     assert "SIGTERM: stopped at step 2" in main and "resumed" in main and "at step 2" in main
@@ -79,7 +78,6 @@ def test_a_signal_to_one_process_stops_both_and_they_are_resumed_together(folder
     assert_same(folder / "stopped", folder / "all", tolerance=0)
 
 
-@pytest.mark.full
 def test_a_run_whose_process_was_killed_is_run_again_to_the_same_file(folder):
     assert_same(folder / "killed", folder / "all", tolerance=0)
     log = (folder / "killed.0.log").read_text()
@@ -87,13 +85,11 @@ def test_a_run_whose_process_was_killed_is_run_again_to_the_same_file(folder):
     assert not list((folder / "killed").rglob("*.tmp"))
 
 
-@pytest.mark.full
 def test_three_processes_resume_what_two_have_written(folder):
     assert "at step 2" in (folder / "two, then three.0.log").read_text()
     assert_same(folder / "two, then three", folder / "longer")
 
 
-@pytest.mark.full
 def test_a_folder_that_is_not_shared_is_reported_before_the_first_step(folder):
     for rank in (0, 1):
         (line,) = (folder / f"apart.{rank}.log").read_text().splitlines()

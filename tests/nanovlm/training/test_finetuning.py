@@ -227,7 +227,6 @@ def other_model(folder, scale=1.01):
             {"prompt": "Who?"},
         ),
         ([], ["--weight-decay", "0.3"], ["weight_decay=0.3 instead of 0.1"], {"weight_decay": 0.3}),
-        ([], ["--seed", "4"], ["seed=4 instead of 0"], {"seed": 4}),
         (["--validation", "2"], ["--validation", "3"], ["validation=3 instead of 2"], {"validation": 3}),
         (["--validation", "2"], [], [], {"validation": 2}),
         (

@@ -20,7 +20,7 @@ from nanovlm.errors import BusyError, MissingExtraError, TrainingError
 from nanovlm.training.distributed import DistributedContext
 from nanovlm.training.loader import TrainingInterrupted, load_batches
 from nanovlm.training.metrics import MetricsLogger, check_installed, read_metrics, truncate
-from support import ROOT, another_run
+from support import ROOT
 from support.logs import log_lines
 from support.training import CFG, before_batch
 
@@ -200,7 +200,7 @@ def test_a_diverged_run_names_the_checkpoints_to_go_back_to(learn, make_batch, t
 
 def test_two_runs_at_once_are_refused_and_neither_loses_files(learn, tmp_path):
     (tmp_path / f"{files.PART}0").mkdir()
-    with another_run(tmp_path), pytest.raises(BusyError, match="another run writes there; wait for its end"):
+    with files.locked(tmp_path), pytest.raises(BusyError, match="another run writes there; wait for its end"):
         learn(tmp_path)
     assert list(tmp_path.glob(".*")), "the other run may be writing it"
     (tmp_path / "checkpoints" / f"{files.PART}1").mkdir(parents=True)

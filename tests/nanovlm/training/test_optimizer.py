@@ -1,4 +1,4 @@
-"""Frozen parts, accumulation, clipping, checkpointing, precision and Muon, each against a plain path or PyTorch's."""
+"""Frozen parts, accumulation, clipping, precision, attention and Muon, each against a plain path or PyTorch's."""
 
 import json
 import math
@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from models.attention import attention
 from models.inference.proof import Proof
 from models.lora import adapters, merge
 from models.lora.files import read_adapters, write_adapters
@@ -193,6 +194,24 @@ def test_steps_are_those_of_torch():
         reference.step()
     torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=1e-3)
     assert (ours - 1).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("kind", ["plain", "causal", "masked"])
+@pytest.mark.parametrize("groups", [4, 2, 1])
+def test_attention_in_bfloat16_matches_float32(kind, groups):
+    torch.manual_seed(1)
+    q, k, v = (torch.randn(3, heads, 24, 16).bfloat16().requires_grad_() for heads in (4, groups, groups))
+    mask = torch.rand(3, 1, 24, 24) < 0.6
+    mask[..., 0] = True
+    arguments = mask if kind == "masked" else None, kind == "causal"
+    wide = [x.detach().float().requires_grad_() for x in (q, k, v)]
+    ours, plain = matmul_attention(q, k, v, *arguments), attention(*wide, *arguments)
+    assert ours.dtype == torch.bfloat16 and (ours - plain).norm() < 0.02 * plain.norm()
+    weights = torch.linspace(-1, 1, plain.numel()).view(plain.shape)
+    for x, exact in zip((q, k, v), wide):
+        (gradient,) = torch.autograd.grad((ours * weights).sum(), x, retain_graph=True)
+        (expected,) = torch.autograd.grad((plain * weights).sum(), exact, retain_graph=True)
+        assert (gradient - expected).norm() < 0.02 * expected.norm()
 
 
 def test_answers_between_steps_come_from_the_core_as_it_is_written(tiny_model, make_batch, tmp_path):
