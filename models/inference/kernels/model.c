@@ -16,7 +16,7 @@ typedef struct {
 static operand make_operand(const matrix *w, const activations *x, const norm_args *norm, int threads) {
     operand out = new_operand(x->n_tokens, w->depth, operand_type(w->dtype, x->n_tokens));
     const long depth = w->depth, width = width_of(x);
-    const int splits = width == 1 && w->dtype == BFLOAT16 && LEVEL > NAIVE;  // see split_token
+    const int splits = width == 1 && w->dtype == BFLOAT16 && !HAS_BF16_DOT;  // see split_token
     if (out.type == FLOAT32 && !norm && !splits) {
         release(out.data);
         out.data = (char *)x->data, out.panel_bytes = x->n_features * PANEL * 4, out.borrowed = 1;
@@ -32,6 +32,7 @@ static operand make_operand(const matrix *w, const activations *x, const norm_ar
         }
         if (width > 1) pack_panel(y, &out, p);
         else if (splits) split_token(y, depth, (float *)out.data);
+        else if (out.type == BFLOAT16) round_token(y, depth, (uint16_t *)out.data);
         else if (out.type == INT8) quantize_token(y, w->dtype == INT8, &out);
         release(scratch);
     }
