@@ -116,9 +116,10 @@ static void rotate_and_append(const decoder *d, const decoder_step *s, long bloc
 
 static void attend_all(const decoder *d, const decoder_step *s, long block, const activations *qkv, activations *y) {
     const long D = d->head_dim, size = s->cache_dtype == BFLOAT16 ? 2 : 4;
+    const long units = s->n_new > 1 ? d->n_heads : d->n_kv_heads;
     #pragma omp parallel for num_threads(s->threads) schedule(dynamic)
-    for (long unit = 0; unit < s->n_sequences * d->n_heads; unit++) {
-        const long b = unit / d->n_heads, n_keys = s->sequences[b].past + s->n_new;
+    for (long unit = 0; unit < s->n_sequences * units; unit++) {
+        const long b = unit / units, n_keys = s->sequences[b].past + s->n_new;
         char *key = (char *)s->cache + (block * s->block_stride + s->sequences[b].slot * s->sequence_stride) * size;
         const attention_args args = {
             .q = qkv, .y = y, .first_token = b * s->n_new, .key = {key, s->cache_dtype, s->capacity * D},
@@ -126,8 +127,8 @@ static void attend_all(const decoder *d, const decoder_step *s, long block, cons
             .n_heads = d->n_heads, .n_kv_heads = d->n_kv_heads, .head_dim = D, .n_new = s->n_new, .n_keys = n_keys,
             .causal = 1,
         };
-        if (s->n_new > 1) attend(&args, unit % d->n_heads);
-        else attend_one(&args, unit % d->n_heads);
+        if (s->n_new > 1) attend(&args, unit % units);
+        else attend_one(&args, unit % units);
     }
 }
 
