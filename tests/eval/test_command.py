@@ -63,7 +63,7 @@ def test_results_are_text_or_one_object_and_saved_below_their_command(capsys, tm
     (path,) = (tmp_path / "new").iterdir()
     out, err = capsys.readouterr()
     assert out == "half of it\na machine\nmore\na machine\n" and err == f"appended to {path}\n" * 2
-    assert path.stem == command.file_name([command.cpu_name(), *levels_here()[-1:]])
+    assert path.stem == command.file_name([command.cpu_name(), command.cpu_info("cpu family"), *levels_here()[-1:]])
     lines = path.read_text().splitlines()
     assert lines[1:3] == ["half of it", "a machine"] and lines[5:] == ["more", "a machine", ""]
     assert lines[0] == lines[4] and lines[0].startswith("$ python ")
@@ -76,7 +76,7 @@ def test_results_are_text_or_one_object_and_saved_below_their_command(capsys, tm
     ("names", "stem"),
     [
         (["Intel(R) Xeon(R) Platinum 8488C", "amx"], "intel-xeon-platinum-8488c-amx"),
-        (["AMD EPYC", "avx2-vnni"], "amd-epyc-avx2-vnni"),
+        (["AMD EPYC", "26", "avx2-vnni"], "amd-epyc-26-avx2-vnni"),
         (["aarch64"], "aarch64"),
     ],
 )
