@@ -217,7 +217,8 @@ def report(
     output = f"{text}\n{environment}"
     if save:
         save.mkdir(parents=True, exist_ok=True)
-        path = save / f"{file_name([cpu_name(), *levels_here()[-1:]])}.txt"
+        name = file_name([cpu_name(), cpu_info("cpu family"), *levels_here()[-1:]])
+        path = save / f"{name}.txt"
         with path.open("a", encoding="utf-8") as file:
             file.write(f"$ {shlex.join(['python', *sys.orig_argv[1:]])}\n{output}\n\n")
         progress(f"appended to {path}")
@@ -230,5 +231,5 @@ def report(
 
 
 def file_name(names: Sequence[str]) -> str:
-    """A processor's model name and highest level, as several may share a name: "AMD EPYC", "bf16" is amd-epyc-bf16."""
+    """A processor's model name, family and highest level, as several share a name: amd-epyc-26-bf16 is Zen 5."""
     return re.sub(r"[^a-z0-9]+", "-", re.sub(r"\((r|tm)\)", "", " ".join(names).lower())).strip("-")

@@ -63,7 +63,7 @@ def test_results_are_text_or_one_object_and_saved_below_their_command(capsys, tm
     (path,) = (tmp_path / "new").iterdir()
     out, err = capsys.readouterr()
     assert out == "half of it\na machine\nmore\na machine\n" and err == f"appended to {path}\n" * 2
-    assert path.stem == command.file_name([command.cpu_name(), *levels_here()[-1:]])
+    assert path.stem == command.file_name([command.cpu_name(), command.cpu_info("cpu family"), *levels_here()[-1:]])
     assert command.file_name(["Intel(R) Xeon(R) 8488C", "avx2-vnni"]) == "intel-xeon-8488c-avx2-vnni"
     lines = path.read_text().splitlines()
     assert lines[1:3] == ["half of it", "a machine"] and lines[5:] == ["more", "a machine", ""]

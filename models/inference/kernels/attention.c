@@ -174,49 +174,81 @@ INLINE vec load_values(const head_rows *x, const void *row, long i) {
     return x->dtype == BFLOAT16 ? load_bf16((const uint16_t *)row + i) : load((const float *)row + i);
 }
 
-// Attention of a single query: dot products with the keys, then a weighted sum of the values
-static void attend_one(const attention_args *a, long h) {
+// The weighted sums of values d to d + n_vectors * LANES of n heads; weights (n, stride), y (n, D)
+INLINE void sum_values(const attention_args *a, long kv, const float *weights, long stride, long d, const long n,
+                       const long n_vectors, float *y) {
+    vec sums[4][4] = {0};
+    for (long s = 0; s < a->n_keys; s++) {
+        const void *row = row_of(&a->value, kv, s, a->head_dim);
+        for (long j = 0; j < n_vectors; j++) {
+            const vec value = load_values(&a->value, row, d + j * LANES);
+            for (long g = 0; g < n; g++) sums[g][j] += weights[g * stride + s] * value;
+        }
+    }
+    for (long g = 0; g < n; g++)
+        for (long j = 0; j < n_vectors; j++) store(y + g * a->head_dim + d + j * LANES, sums[g][j]);
+}
+
+// Attention of a single query, of n heads from h on, that share their keys and values and read them once: dot products
+// with the keys, then a weighted sum of the values
+INLINE void attend_heads(const attention_args *a, long h, const long n) {
     const long D = a->head_dim, kv = h / (a->n_heads / a->n_kv_heads), m = a->first_token;
     const long step = width_of(a->q);  // from a feature of the token to the next
     const long n_keys = a->n_keys, padded = round_up(n_keys, LANES);
-    const float *q = panel_of(a->q, m / PANEL) + h * D * step + m % PANEL;
+    const float *q = panel_of(a->q, m / PANEL) + h * D * step + m % PANEL, scale = 1 / sqrtf(D);
     float *y = panel_of(a->y, m / PANEL) + h * D * step + m % PANEL;
-    float *weights = allocate(padded * 4), query[D];
-    vec largest = splat(-1e30f), total = {0};
-    for (long d = 0; d < D; d++) query[d] = q[d * step] / sqrtf(D);
+    float *weights = allocate(n * padded * 4), query[n * D];
+    for (long i = 0; i < n * D; i++) query[i] = q[i * step] * scale;
     for (long s = 0; s < n_keys; s++) {
         const void *row = row_of(&a->key, kv, s, D);
-        vec lanes = {0};
-        long d = 0;
-        for (; d + LANES <= D; d += LANES) lanes += load(query + d) * load_values(&a->key, row, d);
-        weights[s] = sum_lanes(lanes);
-        for (; d < D; d++) weights[s] += query[d] * get(row, a->key.dtype, d);
-        if (!is_visible(a, s, 0)) weights[s] = -INFINITY;
-    }
-    for (long s = n_keys; s < padded; s++) weights[s] = -INFINITY;
-    for (long s = 0; s < padded; s += LANES) largest = max_vec(largest, load(weights + s));
-    largest = splat(max_lanes(largest));
-    for (long s = 0; s < padded; s += LANES) {
-        const vec weight = exp_vec(load(weights + s) - largest);
-        total += weight;
-        store(weights + s, weight);
-    }
-    const float sum = sum_lanes(total);
-    long d = 0;
-    for (; d + LANES <= D; d += LANES) {
         vec lanes[4] = {0};
-        long s = 0;
-        for (; s + 4 <= n_keys; s += 4)
-            for (int j = 0; j < 4; j++)
-                lanes[j] += weights[s + j] * load_values(&a->value, row_of(&a->value, kv, s + j, D), d);
-        for (; s < n_keys; s++) lanes[0] += weights[s] * load_values(&a->value, row_of(&a->value, kv, s, D), d);
-        lanes[0] = (lanes[0] + lanes[1] + lanes[2] + lanes[3]) / sum;
-        for (int j = 0; j < LANES; j++) y[(d + j) * step] = lanes[0][j];
+        long d = 0;
+        for (; d + LANES <= D; d += LANES) {
+            const vec key = load_values(&a->key, row, d);
+            for (long g = 0; g < n; g++) lanes[g] += load(query + g * D + d) * key;
+        }
+        for (long g = 0; g < n; g++) {
+            float score = sum_lanes(lanes[g]);
+            for (long i = d; i < D; i++) score += query[g * D + i] * get(row, a->key.dtype, i);
+            weights[g * padded + s] = score;
+        }
     }
-    for (; d < D; d++) {
-        float lane = 0;
-        for (long s = 0; s < n_keys; s++) lane += weights[s] * get(row_of(&a->value, kv, s, D), a->value.dtype, d);
-        y[d * step] = lane / sum;
+    float sum[4];
+    for (long g = 0; g < n; g++) {
+        float *w = weights + g * padded;
+        vec largest = splat(-1e30f), total = {0};
+        for (long s = n_keys; s < padded; s++) w[s] = -INFINITY;
+        for (long s = 0; s < padded; s += LANES) largest = max_vec(largest, load(w + s));
+        largest = splat(max_lanes(largest));
+        for (long s = 0; s < padded; s += LANES) {
+            const vec weight = exp_vec(load(w + s) - largest);
+            total += weight;
+            store(w + s, weight);
+        }
+        sum[g] = 1 / sum_lanes(total);
     }
+    long d = 0;
+    for (; d + 4 * LANES <= D; d += 4 * LANES) sum_values(a, kv, weights, padded, d, n, 4, query);
+    for (; d + LANES <= D; d += LANES) sum_values(a, kv, weights, padded, d, n, 1, query);
+    for (; d < D; d++)
+        for (long g = 0; g < n; g++) {
+            float lane = 0;
+            for (long s = 0; s < n_keys; s++)
+                lane += weights[g * padded + s] * get(row_of(&a->value, kv, s, D), a->value.dtype, d);
+            query[g * D + d] = lane;
+        }
+    for (long i = 0; i < n * D; i++) y[i * step] = query[i] * sum[i / D];
     release(weights);
+}
+
+// All heads of a single query that share keys and values, the kv-th
+static void attend_one(const attention_args *a, long kv) {
+    const long group = a->n_heads / a->n_kv_heads, stop = (kv + 1) * group;
+    for (long h = kv * group, n; h < stop; h += n) {
+        n = min_long(LEVEL >= VNNI ? 4 : 2, stop - h);  // whose sums stay in registers
+        if (n == 1) attend_heads(a, h, 1);
+        else if (n == 2) attend_heads(a, h, 2);
+        else if (n == 3) attend_heads(a, h, 3);
+        else attend_heads(a, h, 4);
+    }
 }

@@ -240,3 +240,9 @@ static void split_token(const float *x, long depth, float *out) {
         else for (long j = 0; j < n; j++) out[i + j / 2 + j % 2 * LANES] = values[j];
     }
 }
+
+// A token in bfloat16, with zeros up to a multiple of 2 * LANES values
+static void round_token(const float *x, long depth, uint16_t *out) {
+    for (long i = 0; i < depth; i++) out[i] = to_bf16(x[i]);
+    memset(out + depth, 0, (round_up(depth, 2 * LANES) - depth) * 2);
+}

@@ -3,7 +3,7 @@
 // The type of operand that a weight is multiplied by
 INLINE long operand_type(long dtype, long n_tokens) {
     if (dtype == INT8 || (dtype == INT4 && n_tokens == 1)) return INT8;
-    return dtype == FLOAT32 || n_tokens == 1 || !HAS_BF16_DOT ? FLOAT32 : BFLOAT16;
+    return dtype == FLOAT32 || !HAS_BF16_DOT ? FLOAT32 : BFLOAT16;
 }
 
 INLINE long units_of(long depth, long type) {
@@ -15,7 +15,7 @@ static operand new_operand(long n_tokens, long depth, long type) {
     operand x = {.n_tokens = n_tokens, .depth = depth, .type = type};
     if (n_tokens == 1) {
         long groups = (depth + QUANT_GROUP - 1) / QUANT_GROUP;
-        x.data = allocate(type == FLOAT32 ? depth * 4 : groups * QUANT_GROUP);
+        x.data = allocate(groups * QUANT_GROUP * (type == INT8 ? 1 : 4));
         if (type == INT8) x.scale = allocate(groups * 8), x.group_sum = allocate(groups * 8);
         return x;
     }

@@ -8,7 +8,7 @@ static float dot_row(const matrix *w, long row, const operand *x) {
     const long depth = w->dtype == INT8 ? w->stride : w->depth;
     for (long i = 0; i < depth; i++) {
         const long at = row * w->stride + i;
-        if (w->dtype == FLOAT32 || w->dtype == BFLOAT16) sum += get(data, w->dtype, at) * ((float *)x->data)[i];
+        if (w->dtype < INT8) sum += get(data, w->dtype, at) * get(x->data, x->type, i);
         const float value = w->dtype < INT8 ? 0 : ((int8_t *)x->data)[i] * x->scale[i / INT4_GROUP];
         if (w->dtype == INT8) sum += (((const uint8_t *)data)[at] - 128) * w->scale[row] * value;
         if (w->dtype == INT4) {
@@ -38,6 +38,24 @@ INLINE float dot_float(const float *w, const float *x, long depth) {
     return y;
 }
 
+#if LEVEL >= BF16_DOT
+// x is padded with zeros, see round_token; a masked load reads no value behind the row.
+INLINE float dot_bf16(const uint16_t *w, const uint16_t *x, long depth) {
+    __m512 sum[4] = {0};
+    long i = 0;
+    for (; i + 8 * LANES <= depth; i += 8 * LANES)
+        for (long j = 0; j < 4; j++) {
+            const long at = i + 2 * j * LANES;
+            prefetch(w + at);
+            sum[j] = _mm512_dpbf16_ps(sum[j], (__m512bh)load_int(w + at), (__m512bh)load_int(x + at));
+        }
+    for (; i < depth; i += 2 * LANES) {
+        const __mmask32 mask = (__mmask32)((1ull << min_long(2 * LANES, depth - i)) - 1);
+        sum[0] = _mm512_dpbf16_ps(sum[0], (__m512bh)_mm512_maskz_loadu_epi16(mask, w + i), (__m512bh)load_int(x + i));
+    }
+    return sum_lanes((vec)(sum[0] + sum[1] + (sum[2] + sum[3])));
+}
+#else
 // A lane of 4 bytes holds an even and an odd value, and x is split in the same way: see split_token.
 INLINE float dot_bf16(const uint16_t *w, const float *x, long depth) {
     vec even = {0}, odd = {0};
@@ -52,6 +70,7 @@ INLINE float dot_bf16(const uint16_t *w, const float *x, long depth) {
     for (; i < depth; i++) y += from_bf16(w[i]) * x[i];
     return y;
 }
+#endif
 
 // Sums of four (AVX2: of 32 / LANES) products of QUANT_GROUP values
 INLINE ivec dot_group(const uint8_t *w, const int8_t *x) {
@@ -137,7 +156,7 @@ INLINE float dot_int4(const uint8_t *w, const uint32_t *groups, long n_groups, c
 INLINE float dot_row(const matrix *w, long row, const operand *x) {
     const char *data = (const char *)w->data + row * w->stride * value_bytes(w) / (w->dtype == INT4 ? 2 : 1);
     if (w->dtype == FLOAT32) return dot_float((const float *)data, (const float *)x->data, w->depth);
-    if (w->dtype == BFLOAT16) return dot_bf16((const uint16_t *)data, (const float *)x->data, w->depth);
+    if (w->dtype == BFLOAT16) return dot_bf16((const uint16_t *)data, (const void *)x->data, w->depth);
     if (w->dtype == INT8) return dot_int8((const uint8_t *)data, x) * w->scale[row];
     const long n_groups = w->stride / INT4_GROUP;
     return dot_int4((const uint8_t *)data, w->groups + row * n_groups, n_groups, x);

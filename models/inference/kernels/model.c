@@ -16,7 +16,7 @@ typedef struct {
 static operand make_operand(const matrix *w, const activations *x, const norm_args *norm, int threads) {
     operand out = new_operand(x->n_tokens, w->depth, operand_type(w->dtype, x->n_tokens));
     const long depth = w->depth, width = width_of(x);
-    const int splits = width == 1 && w->dtype == BFLOAT16 && LEVEL > NAIVE;  // see split_token
+    const int splits = width == 1 && w->dtype == BFLOAT16 && !HAS_BF16_DOT;  // see split_token
     if (out.type == FLOAT32 && !norm && !splits) {
         release(out.data);
         out.data = (char *)x->data, out.panel_bytes = x->n_features * PANEL * 4, out.borrowed = 1;
@@ -32,6 +32,7 @@ static operand make_operand(const matrix *w, const activations *x, const norm_ar
         }
         if (width > 1) pack_panel(y, &out, p);
         else if (splits) split_token(y, depth, (float *)out.data);
+        else if (out.type == BFLOAT16) round_token(y, depth, (uint16_t *)out.data);
         else if (out.type == INT8) quantize_token(y, w->dtype == INT8, &out);
         release(scratch);
     }
@@ -115,9 +116,10 @@ static void rotate_and_append(const decoder *d, const decoder_step *s, long bloc
 
 static void attend_all(const decoder *d, const decoder_step *s, long block, const activations *qkv, activations *y) {
     const long D = d->head_dim, size = s->cache_dtype == BFLOAT16 ? 2 : 4;
+    const long units = s->n_new > 1 ? d->n_heads : d->n_kv_heads;
     #pragma omp parallel for num_threads(s->threads) schedule(dynamic)
-    for (long unit = 0; unit < s->n_sequences * d->n_heads; unit++) {
-        const long b = unit / d->n_heads, n_keys = s->sequences[b].past + s->n_new;
+    for (long unit = 0; unit < s->n_sequences * units; unit++) {
+        const long b = unit / units, n_keys = s->sequences[b].past + s->n_new;
         char *key = (char *)s->cache + (block * s->block_stride + s->sequences[b].slot * s->sequence_stride) * size;
         const attention_args args = {
             .q = qkv, .y = y, .first_token = b * s->n_new, .key = {key, s->cache_dtype, s->capacity * D},
@@ -125,8 +127,8 @@ static void attend_all(const decoder *d, const decoder_step *s, long block, cons
             .n_heads = d->n_heads, .n_kv_heads = d->n_kv_heads, .head_dim = D, .n_new = s->n_new, .n_keys = n_keys,
             .causal = 1,
         };
-        if (s->n_new > 1) attend(&args, unit % d->n_heads);
-        else attend_one(&args, unit % d->n_heads);
+        if (s->n_new > 1) attend(&args, unit % units);
+        else attend_one(&args, unit % units);
     }
 }
 

@@ -127,12 +127,13 @@ def test_a_batch_generates_what_the_model_generates_alone(tiny_model, changes):
 @few_levels
 @torch.inference_mode()
 @by_dtype
-def test_prompts_and_tokens_of_odd_lengths_behind_any_slot(tiny_model, dtype, level):
+@pytest.mark.parametrize("heads", [{}, {"lm_n_heads": 5, "lm_n_kv_heads": 1, "lm_hidden_dim": 420}])  # of 4 and 84
+def test_prompts_and_tokens_of_odd_lengths_behind_any_slot(tiny_model, heads, dtype, level):
     """Lengths around a panel, in slots in any order, against the same weights in float32, each prompt alone.
 
     Without bfloat16 arithmetic the kernels multiply bfloat16 weights exactly.
     """
-    model = tiny_model(lm_max_position_embeddings=256).to(dtype)
+    model = tiny_model(lm_max_position_embeddings=256, **heads).to(dtype)
     network, exact_model = InferenceModel(model).network, copy.deepcopy(model).float()
     exact = dtype == torch.float32 or level in WITHOUT_BF16_DOT
     generator = torch.Generator().manual_seed(0)

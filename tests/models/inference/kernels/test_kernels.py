@@ -51,9 +51,10 @@ def test_a_layer_is_the_matmul_of_its_weight_and_rounds_as_its_naive_twin(level,
     x = torch.randn(n, depth)
     y, wanted = product(level, layer, x), x.double() @ weight.T + layer.bias.detach().double()
     has_bf16 = level in HAVE_BF16_DOT
-    exact = kind == "bfloat16" and (n == 1 or not has_bf16)  # bfloat16 weights, float32 arithmetic
+    exact = kind == "bfloat16" and not has_bf16  # bfloat16 weights, float32 arithmetic
     assert error(y, wanted) < TOLERANCES["float32" if exact else kind]
-    if n == 1 or has_bf16 or kind in ("float32", "int8"):  # the others multiply in float32, their twin in bfloat16
+    in_float32 = not has_bf16 and (kind == "bfloat16" or (kind == "int4" and n > 1))  # unlike their twin
+    if not in_float32:
         assert error(y, product("naive", layer, x).double()) < 1e-5
 
 
