@@ -17,6 +17,7 @@ from nanovlm.options import ReadOptions, check_settings, setting
 
 MUON_LR = 5e-4  # of fine-tuning by Muon, for the embedded model
 EPOCHS = 45  # by default each example is shown 45 times, in at least FINETUNING's steps
+JOINED_EPOCHS = 7  # of --backbones, whose pretrained parts need fewer
 MAX_STEPS = 4500
 PATH = (str, os.PathLike)
 RUN_FILE = "run.json"  # beside a trained model: the flags of its training
@@ -33,8 +34,8 @@ class TrainConfig:
 
     max_steps: int = setting(
         1000,
-        f"total number of optimizer steps; with --data {EPOCHS} epochs by default, but at least the number named here "
-        f"and at most {MAX_STEPS}",
+        f"total number of optimizer steps; with --data {EPOCHS} epochs by default, with --backbones {JOINED_EPOCHS}, "
+        f"but at least the number named here and at most {MAX_STEPS}",
         minimum=1,
     )
     batch_size: int = setting(64, "examples per batch", minimum=1)

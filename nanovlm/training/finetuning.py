@@ -40,7 +40,16 @@ from nanovlm.options import check_output_folder
 from nanovlm.processing.processor import Processor
 from nanovlm.training import examples
 from nanovlm.training.checkpointing import STATE, checkpoint_path, checkpoint_steps, stored_settings, write_errors
-from nanovlm.training.config import EPOCHS, MAX_STEPS, MUON_LR, REFERENCE_WIDTH, RUN_FILE, FinetuneOptions, TrainConfig
+from nanovlm.training.config import (
+    EPOCHS,
+    JOINED_EPOCHS,
+    MAX_STEPS,
+    MUON_LR,
+    REFERENCE_WIDTH,
+    RUN_FILE,
+    FinetuneOptions,
+    TrainConfig,
+)  # fmt: skip
 from nanovlm.training.examples import open_examples, resumed_options
 from nanovlm.training.loop import Trainer, TrainingTask
 from nanovlm.training.metrics import LOSS, METRICS, REPORT, check_installed
@@ -244,7 +253,8 @@ def choose_settings(
             raise UsageError("--epochs needs data whose size is known, unlike a stream's or scenes'; use --max-steps")
         chosen["max_steps"] = max(1, math.ceil(round(options.epochs * steps_per_epoch, 6)))
     elif "max_steps" in options.automatic and steps_per_epoch:
-        chosen["max_steps"] = min(max(cfg.max_steps, math.ceil(EPOCHS * steps_per_epoch)), MAX_STEPS)
+        epochs = JOINED_EPOCHS if options.backbones else EPOCHS
+        chosen["max_steps"] = min(max(cfg.max_steps, math.ceil(epochs * steps_per_epoch)), MAX_STEPS)
         reasons.append(f"{chosen['max_steps']:,} steps, {chosen['max_steps'] / steps_per_epoch:.0f} epochs")
     cfg = replace(cfg, **chosen)
     if cfg.warmup < cfg.warmup_steps:

@@ -23,7 +23,7 @@ from nanovlm import EMBEDDED, Captioner
 from nanovlm.cli import train as train_verb
 from nanovlm.errors import TrainingError
 from nanovlm.synthetic import caption, draw, random_scene
-from nanovlm.training.config import ADAPTERS, EPOCHS, FINETUNING, MAX_STEPS, MUON_LR
+from nanovlm.training.config import ADAPTERS, EPOCHS, FINETUNING, JOINED_EPOCHS, MAX_STEPS, MUON_LR
 from nanovlm.training.finetuning import FinetuneOptions, base_model, choose_settings, prepare, remedies
 from nanovlm.training.loop import Trainer
 from support import ROOT
@@ -171,11 +171,15 @@ def wide(tmp_path_factory):
     return folder
 
 
-def test_the_default_number_of_steps_follows_from_that_of_the_examples():
-    def steps(n):
-        return choose_settings(FinetuneOptions(automatic=["max_steps"]), FINETUNING, 192, n / 8)[0].max_steps
+@pytest.mark.parametrize(("backbones", "epochs"), [(None, EPOCHS), (("v", "l"), JOINED_EPOCHS)])
+def test_the_default_number_of_steps_follows_from_that_of_the_examples(backbones, epochs):
+    options = FinetuneOptions(automatic=["max_steps"], backbones=backbones)
 
-    assert [steps(n) for n in (0, 8, 400, 10**6)] == [850, 850, EPOCHS * 50, MAX_STEPS]
+    def steps(n):
+        return choose_settings(options, FINETUNING, 192, n / 8)[0].max_steps
+
+    assert [steps(n) for n in (0, 8, 2000, 10**6)] == [850, 850, min(epochs * 250, MAX_STEPS), MAX_STEPS]
+    assert steps(400) == max(850, epochs * 50)
 
 
 @pytest.mark.full
@@ -398,7 +402,7 @@ def test_wrong_use_is_one_line_before_any_work(train, flags):
 
 def test_help_names_the_defaults(train):
     code, out, _ = train("--help")
-    assert code == 0 and all(f" {default:g}" in out for default in (MUON_LR, EPOCHS, MAX_STEPS))
+    assert code == 0 and all(f" {default:g}" in out for default in (MUON_LR, EPOCHS, JOINED_EPOCHS, MAX_STEPS))
 
 
 def test_a_folder_that_cannot_be_written_is_reported_before_the_first_step(train):
