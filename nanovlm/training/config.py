@@ -62,7 +62,7 @@ class TrainConfig:
     )
     freeze: Sequence[str] = setting(
         (),
-        f"parts of the model that are not trained: {', '.join(PARTS)}",
+        f"parts of the model that are not trained: {', '.join(PARTS)}; vision by default with --backbones and --lora-rank",
         limits=f"among {', '.join(PARTS)}, but not all three: something must be trained",
         fits=lambda parts: set(parts) < set(PARTS),
         metavar="PART",
@@ -186,7 +186,7 @@ class FinetuneOptions:
 # How the embedded model is trained; see its card, nanovlm/assets/README.md.
 SCENES = TrainConfig(max_steps=6200, batch_size=48, optimizer="muon", lr=1e-3, warmup_steps=100, decay=0.3)
 FINETUNING = TrainConfig(max_steps=850, batch_size=8, augment=0.15, lr=8e-4, warmup_steps=20, decay=0.6, log_every=10)
-AUTOMATIC = ("optimizer", "lr", "max_steps")
+AUTOMATIC = ("optimizer", "lr", "max_steps", "freeze")
 REFERENCE_WIDTH = 192  # lm_hidden_dim of the embedded model, for which the default learning rates were tuned
 ADAPTERS = replace(FINETUNING, lr=3e-3)  # LoRA wants a higher learning rate (Schulman et al. 2025)
 # Backbones that are joined, weights or adapters, keep what they know; the new projector between them learns fast.

@@ -237,7 +237,8 @@ def choose_settings(
     """Apply options.epochs and choose the settings that options.automatic names; returns cfg and the reasons.
 
     The wider the model, the lower the learning rate, in proportion (Yang et al. 2022). The optimizer that a model was
-    trained by suits it best, but Muon needs whole matrices. steps_per_epoch is 0 if unknown.
+    trained by suits it best, but Muon needs whole matrices. Gradients of a new projector would make adapters of the
+    encoder forget what images show. steps_per_epoch is 0 if unknown.
     """
     chosen: dict[str, Any] = {}
     reasons = []
@@ -248,6 +249,9 @@ def choose_settings(
         is_muon = chosen.get("optimizer", cfg.optimizer) == "muon"
         chosen["lr"] = (MUON_LR if is_muon else cfg.lr) * REFERENCE_WIDTH / width
         reasons.append(f"learning rate {chosen['lr']:.1e} for a width of {width:,}")
+    if "freeze" in options.automatic and options.backbones and cfg.lora_rank:
+        chosen["freeze"] = ("vision",)
+        reasons.append("vision frozen, as the projector is new")
     if options.epochs is not None:
         if not steps_per_epoch:
             raise UsageError("--epochs needs data whose size is known, unlike a stream's or scenes'; use --max-steps")
