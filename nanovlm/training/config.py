@@ -20,6 +20,7 @@ from nanovlm.options import DEVICES, DTYPES, ReadOptions, check_settings, settin
 
 MUON_LR = 5e-4  # of fine-tuning by Muon, for the embedded model
 EPOCHS = 45  # by default each example is shown 45 times, in at least FINETUNING's steps
+JOINED_EPOCHS = 7  # of --backbones, whose pretrained parts need fewer
 MAX_STEPS = 4500
 PATH = (str, os.PathLike)
 RUN_FILE = "run.json"  # beside a trained model: the flags of its training
@@ -45,8 +46,8 @@ class TrainConfig:
 
     max_steps: int = setting(
         1000,
-        f"optimizer steps in all; with --data by default {EPOCHS} epochs, but at least the number named here and at "
-        f"most {MAX_STEPS}",
+        f"optimizer steps in all; with --data by default {EPOCHS} epochs, with --backbones {JOINED_EPOCHS}, but at "
+        f"least the number named here and at most {MAX_STEPS}",
         minimum=1,
     )
     batch_size: int = setting(64, "examples per batch", minimum=1)
@@ -73,7 +74,7 @@ class TrainConfig:
     )
     freeze: Sequence[str] = setting(
         (),
-        f"parts of the model that are not trained: {', '.join(PARTS)}",
+        f"parts of the model that are not trained: {', '.join(PARTS)}; vision by default with --backbones and --lora-rank",
         limits=f"among {', '.join(PARTS)}, but not all three: something must be trained",
         fits=lambda parts: set(parts) < set(PARTS),
         metavar="PART",
@@ -197,7 +198,7 @@ class FinetuneOptions:
 # How the embedded model is trained; see its card, nanovlm/assets/README.md.
 SCENES = TrainConfig(max_steps=6200, batch_size=48, optimizer="muon", lr=1e-3, warmup_steps=100, decay=0.3)
 FINETUNING = TrainConfig(max_steps=850, batch_size=8, augment=0.15, lr=8e-4, warmup_steps=20, decay=0.6, log_every=10)
-AUTOMATIC = ("optimizer", "lr", "max_steps")
+AUTOMATIC = ("optimizer", "lr", "max_steps", "freeze")
 REFERENCE_WIDTH = 192  # lm_hidden_dim of the embedded model, for which the default learning rates were tuned
 ADAPTERS = replace(FINETUNING, lr=3e-3)  # LoRA wants a higher learning rate (Schulman et al. 2025)
 # Backbones that are joined, weights or adapters, keep what they know; the new projector between them learns fast.
@@ -212,7 +213,8 @@ def choose_settings(
     """Apply options.epochs and choose the settings that options.automatic names; returns cfg and the reasons.
 
     The wider the model, the lower the learning rate, in proportion (Yang et al. 2022). The optimizer that a model was
-    trained_by suits it best, but Muon needs whole matrices. steps_per_epoch is 0 if unknown.
+    trained_by suits it best, but Muon needs whole matrices. Gradients of a new projector would make adapters of the
+    encoder forget what images show. steps_per_epoch is 0 if unknown.
     """
     chosen: dict[str, Any] = {}
     reasons = []
@@ -223,12 +225,16 @@ def choose_settings(
         is_muon = chosen.get("optimizer", cfg.optimizer) == "muon"
         chosen["lr"] = (MUON_LR if is_muon else cfg.lr) * REFERENCE_WIDTH / width
         reasons.append(f"learning rate {chosen['lr']:.1e} for a width of {width:,}")
+    if "freeze" in options.automatic and options.backbones and cfg.lora_rank:
+        chosen["freeze"] = ("vision",)
+        reasons.append("vision frozen, as the projector is new")
     if options.epochs is not None:
         if not steps_per_epoch:
             raise UsageError("--epochs needs data whose size is known, unlike a stream's or scenes'; use --max-steps")
         chosen["max_steps"] = max(1, math.ceil(round(options.epochs * steps_per_epoch, 6)))
     elif "max_steps" in options.automatic and steps_per_epoch:
-        chosen["max_steps"] = min(max(cfg.max_steps, math.ceil(EPOCHS * steps_per_epoch)), MAX_STEPS)
+        epochs = JOINED_EPOCHS if options.backbones else EPOCHS
+        chosen["max_steps"] = min(max(cfg.max_steps, math.ceil(epochs * steps_per_epoch)), MAX_STEPS)
         reasons.append(f"{chosen['max_steps']:,} steps, {chosen['max_steps'] / steps_per_epoch:.0f} epochs")
     cfg = replace(cfg, **chosen)
     if cfg.warmup < cfg.warmup_steps:

@@ -23,7 +23,7 @@ from nanovlm import EMBEDDED, Captioner
 from nanovlm.cli import train as train_verb
 from nanovlm.errors import TrainingError
 from nanovlm.synthetic import caption, draw, random_scene
-from nanovlm.training.config import ADAPTERS, EPOCHS, FINETUNING, MAX_STEPS, MUON_LR
+from nanovlm.training.config import ADAPTERS, EPOCHS, FINETUNING, JOINED_EPOCHS, MAX_STEPS, MUON_LR, TrainConfig
 from nanovlm.training.finetuning import FinetuneOptions, base_model, choose_settings, prepare, remedies
 from nanovlm.training.loop import Trainer
 from support import ROOT
@@ -180,11 +180,30 @@ def wide(tmp_path_factory):
     return folder
 
 
-def test_the_default_number_of_steps_follows_from_that_of_the_examples():
-    def steps(n):
-        return choose_settings(FinetuneOptions(automatic=["max_steps"]), FINETUNING, 192, n / 8)[0].max_steps
+@pytest.mark.parametrize(("backbones", "epochs"), [(None, EPOCHS), (("v", "l"), JOINED_EPOCHS)])
+def test_the_default_number_of_steps_follows_from_that_of_the_examples(backbones, epochs):
+    options = FinetuneOptions(automatic=["max_steps"], backbones=backbones)
 
-    assert [steps(n) for n in (0, 8, 400, 10**6)] == [850, 850, EPOCHS * 50, MAX_STEPS]
+    def steps(n):
+        return choose_settings(options, FINETUNING, 192, n / 8)[0].max_steps
+
+    assert [steps(n) for n in (0, 8, 2000, 10**6)] == [850, 850, min(epochs * 250, MAX_STEPS), MAX_STEPS]
+    assert steps(400) == max(850, epochs * 50)
+
+
+@pytest.mark.parametrize(
+    ("options", "rank", "frozen"),
+    [
+        ({"backbones": ("v", "l"), "automatic": ["freeze"]}, 4, ("vision",)),
+        ({"backbones": ("v", "l"), "automatic": ["freeze"]}, 0, ("language",)),  # weights, at a low rate
+        ({"automatic": ["freeze"]}, 4, ("language",)),
+        ({"backbones": ("v", "l")}, 4, ("language",)),
+    ],
+)
+def test_adapters_beside_a_new_projector_leave_the_encoder_frozen(options, rank, frozen):
+    cfg = TrainConfig(lora_rank=rank, freeze=["language"])
+    cfg, reasons = choose_settings(FinetuneOptions(**options), cfg, 192, 10)
+    assert cfg.freeze == frozen and any("vision frozen" in reason for reason in reasons) == (frozen == ("vision",))
 
 
 @pytest.mark.full
@@ -337,7 +356,7 @@ def test_a_broken_image_is_named_with_a_remedy(train, workers):
 
 def test_help_names_the_defaults(train):
     code, out, _ = train("--help")
-    assert code == 0 and all(f" {default:g}" in out for default in (MUON_LR, EPOCHS, MAX_STEPS))
+    assert code == 0 and all(f" {default:g}" in out for default in (MUON_LR, EPOCHS, JOINED_EPOCHS, MAX_STEPS))
 
 
 @pytest.mark.parametrize(
