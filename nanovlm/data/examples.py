@@ -11,7 +11,7 @@ from torch import Tensor
 
 from models.language_model import PACK_STRIDE
 from models.vision_language_model import IGNORE_INDEX
-from nanovlm.errors import DataError, ImageError, PromptTooLongError
+from nanovlm.errors import DataError, ImageError, InputError
 from nanovlm.processing.conversation import Chat, with_images
 from nanovlm.processing.image_loading import load_image
 from nanovlm.processing.processor import Processor
@@ -90,7 +90,7 @@ def encode(example: Example, processor: Processor, augment: Augment | None = Non
             continue
         try:
             ids, targets = _encode_chat(with_images(chat, shown), processor)
-        except (ExampleError, PromptTooLongError) as error:
+        except (ExampleError, InputError) as error:
             raise ExampleError(f"{example.name}: {error}") from None
         image_token = processor.tokenizer.image_token_id
         n = len(ids) - ids[::-1].index(image_token) if image_token in ids else 0
