@@ -11,6 +11,7 @@ from typing import Any, get_args
 from models.errors import InputError
 
 MAX_NEW_TOKENS = 128  # of a caption
+UNSET = -1  # as top_k or seed: the default, as in vLLM and llama.cpp
 RepetitionDetection = tuple[int, int, int]  # shortest and longest cycle in tokens, and how often it is repeated
 
 BOUNDS = {  # of a number, by their names in `setting`
@@ -88,12 +89,12 @@ class SamplingParams:
         0.0, "sampling temperature; 0 is greedy", "0 (greedy), or a number from 1e-30 to 1e30",
         lambda value: value == 0 or 1e-30 <= value <= 1e30,
     )  # fmt: skip
-    top_k: int = setting(0, "sample among the K most likely tokens; 0 is all", metavar="K")
+    top_k: int = setting(0, "sample among the K most likely tokens; 0 is all", metavar="K", minimum=UNSET)
     top_p: float = setting(
         1.0, "sample among the most likely tokens whose probabilities sum to P", metavar="P", minimum=1e-30, maximum=1
     )
     min_p: float = setting(0.0, "drop tokens less likely than P times the likeliest", metavar="P", maximum=1)
-    seed: int | None = setting(None, "seed of the random generator, for reproducible samples", minimum=0, below=2**63)
+    seed: int | None = setting(None, "seed of the generator, for reproducible samples", minimum=UNSET, below=2**63)
     repetition_detection: RepetitionDetection = setting(  # noqa: RUF009
         (0, 0, 0), "end an answer that repeats a cycle of MIN to MAX tokens COUNT times; a COUNT of 0 is off",
         "three whole numbers: MIN to MAX tokens, from 1 on, and a COUNT of 0 (off), or 2 or more", _is_detection,
@@ -102,6 +103,9 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         check_settings(self)
+        for name in ("top_k", "seed"):
+            if getattr(self, name) == UNSET:
+                object.__setattr__(self, name, type(self).__dataclass_fields__[name].default)
 
     @property
     def is_greedy(self) -> bool:

@@ -123,10 +123,10 @@ def test_the_most_likely_token_always_stays(sampling, dtype):
         ("frequency_penalty", [-2.1, 2.1, float("nan")]),
         ("presence_penalty", [-2.1, 2.1, float("nan")]),
         ("temperature", ["hot", -0.1, float("inf"), float("nan")]),
-        ("top_k", [-1, 1.5, "3"]),
+        ("top_k", [-2, 1.5, "3"]),
         ("top_p", [0.0, 1.01, float("nan")]),
         ("min_p", [-0.01, 1.01, float("nan")]),
-        ("seed", [-1, 2**63, 1.0]),
+        ("seed", [-2, 2**63, 1.0]),
         ("repetition_detection", [(1, 2), (0, 2, 3), (3, 2, 2), (1, 2, 1), (1, 2, -1), (1, 8, 2.0)]),
     ],
 )
@@ -134,6 +134,10 @@ def test_a_value_out_of_range_is_refused_by_name(name, values):
     for value in values:
         with pytest.raises(InputError, match="^" + re.escape(f"{name}={value} must be ")):
             SamplingParams(**{name: value})
+
+
+def test_minus_one_is_none_as_in_vllm():
+    assert SamplingParams(top_k=-1, seed=-1) == SamplingParams()
 
 
 def generate(sampling, steps, eos=None):

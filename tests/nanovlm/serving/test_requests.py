@@ -66,7 +66,9 @@ REFUSED = {  # changes of a request, and what the error says
     "a refusal beside": ({"messages": [{"role": "user", "refusal": "no"}]}, "messages.0: only the assistant refuses"),
     "a temperature": ({"temperature": -1}, "temperature=-1"),
     "a tiny temperature": ({"temperature": 1e-320}, "temperature=1e-320 must be 0 .greedy."),
-    "a seed": ({"seed": -2}, "seed=-2"),
+    "a seed": ({"seed": -2}, "seed=-2 must be at least -1 and below 9223372036854775808"),
+    "a large seed": ({"seed": 2**70}, "seed=1180591620717411303424 must be at least -1 and below"),
+    "no answer": ({"n": 0}, "^n is not supported by this server, except for 1; leave it out$"),
     "a penalty": ({"presence_penalty": 3}, "presence_penalty=3"),
     "many stops": ({"stop": ["x"] * 9}, "stop: "),
     "no tokens": ({"max_completion_tokens": 0}, "max_completion_tokens: 0 must be at least 1, or -1"),
@@ -134,6 +136,7 @@ def test_body_that_is_no_request_is_refused(served, body):
 
 WITHOUT_EFFECT = [  # what clients send
     {"user": "x", "metadata": {"a": 1}, "store": True, "service_tier": "auto", "parallel_tool_calls": False},
+    {"reasoning_effort": "low"},
     {"n": 1, "logprobs": False, "top_logprobs": None, "logit_bias": {}, "modalities": ["text"]},
     {"tools": [{"type": "function"}], "tool_choice": "none"},
     {"model": "gpt-4o", "max_tokens": 100_000, "seed": -1, "top_k": -1},
