@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from nanovlm.cli.caption import checked_extension, model_label
 from nanovlm.cli.options import add_flags as add_record_flags
 from nanovlm.cli.options import from_args, load_captioner, model_options
-from nanovlm.errors import MissingExtraError, UsageError
+from nanovlm.cli.serve import extra_serve
+from nanovlm.errors import UsageError
 from nanovlm.options import CaptionOptions, GenerationOptions, ModelOptions
 from nanovlm.serving.options import ServeOptions
 
@@ -37,13 +38,9 @@ def run(args: argparse.Namespace) -> int:
     extension = checked_extension(args.extension)
     if not os.path.isdir(args.target) and not (args.target.endswith(".jsonl") and os.path.lexists(args.target)):
         raise UsageError(f"{args.target} is neither a folder nor a .jsonl table; name one that exists")
-    try:
+    with extra_serve():
         from nanovlm.serving.app import listen
         from nanovlm.serving.review import Review, serve_review
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] in ("models", "nanovlm"):
-            raise
-        raise MissingExtraError(f"{error.name} is missing; pip install 'nanovlm[serve]'") from None
 
     def load() -> "Captioner":
         return load_captioner(model)

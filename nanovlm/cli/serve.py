@@ -2,6 +2,8 @@
 
 import argparse
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from nanovlm import EMBEDDED
@@ -23,18 +25,25 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     model = model_options(args)
     options = serve_options(args)
-    try:
+    with extra_serve():
         from nanovlm.serving.app import listen, make_app, serve
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] in ("models", "nanovlm"):
-            raise
-        raise MissingExtraError(f"{error.name} is missing; pip install 'nanovlm[serve]'") from None
     with listen(options) as listening_socket:  # a port in use is reported before the model is loaded
         captioner = load_captioner(model, [model.prompt], own_images=True)
         name = model_name(model.adapter or model.model)
         description = EMBEDDED_LIMITS if model.model == EMBEDDED and model.adapter is None else ""
         serve(make_app(captioner, name, options, description), listening_socket, options, name)
     return 0
+
+
+@contextmanager
+def extra_serve() -> Iterator[None]:
+    """Name the extra that an import of the server needs."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] in ("models", "nanovlm"):
+            raise
+        raise MissingExtraError(f"{error.name} is missing; pip install 'nanovlm[serve]'") from None
 
 
 def serve_options(args: argparse.Namespace) -> ServeOptions:

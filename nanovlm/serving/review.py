@@ -2,7 +2,6 @@
 
 import asyncio
 import functools
-import io
 import json
 import logging
 import os
@@ -24,7 +23,7 @@ from nanovlm.bulk import Report, caption_rows, extensions, find_images
 from nanovlm.errors import ImageError, NanoVLMError, UsageError
 from nanovlm.options import CaptionOptions, with_changes
 from nanovlm.outputs import EDITED, Output, Row, Sidecars, Table, text_hash
-from nanovlm.processing.image_loading import load_image
+from nanovlm.processing.image_loading import thumbnail
 from nanovlm.serving.app import Gate, read_body
 from nanovlm.serving.openai_api import APIError
 from nanovlm.serving.options import ServeOptions
@@ -168,10 +167,7 @@ class Review:
     def _thumbnail(self, number: int, side: int, modified: int) -> bytes:
         """JPEG of an image as the model sees it. ImageError if it cannot be read."""
         with self.decoders:
-            image = load_image(self.images[number], side=side)
-            image.thumbnail((side, side))
-        image.save(file := io.BytesIO(), "JPEG", quality=QUALITY)
-        return file.getvalue()
+            return thumbnail(self.images[number], side, QUALITY)
 
     def picture(self, number: int, side: int) -> bytes:
         try:
