@@ -102,8 +102,7 @@ class Output:
     def failure(self, image: str) -> str:
         """The reason why the last run gave an image no caption, if it is known."""
         record = self.record(image)
-        reason = str(record.made(image).get("finish_reason", "")) if record else ""
-        return reason.removeprefix(FAILED) if reason.startswith(FAILED) else ""
+        return str(record.made(image).get("finish_reason", "")).partition(FAILED)[2] if record else ""
 
 
 class Table(Output):
@@ -113,8 +112,8 @@ class Table(Output):
     If its image has a row, the appended one says that it replaces that, and moves into it at the end of the run, or at
     the start of the next one after a kill. Failures are kept in a hidden table beside it.
 
-    A hidden table is known to this program only: any later row of an image replaces an earlier one. It has hash_of,
-    which returns the hash of an image's text, if it has one.
+    A hidden table is known to this program only: any later row of an image replaces an earlier one. Its hash_of returns
+    the hash of an image's text, or nothing.
     """
 
     def __init__(self, path: Name, overwrite: bool | str = False, hash_of: Callable[[str], str] | None = None):
@@ -313,10 +312,8 @@ class Sidecars(Output):
             raise
 
     def _hash(self, image: str) -> str:
-        """The hash of an image's text; empty without one."""
         with suppress(files.FileError):
-            if text := self._text(image):
-                return text_hash(text)
+            return text_hash(self._text(image))
         return ""
 
     def record(self, image: str) -> "Table":
@@ -335,7 +332,7 @@ class Sidecars(Output):
             logger.warning("%s was written by somebody else during this run; it is kept", target)
             return
         text = row["text"].encode("utf-8", "backslashreplace").decode()
-        made = {name: row[name] for name in MADE[1:] if name in row} | {"hash": text_hash(text) if text else ""}
+        made = {name: row[name] for name in MADE[1:] if name in row} | {"hash": text_hash(text)}
         with self.writing:
             record = self.record(image)
             if not record.is_written:
@@ -374,8 +371,9 @@ def replaces(overwrite: bool | str, row: Row) -> bool:
 
 
 def text_hash(text: str) -> str:
-    """16 hexadecimal digits for a text, whatever ends its lines."""
-    return hashlib.sha256("\n".join(text.strip().splitlines()).encode("utf-8", "backslashreplace")).hexdigest()[:16]
+    """16 hexadecimal digits for a text, whatever ends its lines; nothing for an empty one."""
+    lines = "\n".join(text.strip().splitlines())
+    return hashlib.sha256(lines.encode("utf-8", "backslashreplace")).hexdigest()[:16] if lines else ""
 
 
 def has_text(row: Row) -> bool:

@@ -140,7 +140,7 @@ class ChatRequest(Record):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    messages: list[Message] = Field(min_length=1, max_length=1000)
+    messages: list[Message] = Field(max_length=1000)
     model: str = ""  # the server has one, which answers by whatever name
     max_completion_tokens: MaxTokens | None = None
     max_tokens: MaxTokens | None = None

@@ -70,9 +70,9 @@ class Review:
         output = self.output()
         if isinstance(output, Table):
             self.folder = os.path.dirname(target) or "."
-            images = [os.path.join(self.folder, row["file_name"]) for row in output.rows.values()]
-            failed = [os.path.join(self.folder, row["file_name"]) for row in output.failures.rows.values()]
-            self.images = images + [image for image in failed if not output.made(image) and os.path.exists(image)]
+            rows = (output.rows | output.failures.rows).values()
+            images = [os.path.join(self.folder, row["file_name"]) for row in rows]
+            self.images = [image for image in images if output.made(image) or os.path.exists(image)]
         else:
             self.folder = target
             report = Report()
@@ -112,10 +112,7 @@ class Review:
         return {"id": number} | shown | more
 
     def change(self, wanted: list[tuple[int, str, str]], is_replaced: bool = False) -> list[dict[str, Any]]:
-        """Write a person's texts of images by number, whose versions the page has; returns the states now.
-
-        They were typed or, if is_replaced, had words replaced.
-        """
+        """Write texts that a person typed, or replaced words of, if the page has their versions; returns states."""
         changes: list[Change] = [(number, {"text": text.strip()}, version) for number, text, version in wanted]
         return self._write(changes, functools.partial(edited, is_replaced=is_replaced))
 

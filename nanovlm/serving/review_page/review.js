@@ -76,7 +76,7 @@ function paint(card) {
   $(".marks", card.element).replaceChildren(...card.marks.map((mark) => {
     const element = document.createElement("span");
     element.className = `mark ${mark}`;
-    element.textContent = mark === "identical" ? `identical to ${card.identical}` : mark;
+    element.textContent = mark === "identical" ? `identical to ${card.identical} other${card.identical > 1 ? "s" : ""}` : mark;
     return element;
   }));
   $(".name", card.element).title = card.state.made;

@@ -48,7 +48,7 @@ def too_much(schema):
 
 
 REFUSED = {  # changes of a request, and what the error says
-    "no messages": ({"messages": []}, "messages: "),
+    "no messages": ({"messages": []}, "the last message must be the user's"),
     "a tool message": ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role: "),
     "an empty question": ({"messages": user_message("  ")}, "the last user message is empty"),
     "only a system": ({"messages": [message("system", "x")]}, "the last message must be the user's"),
