@@ -19,7 +19,7 @@ from models.files import FileError, walk
 from nanovlm.console import is_terminal, progress_bar
 from nanovlm.errors import ImageError, NanoVLMError, OutputError, UsageError, is_out_of_memory
 from nanovlm.options import RESERVED, CaptionOptions
-from nanovlm.outputs import EDITED, Output, Row, Sidecars, forget_folders, image_key, replaces
+from nanovlm.outputs import EDITED, Output, Row, Sidecars, forget_folders, image_key, reasons, replaces
 from nanovlm.outputs import Table as Table
 from nanovlm.processing import ANIMATION_EXTENSIONS, VIDEO_EXTENSIONS
 
@@ -172,7 +172,7 @@ def _find_work(output: Output, report: Report, origin: Callable[[str], Row]) -> 
 
 def _differences(row: Row, origin: Row) -> str:
     """What made a caption of an earlier run, as far as it is not what makes those of this one."""
-    if row.get("finish_reason", EDITED) == EDITED:
+    if "finish_reason" not in row or EDITED in reasons(row):
         return ""
     missing = origin | {"prefix": "", "choices": ""}  # a row without a model or prompt tells nothing of it
     values = {name: row.get(name, missing[name]) for name in origin}
@@ -190,11 +190,11 @@ def _write_rows(
     try:
         with progress_bar(len(images), "image", is_hidden=is_shared) as bar:
             for image, row in zip(images, rows):
+                made = {name: value for name, value in origin(image).items() if value}
                 if isinstance(row, Exception):
                     report.fail(image, str(row) or "not enough memory")
-                    output.fail(image, report.failed[image])
+                    output.fail(image, report.failed[image], made)
                 else:
-                    made = {name: value for name, value in origin(image).items() if value}
                     _write_row(image, row | made, output, report)
                 bar.update()
                 now = time.monotonic()

@@ -7,8 +7,9 @@ import json
 import logging
 import os
 import re
+import threading
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,9 @@ Row = dict[str, Any]
 Name = str | os.PathLike[str]
 logger = logging.getLogger(__name__)
 
-EDITED = "edited"  # the finish_reason of a text that a person wrote or edited
-MADE = ("text", "finish_reason", "model", "prompt", "prefix", "choices", "probability", "log_probability")
+EDITED = "edited"  # among the `reasons` of a text that a person wrote or edited
+ORIGIN = ("model", "prompt", "prefix", "choices")  # stay with a text that a person edits
+MADE = ("text", "finish_reason", *ORIGIN, "probability", "log_probability")
 FAILED = "failed: "  # begins the finish_reason of an image without a caption, in hidden tables
 REPLACES = "nanovlm_replaces"  # in an appended row until it moves into the row of its image
 PARSE = json.JSONDecoder(parse_int=str)  # Python refuses integers of more than 4,300 digits
@@ -60,7 +62,7 @@ class Output:
 
     overwrite: bool | str = False  # "all": also what a person wrote or edited
     errors_of_one: frozenset[int] = frozenset()  # numbers of errors that concern one image; any other ends the run
-    n_writers = 1  # threads that may call `edit`
+    n_writers = 1  # threads that may call `write`
 
     def target(self, image: str) -> Path:
         """The file of an image's caption."""
@@ -79,19 +81,28 @@ class Output:
         """Row of an image that has a caption, else an empty one."""
         return {}
 
+    def made(self, image: str) -> Row:
+        """The row that an image has, with a text or without."""
+        return {}
+
     def write(self, image: str, row: Row) -> None:
         print(json.dumps({"image": image} | row), flush=True)
 
-    def edit(self, image: str, row: Row) -> None:
-        """Replace the text of an image, which may be empty, by a person's, or by an earlier row."""
-        raise NotImplementedError
+    def record(self, image: str) -> "Table | None":
+        """The hidden table that knows of an image's failure, if there is one. UsageError if it is no table."""
+        return None
 
-    def fail(self, image: str, reason: str) -> None:
+    def fail(self, image: str, reason: str, origin: Row) -> None:
         """Remember, where there is a place for it, why an image got no caption."""
+        with suppress(OSError, UsageError):  # the run reports the failure itself
+            record = self.record(image)
+            if record and not self.row(image) and self.failure(image) != reason:
+                record.write(image, origin | {"finish_reason": FAILED + reason})
 
     def failure(self, image: str) -> str:
         """The reason why the last run gave an image no caption, if it is known."""
-        return ""
+        record = self.record(image)
+        return str(record.made(image).get("finish_reason", "")).partition(FAILED)[2] if record else ""
 
 
 class Table(Output):
@@ -99,13 +110,16 @@ class Table(Output):
 
     It has one row an image; rows of other images and other columns stay, each as it is written. A caption is appended.
     If its image has a row, the appended one says that it replaces that, and moves into it at the end of the run, or at
-    the start of the next one after a kill.
+    the start of the next one after a kill. Failures are kept in a hidden table beside it.
+
+    A hidden table is known to this program only: any later row of an image replaces an earlier one. Its hash_of returns
+    the hash of an image's text, or nothing.
     """
 
-    def __init__(self, path: Name, overwrite: bool | str = False, is_hidden: bool = False):
+    def __init__(self, path: Name, overwrite: bool | str = False, hash_of: Callable[[str], str] | None = None):
         self.path = Path(path)
         self.overwrite = overwrite
-        self.is_hidden = is_hidden  # known to this program only: any later row of an image replaces an earlier one
+        self.hash_of = hash_of
         self.lines: dict[str, bytes] = {}  # by key of the image
         self.rows: dict[str, Row] = {}
         self.n_torn = 0  # bytes of a row at the end that a kill has cut
@@ -115,9 +129,17 @@ class Table(Output):
     def target(self, image: str) -> Path:
         return self.path
 
+    @functools.cached_property
+    def failures(self) -> "Table":
+        return hidden_table(self.path.with_name(f".{self.path.name}.failed"), lambda image: "")
+
+    def record(self, image: str) -> "Table":
+        return self.failures
+
     @contextmanager
     def opened(self, folders: Sequence[str]) -> Iterator[None]:
         self.check()
+        self.failures.check()
         is_new = not self.path.exists()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         files.append(self.path, b"")  # a table that cannot be written fails before any work
@@ -140,8 +162,11 @@ class Table(Output):
                     files.remove(self.path)
 
     def row(self, image: str) -> Row:
-        row = self.rows.get(image_key(image), {})
+        row = self.made(image)
         return row if has_text(row) else {}
+
+    def made(self, image: str) -> Row:
+        return self.rows.get(image_key(image), {})
 
     def write(self, image: str, row: Row) -> None:
         name = Path(os.path.relpath(image, self.path.parent)).as_posix()
@@ -151,13 +176,10 @@ class Table(Output):
             self.is_written = True
             files.append(self.path, b"")
             self.tidy()
-        is_marked = self.is_hidden or key in self.rows
+        is_marked = self.hash_of is not None or key in self.rows
         files.append(self.path, json_line(row | {REPLACES: True} if is_marked else row))
         self.is_joined = self.is_joined and not is_marked
         self.rows[key] = row
-
-    def edit(self, image: str, row: Row) -> None:
-        self.write(image, {name: row[name] for name in MADE if name in row})
 
     def check(self) -> None:
         """UsageError if the table is a link, which might lead out of the folder."""
@@ -184,8 +206,9 @@ class Table(Output):
         return data
 
     def _add(self, number: int, line: bytes, row: Row) -> None:
-        """Take a row; one of ours moves into the row that its image has."""
-        key = image_key(os.path.join(self.path.parent, row["file_name"]))
+        """Take a row; one of ours moves into the row that its image has, or replaces it in a hidden table."""
+        image = os.path.join(self.path.parent, row["file_name"])
+        key = image_key(image)
         old = self.rows.get(key)
         is_ours = row.pop(REPLACES, None) is True
         if old is not None and not is_ours and not completes(row, old):
@@ -193,8 +216,13 @@ class Table(Output):
             raise UsageError(f"{self.path}, {problem}; captions have one row an image: name another file by --out")
         if old is not None or is_ours:
             self.is_joined = False
-            line = merged(self.lines.get(key, b"{}"), line)
-            row = {name: value for name, value in (old or {}).items() if name not in MADE} | row
+            if self.hash_of is None:
+                line = merged(self.lines.get(key, b"{}"), line)
+                row = {name: value for name, value in (old or {}).items() if name not in MADE} | row
+            elif old and old.get("hash", "") == self.hash_of(image) != row.get("hash", ""):
+                return  # a kill, or an error, came between this row and its text
+            else:
+                line = merged(b"{}", line)
         self.lines[key] = line
         self.rows[key] = row
 
@@ -216,8 +244,8 @@ class Table(Output):
 class Sidecars(Output):
     """Captions in text files beside their images, and what made each in a hidden table of its folder.
 
-    A text that differs from what was written, or that no row tells of, is a person's: it is kept unless overwrite is
-    "all".
+    A row has the hash of its text. A text that differs from it, or that no row tells of, is a person's: it is kept
+    unless overwrite is "all".
     """
 
     errors_of_one = OF_ONE_FILE
@@ -228,6 +256,7 @@ class Sidecars(Output):
         self.overwrite = overwrite
         self.owners: dict[str, str] = {}  # image by text file
         self.records: dict[str, Table] = {}  # by folder
+        self.writing = threading.Lock()  # of records
 
     def target(self, image: str) -> Path:
         return Path(image).with_suffix(self.extension)
@@ -265,70 +294,86 @@ class Sidecars(Output):
 
     def row(self, image: str) -> Row:
         """The caption that an image has, with what made it; an empty file is none. FileError if it cannot be read."""
-        try:
-            text = files.read_text(self.target(image), errors="replace").strip()
-        except files.FileError as error:
-            if error.errno == errno.ENOENT:
-                return {}
-            raise
+        text = self._text(image)
+        row = self.made(image)
         if not text:
             return {}
-        row = self.record(image).rows.get(image_key(image), {})
-        if text_hash(text) == row.get("hash"):
-            return row | {"text": text}
-        is_older = text_hash(text) == row.get("old_hash")  # a kill came between the row and its text
-        return {"text": text} | ({} if is_older else {"finish_reason": EDITED})
+        return row | {"text": text} if text_hash(text) == row.get("hash") else edited(row, text)
+
+    def made(self, image: str) -> Row:
+        return self.record(image).made(image)
+
+    def _text(self, image: str) -> str:
+        try:
+            return files.read_text(self.target(image), errors="replace").strip()
+        except files.FileError as error:
+            if error.errno == errno.ENOENT:
+                return ""
+            raise
+
+    def _hash(self, image: str) -> str:
+        with suppress(files.FileError):
+            return text_hash(self._text(image))
+        return ""
 
     def record(self, image: str) -> "Table":
         """The hidden table of the image's folder. UsageError if it is no table."""
         folder = os.path.dirname(image)
         if folder not in self.records:
             kind = "" if self.extension == ".txt" else self.extension
-            record = Table(Path(folder, f".captions{kind}.jsonl"), is_hidden=True)
-            record.check()
-            if record.path.exists():
-                record.read()
-            self.records[folder] = record
+            self.records[folder] = hidden_table(Path(folder, f".captions{kind}.jsonl"), self._hash)
         return self.records[folder]
 
     def write(self, image: str, row: Row) -> None:
         """Write a row and then its text: a text without its row would count as a person's."""
         target = self.target(image)
-        record = self.record(image)
         old = self.row(image)
         if old and not replaces(self.overwrite, old):
             logger.warning("%s was written by somebody else during this run; it is kept", target)
             return
         text = row["text"].encode("utf-8", "backslashreplace").decode()
         made = {name: row[name] for name in MADE[1:] if name in row} | {"hash": text_hash(text)}
-        made |= {"old_hash": text_hash(old["text"])} if old and old.get("finish_reason") != EDITED else {}
-        if not record.is_written:
-            files.remove_parts(target.parent)
-        record.write(image, made)
-        files.replace(target, f"{text}\n")
+        with self.writing:
+            record = self.record(image)
+            if not record.is_written:
+                files.remove_parts(target.parent)
+            record.write(image, made)
+        files.replace(target, f"{text}\n" if text else "")
 
-    def edit(self, image: str, row: Row) -> None:
-        text = row["text"].strip()
-        files.replace(self.target(image), f"{text}\n".encode("utf-8", "backslashreplace") if text else b"")
 
-    def fail(self, image: str, reason: str) -> None:
-        with suppress(OSError, UsageError):  # the run reports the failure itself
-            if not self.row(image) and self.failure(image) != reason:
-                self.record(image).write(image, {"finish_reason": FAILED + reason})
+def hidden_table(path: Path, hash_of: Callable[[str], str]) -> Table:
+    """A hidden table as it is now. UsageError if it is none."""
+    table = Table(path, hash_of=hash_of)
+    table.check()
+    if path.exists():
+        table.read()
+    return table
 
-    def failure(self, image: str) -> str:
-        reason = str(self.record(image).rows.get(image_key(image), {}).get("finish_reason", ""))
-        return reason.removeprefix(FAILED) if reason.startswith(FAILED) else ""
+
+def reasons(row: Row) -> list[str]:
+    """Why a text ends where it does: stop, length or repetition, and whether a person edited it."""
+    return str(row.get("finish_reason") or "").split(", ")
+
+
+def edited(row: Row, text: str, is_replaced: bool = False) -> Row:
+    """The row of a text that a person typed or, if is_replaced, in which one replaced words.
+
+    Replaced words neither finish a text that was cut nor make a label more probable; a typed text is a person's own.
+    """
+    kept = {name: row[name] for name in (MADE if is_replaced else ORIGIN) if name in row}
+    ended = filter(None, reasons(row) if is_replaced else [])
+    return kept | {"text": text, "finish_reason": ", ".join(dict.fromkeys([EDITED, *ended]))}
 
 
 def replaces(overwrite: bool | str, row: Row) -> bool:
     """True if an image that has a row with a text is captioned again."""
-    return overwrite == "all" or (bool(overwrite) and row.get("finish_reason") != EDITED)
+    return overwrite == "all" or (bool(overwrite) and EDITED not in reasons(row))
 
 
 def text_hash(text: str) -> str:
-    """16 hexadecimal digits for a text, whatever ends its lines."""
-    return hashlib.sha256("\n".join(text.strip().splitlines()).encode("utf-8", "backslashreplace")).hexdigest()[:16]
+    """16 hexadecimal digits for a text, whatever ends its lines; nothing for an empty one."""
+    lines = "\n".join(text.strip().splitlines())
+    return hashlib.sha256(lines.encode("utf-8", "backslashreplace")).hexdigest()[:16] if lines else ""
 
 
 def has_text(row: Row) -> bool:

@@ -1,7 +1,6 @@
 """report.html: one self-contained page with a run's curves, what was mistaken for what, and a gallery of answers."""
 
 import base64
-import io
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +13,7 @@ from nanovlm.console import CONTROL, count
 from nanovlm.data.examples import Question
 from nanovlm.evaluation.evaluate import Answer, Evaluation
 from nanovlm.evaluation.labels import Doubt
-from nanovlm.processing.image_loading import load_image
+from nanovlm.processing.image_loading import thumbnail
 
 MAX_SHOWN = 60  # wrong answers, and right ones
 MAX_ANSWERS = 40  # different ones, for a table of what was mistaken for what
@@ -74,7 +73,7 @@ def _gallery(shown: Iterable[tuple[Question, str]]) -> str:
     articles = []
     shown = list(shown)
     with ThreadPoolExecutor() as threads:
-        images = threads.map(thumbnail, [next(iter(question.images), None) for question, _ in shown])
+        images = threads.map(_img, [next(iter(question.images), None) for question, _ in shown])
         for (question, line), image in zip(shown, images):
             parts = (f"reference: {' | '.join(question.references)}", question.prompt, question.name)
             below = escape(" \N{MIDDLE DOT} ".join(parts))
@@ -82,15 +81,13 @@ def _gallery(shown: Iterable[tuple[Question, str]]) -> str:
     return "\n".join(articles)
 
 
-def thumbnail(source: Any) -> str:
+def _img(source: Any) -> str:
     """An img element that holds the image itself; empty if it cannot be read."""
     try:
-        image = load_image(source, side=SIDE)
+        data = base64.b64encode(thumbnail(source, SIDE, QUALITY)).decode()
     except Exception:
         return ""
-    image.thumbnail((SIDE, SIDE))
-    image.save(file := io.BytesIO(), "JPEG", quality=QUALITY)
-    return f'<img alt="" src="data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}">'
+    return f'<img alt="" src="data:image/jpeg;base64,{data}">'
 
 
 def _confusion(answers: Sequence[Answer]) -> str:

@@ -89,6 +89,14 @@ def load_image(
         raise ImageError(f"{name}: {reason(error)}") from error
 
 
+def thumbnail(source: Any, side: int, quality: int) -> bytes:
+    """JPEG of an image within side x side pixels. Raises ImageError."""
+    image = load_image(source, side=side)
+    image.thumbnail((side, side))
+    image.save(file := io.BytesIO(), "JPEG", quality=quality)
+    return file.getvalue()
+
+
 def load_or_fetch(source: Any, allow_urls: bool) -> Image.Image:
     """Load a source that, if that is allowed, may be an http(s) URL; see `load_image`."""
     if not is_url(source):

@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from models.config import VLMConfig
 from models.inference.caches import TiledImage
 from nanovlm.errors import InputError, PromptTooLongError
-from nanovlm.processing.conversation import Chat, dialogue, images_of
+from nanovlm.processing.conversation import Chat, check_chat, dialogue, images_of
 from nanovlm.processing.layouts import Grid, layout_of
 from nanovlm.processing.tokenizer import Tokenizer
 
@@ -97,8 +97,9 @@ class Processor:
     def encode(self, chat: Chat, default: str | None = None) -> list[int]:
         """Token ids of a conversation about `TiledImage`s up to where the answer begins.
 
-        default, if given, stands for a question without text.
+        default, if given, stands for a question without text. InputError for a conversation without a question.
         """
+        check_chat(chat)
         turns = self.layout.arrange(chat, default)
         self.check_bytes(part for turn in turns for part in turn.parts if isinstance(part, str))
         if not self.layout.has_chat:

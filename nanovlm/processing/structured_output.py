@@ -1,7 +1,7 @@
 """Answers that follow a JSON schema: llguidance tells which tokens may come next. Needs the extra `structured`."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from nanovlm.processing.tokenizer import Tokenizer
 
 MAX_SCHEMA = 50_000  # characters; what longer ones need at each token would delay all other requests
-SAME_VALUE = ("allOf", "anyOf", "oneOf")  # keys of lists of schemas for the same value
+ALTERNATIVES = ("anyOf", "oneOf")
+SAME_VALUE = ("allOf", *ALTERNATIVES)  # keys of lists of schemas for the same value
 MAPS = ("properties", "$defs", "definitions", "patternProperties")  # of schemas by name
 VALUES = ("items", "prefixItems", "additionalProperties")  # of schemas for values inside
 SAYS_OTHERWISE = {"additionalProperties", "patternProperties", "unevaluatedProperties"}
@@ -144,9 +145,18 @@ class _Closing:
             names += [name for part in parts for name in _of_type(list, part.get("required")) if isinstance(name, str)]
             whole = {"properties": {name: {} for name in names}, "additionalProperties": False}
             if is_combined:
-                return closed | {"allOf": [*_of_type(list, closed.get("allOf")), whole]}
+                return closed | {"allOf": [*_of_type(list, closed.get("allOf")), whole, *self._apart(schema, parts)]}
             return closed | whole | {"properties": whole["properties"] | closed["properties"]}
         return closed
+
+    def _apart(self, whole: dict[str, Any], parts: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        """Further parts of a whole, by which an alternative excludes the properties that only others of it list."""
+        for alternatives in (_of_type(list, part.get(key)) for part in parts for key in ALTERNATIVES):
+            listed = [_listed(self._parts(one)) for one in alternatives]
+            alone = set().union(*listed) - _listed(self._parts(whole, alternatives))
+            if any(alone - own for own in listed):
+                apart = [{"properties": dict.fromkeys(sorted(alone - own), False)} for own in listed]
+                yield {"anyOf": [{"allOf": [self.part(one), other]} for one, other in zip(alternatives, apart)]}
 
     def part(self, schema: Any) -> Any:
         """One of several schemas of the same value, open; those of values inside are closed."""
@@ -176,15 +186,16 @@ class _Closing:
                 changed[key] = [change(one) for one in schema[key]]
         return changed
 
-    def _parts(self, schema: Any) -> list[dict[str, Any]]:
-        """A schema and all that are combined with it for the same value."""
+    def _parts(self, schema: Any, without: Any = None) -> list[dict[str, Any]]:
+        """A schema and all that are combined with it for the same value, without one list of them."""
         found: dict[int, dict[str, Any]] = {}
         waiting = [schema]
         while waiting:
             part = waiting.pop()
             if isinstance(part, dict) and id(part) not in found:
                 found[id(part)] = part
-                combined = chain.from_iterable(_of_type(list, part.get(key)) for key in SAME_VALUE)
+                lists = [_of_type(list, part.get(key)) for key in SAME_VALUE]
+                combined = chain.from_iterable(one for one in lists if one is not without)
                 waiting += reversed([self._resolve(part.get("$ref")), *combined])
         return [*found.values()]
 
@@ -198,6 +209,11 @@ class _Closing:
             members = found if isinstance(found, dict) else dict(enumerate(_of_type(list, found)))
             found = members.get(int(key) if isinstance(found, list) and key.isdecimal() else key)
         return found
+
+
+def _listed(parts: list[dict[str, Any]]) -> set[str]:
+    """The names of properties of a value that parts describe together."""
+    return {name for part in parts for name in _of_type(dict, part.get("properties"))}
 
 
 def _of_type(kind: type, value: Any) -> Any:

@@ -32,7 +32,7 @@ from nanovlm.console import count
 from nanovlm.embedded import SAMPLE
 from nanovlm.errors import ImageError, NanoVLMError, PromptTooLongError, UsageError
 from nanovlm.options import generation_options
-from nanovlm.processing.conversation import Chat, check_chat, images_of, with_images
+from nanovlm.processing.conversation import Chat, images_of, with_images
 from nanovlm.processing.image_urls import fetch
 from nanovlm.processing.tokenizer import StreamingDecoder
 from nanovlm.serving.chat_inputs import is_data_url, prepare_images
@@ -240,7 +240,6 @@ class Chats:
 
     async def _answer(self, request: ChatRequest, response: Response, state: State) -> HTTPResponse:
         chat = [message.turn for message in request.messages]
-        check_chat(chat)
         request.messages.clear()  # from here on only chat holds the encoded images
         response.n_images = len(images_of(chat))
         files = await self._files(images_of(chat))

@@ -18,7 +18,10 @@ DEFAULT_MAX_TOKENS = 256
 NO_LIMIT = -1  # as max_tokens
 ANY_OBJECT = {"type": "object"}  # the JSON schema of json_object
 # Fields that clients send and that change no answer
-HARMLESS = {"user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier", "parallel_tool_calls"}
+HARMLESS = {
+    "user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier", "parallel_tool_calls",
+    "reasoning_effort",  # without an effect on a model that does not reason, in vLLM and llama.cpp, too
+}  # fmt: skip
 NEUTRAL: dict[str, list[Any]] = {  # values of fields that are not offered with which an answer stays as it is
     "n": [1], "logprobs": [False], "top_logprobs": [0], "logit_bias": [{}], "modalities": [["text"]],
     "tools": [[]], "tool_choice": ["none", "auto"], "functions": [[]], "function_call": ["none", "auto"],
@@ -138,7 +141,7 @@ class ChatRequest(Record):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    messages: list[Message] = Field(min_length=1, max_length=1000)
+    messages: list[Message] = Field(max_length=1000)
     model: str = ""  # the server has one, which answers by whatever name
     max_completion_tokens: MaxTokens | None = None
     max_tokens: MaxTokens | None = None
@@ -176,7 +179,9 @@ class ChatRequest(Record):
         path = ".".join(map(str, problem["loc"]))
         message = problem["msg"].removeprefix("Value error, ")
         if problem["type"] == "extra_forbidden":
-            raise APIError(400, f"{path} is not supported by this server; leave it out", param=path)
+            neutral = " or ".join(json.dumps(value) for value in NEUTRAL.get(path, ()) if value)
+            others = f", except for {neutral}" if neutral else ""
+            raise APIError(400, f"{path} is not supported by this server{others}; leave it out", param=path)
         raise APIError(400, f"{path}: {message}" if path else message, param=path or None)
 
     def options(self) -> GenerationOptions:

@@ -2,7 +2,6 @@
 
 import asyncio
 import functools
-import io
 import json
 import logging
 import os
@@ -23,8 +22,8 @@ from models.files import FileError
 from nanovlm.bulk import Report, caption_rows, extensions, find_images
 from nanovlm.errors import ImageError, NanoVLMError, UsageError
 from nanovlm.options import CaptionOptions, with_changes
-from nanovlm.outputs import EDITED, Output, Row, Sidecars, Table, text_hash
-from nanovlm.processing.image_loading import load_image
+from nanovlm.outputs import EDITED, MADE, Output, Row, Sidecars, Table, edited, reasons, text_hash
+from nanovlm.processing.image_loading import thumbnail
 from nanovlm.serving.app import Gate, read_body
 from nanovlm.serving.openai_api import APIError
 from nanovlm.serving.options import ServeOptions
@@ -71,7 +70,9 @@ class Review:
         output = self.output()
         if isinstance(output, Table):
             self.folder = os.path.dirname(target) or "."
-            self.images = [os.path.join(self.folder, row["file_name"]) for row in output.rows.values()]
+            rows = (output.rows | output.failures.rows).values()
+            images = [os.path.join(self.folder, row["file_name"]) for row in rows]
+            self.images = [image for image in images if output.made(image) or os.path.exists(image)]
         else:
             self.folder = target
             report = Report()
@@ -80,7 +81,7 @@ class Review:
         if not self.images:
             raise UsageError(f"{target} has no images; name a folder of images, or a .jsonl table")
 
-    def output(self) -> Output:
+    def output(self) -> Sidecars | Table:
         """The captions as they are now."""
         if os.path.isdir(self.target):
             return Sidecars(self.extension)
@@ -107,20 +108,21 @@ class Review:
         made = ", ".join(f"{key} {row[key]!r}" for key in ("model", "prompt", "prefix", "choices") if row.get(key))
         shown = {"name": name, "folder": os.path.dirname(name), "text": text, "made": made, "problem": problem}
         shown = {key: value.encode("utf-8", "backslashreplace").decode() for key, value in shown.items()}
-        more = {"version": text_hash(text), "marks": marks(row), "is_label": "probability" in row}
+        more = {"version": text_hash(text), "marks": marks(row), "is_label": bool(row.get("choices"))}
         return {"id": number} | shown | more
 
-    def change(self, wanted: list[tuple[int, str, str]]) -> list[dict[str, Any]]:
-        """Write a person's texts of images by number, whose versions the page has; returns the states now."""
-        edits = [(number, {"text": text, "finish_reason": EDITED}, version) for number, text, version in wanted]
-        return self._write(edits, "edit")
+    def change(self, wanted: list[tuple[int, str, str]], is_replaced: bool = False) -> list[dict[str, Any]]:
+        """Write texts that a person typed, or replaced words of, if the page has their versions; returns states."""
+        changes: list[Change] = [(number, {"text": text.strip()}, version) for number, text, version in wanted]
+        return self._write(changes, functools.partial(edited, is_replaced=is_replaced))
 
     def again(self, number: int, prompt: str, version: str) -> list[dict[str, Any]]:
         """Caption an image again by a prompt, with the prefix that its caption has; returns its state."""
         if self.load is None:
             raise UsageError("no model to caption with; start the page with --model")
         image = self.images[number]
-        prefix = self.output().row(image).get("prefix", "")
+        output = self.output()
+        prefix = (output.made(image) or output.record(image).made(image)).get("prefix", "")
         options = with_changes(self.options, {"prompts": (prompt,), "prefix": prefix})
         with self.captioning:
             (row,) = caption_rows(self.load(), [(image, image)], options)
@@ -128,14 +130,16 @@ class Review:
                 raise row if isinstance(row, NanoVLMError) else ImageError(f"{image}: {row}")
         origin = {"model": self.model, "prompt": options.filled(prompt, image), "prefix": prefix}
         row |= {name: value for name, value in origin.items() if value}
-        return self._write([(number, row, version)], "write")
+        return self._write([(number, row, version)])
 
     def undo(self) -> list[dict[str, Any]]:
         """Put the rows before the last change back, where nothing changed since; returns the states now."""
-        return self._write(self.changes.pop(), "edit", is_undo=True) if self.changes else []
+        return self._write(self.changes.pop(), is_undo=True) if self.changes else []
 
-    def _write(self, rows: list[Change], method: str, is_undo: bool = False) -> list[dict[str, Any]]:
-        """Write rows by a method of the output, where the texts have the versions that are given."""
+    def _write(
+        self, rows: list[Change], edit: Callable[[Row, str], Row] | None = None, is_undo: bool = False
+    ) -> list[dict[str, Any]]:
+        """Write rows, or those that edit makes of old ones and texts, where the texts have the versions given."""
         with self.writing:
             output = self.output()
             output.overwrite = "all"
@@ -148,11 +152,11 @@ class Review:
                         raise UsageError(f"{image}: {reason}")
                     old = output.row(image)
                     if text_hash(str(old.get("text", ""))) == version:
-                        todo.append((number, row, {"text": ""} | old))
+                        row = edit(old or output.made(image), row["text"]) if edit else row
+                        todo.append((number, row, {"text": ""} | {name: old[name] for name in MADE if name in old}))
                     else:
                         conflicts.add(number)
-                write = getattr(output, method)
-                written = [threads.submit(write, self.images[number], row) for number, row, _ in todo]
+                written = [threads.submit(output.write, self.images[number], row) for number, row, _ in todo]
             done = [
                 (number, old, text_hash(str(row["text"])))
                 for (number, row, old), future in zip(todo, written)
@@ -168,10 +172,7 @@ class Review:
     def _thumbnail(self, number: int, side: int, modified: int) -> bytes:
         """JPEG of an image as the model sees it. ImageError if it cannot be read."""
         with self.decoders:
-            image = load_image(self.images[number], side=side)
-            image.thumbnail((side, side))
-        image.save(file := io.BytesIO(), "JPEG", quality=QUALITY)
-        return file.getvalue()
+            return thumbnail(self.images[number], side, QUALITY)
 
     def picture(self, number: int, side: int) -> bytes:
         try:
@@ -187,13 +188,13 @@ def marks(row: Row) -> list[str]:
     words = str(row.get("text", "")).lower().split()
     if not words:
         return ["empty"]
-    reason = row.get("finish_reason")
+    ended = reasons(row)
     probability = row.get("probability", 1.0)
     found = {
-        "repeated": reason == "repetition" or (len(words) >= 12 and len(set(words)) < len(words) / 3),
-        "cut": reason == "length",
+        "repeated": "repetition" in ended or (len(words) >= 12 and len(set(words)) < len(words) / 3),
+        "cut": "length" in ended,
         "improbable": isinstance(probability, float) and probability < IMPROBABLE,
-        "edited": reason == EDITED,
+        "edited": EDITED in ended,
     }
     return [name for name, is_found in found.items() if is_found]
 
@@ -221,9 +222,9 @@ def make_review_app(review: Review, token: str) -> FastAPI:
         return Response(review.picture(number, side), media_type="image/jpeg")
 
     @api.post("/captions")
-    async def change(request: Request) -> list[dict[str, Any]]:
+    async def change(request: Request, replaced: bool = False) -> list[dict[str, Any]]:
         wanted = [read_change(item, review) for item in await read_json(request, list)]
-        return await asyncio.to_thread(review.change, wanted)
+        return await asyncio.to_thread(review.change, wanted, replaced)
 
     @api.post("/again")
     async def again(request: Request) -> list[dict[str, Any]]:

@@ -74,7 +74,8 @@ class TrainConfig:
     )
     freeze: Sequence[str] = setting(
         (),
-        f"parts of the model that are not trained: {', '.join(PARTS)}; vision by default with --backbones and --lora-rank",
+        f"parts of the model that are not trained: {', '.join(PARTS)} (default with --backbones and "
+        "--lora-rank: vision)",
         limits=f"among {', '.join(PARTS)}, but not all three: something must be trained",
         fits=lambda parts: set(parts) < set(PARTS),
         metavar="PART",

@@ -217,6 +217,40 @@ def test_a_kill_between_a_row_and_its_text_makes_no_text_a_persons(photos, embed
     assert run(embedded, photos, OVERWRITE).kept == ["photos/a.png"]
 
 
+def test_a_text_of_an_earlier_run_that_a_person_put_back_is_kept(photos, embedded):
+    for prefix in ("x ", ""):
+        run(embedded, photos, OVERWRITE | {"prefix": prefix})
+    (photos / "a.txt").write_text(f"x {TEXT}")
+    assert "old_hash" not in hidden()[0]
+    report = run(embedded, photos, OVERWRITE)
+    assert report.kept == ["photos/a.png"] and report.captioned == 1
+
+
+def test_a_text_that_could_not_be_stored_leaves_the_row_of_the_text_that_is_there(photos, embedded, monkeypatch):
+    run(embedded, photos, {"prefix": "x "})
+    rows = hidden()
+    real = files.replace
+    with monkeypatch.context() as patch:
+        failing = files.FileError("a.txt: Operation not permitted", 1)
+        patch.setattr(files, "replace", lambda path, text: fail(failing) if path.name == "a.txt" else real(path, text))
+        report = run(embedded, photos, OVERWRITE)
+    assert "photos/a.png" in report.failed and report.captioned == 1 and hidden() == rows
+    assert run(embedded, photos, OVERWRITE).captioned == 2
+
+
+def fail(error):
+    raise error
+
+
+def test_failures_of_a_table_are_beside_it_and_tried_again(photos, embedded):
+    first, second = (run(embedded, photos, TABLE) for _ in range(2))
+    assert list(first.failed) == list(second.failed) == ["photos/bad.jpg"]
+    assert (photos / "m.jsonl").read_text() == ALL, "a table has no rows without captions"
+    (line,) = (photos / ".m.jsonl.failed").read_text().splitlines()
+    row = json.loads(line)
+    assert row["file_name"] == "bad.jpg" and row["finish_reason"].startswith("failed: not an image")
+
+
 @pytest.mark.parametrize("content", ["notes", "link", "pipe", "folder"])
 def test_a_hidden_table_that_is_none_is_refused_before_any_work(content, photos):
     path, victim = Path("photos/.captions.jsonl"), Path("victim")
@@ -460,7 +494,7 @@ def test_a_full_disk_or_ctrl_c_loses_nothing_that_was_written(settings, photos, 
     write, errors = kind.write, []
 
     def fails(*args):
-        if errors and (error := errors.pop(0)):
+        if errors and "text" in args[-1] and (error := errors.pop(0)):
             raise error
         write(*args)
 

@@ -69,14 +69,14 @@ function take(card, state, isOurs) { // the box follows unless a person has type
 function failure(card) { return card.unread || card.state.problem; }
 
 function paint(card) {
-  const marks = failure(card) ? ["failed"] : new Set([...card.doubts, ...card.state.marks]);
+  const marks = failure(card) ? ["failed"] : card.state.marks;
   card.marks = [...marks, ...card.identical ? ["identical"] : []];
   if (!card.element) return;
   card.box.classList.toggle("unsaved", card.box.value.trim() !== card.state.text.trim());
   $(".marks", card.element).replaceChildren(...card.marks.map((mark) => {
     const element = document.createElement("span");
     element.className = `mark ${mark}`;
-    element.textContent = mark === "identical" ? `identical to ${card.identical}` : mark;
+    element.textContent = mark === "identical" ? `identical to ${card.identical} other${card.identical > 1 ? "s" : ""}` : mark;
     return element;
   }));
   $(".name", card.element).title = card.state.made;
@@ -86,7 +86,6 @@ function save(card, isCertain) {
   const text = card.box.value.trim();
   paint(card);
   if (!isCertain && text === card.state.text.trim()) return;
-  card.doubts = [];
   change("captions", () => [{ id: card.state.id, text, version: card.state.version }], [card]);
 }
 
@@ -163,14 +162,12 @@ function countFound() {
 function replaceAll(event) {
   event.preventDefault();
   const [text, by, hits] = [$("#find").value, $("#put").value, found()];
-  for (const card of hits) card.doubts = card.marks.filter((mark) => ["cut", "repeated", "improbable"].includes(mark));
-  change("captions", () => hits.map(({ state }) =>
+  change("captions?replaced=true", () => hits.map(({ state }) =>
     ({ id: state.id, text: state.text.replaceAll(text, () => by), version: state.version })), hits);
 }
 
 function again(card) {
   const asked = $("#prompt").value || prompt;
-  card.doubts = [];
   note(card, "The model looks at it ...");
   change("again", () => ({ id: card.state.id, prompt: asked, version: card.state.version }), [card]);
 }
@@ -240,7 +237,7 @@ async function start() {
   prompt = list.prompt;
   $("#prompt-row").hidden = prompt === null;
   $("#prompt").value = prompt ?? "";
-  for (const state of list.captions) cards.push({ state, identical: 0, unread: "", doubts: [], note: [state.problem] });
+  for (const state of list.captions) cards.push({ state, identical: 0, unread: "", note: [state.problem] });
   cards.forEach(paint);
   $("#mark").append(...ORDER.map((mark) => new Option(mark, mark)));
   const folders = [...new Set(cards.map((card) => card.state.folder))].sort();

@@ -6,6 +6,7 @@ import pytest
 
 from models.config import extra_tokens
 from nanovlm.errors import InputError
+from nanovlm.processing.conversation import Turn
 from nanovlm.processing.processor import Processor
 from support import noise_image
 from support.generation import prompt_of
@@ -28,6 +29,21 @@ def test_wrong_use_is_an_error(processor):
     for prompt in ([{"role": "user", "content": "?"}], None):
         with pytest.raises(InputError, match=f"^a prompt is one string, not {type(prompt).__name__}; .*$"):
             prompt_of(processor, [], prompt)
+
+
+@pytest.mark.parametrize(
+    ("turns", "words"),
+    [
+        ([], "the last message must be the user's"),
+        ([Turn("system", ("Be brief.",))], "the last message must be the user's"),
+        ([Turn("user", ("a",)), Turn("assistant", ("b",))], "the last message must be the user's"),
+        ([Turn("user", ("  ",))], "the last user message is empty"),
+        ([Turn("assistant", ("a", None)), Turn("user", ("b",))], "only messages of the user may contain images"),
+    ],
+)
+def test_a_conversation_without_a_question_is_refused(processor, turns, words):
+    with pytest.raises(InputError, match=words):
+        processor.encode(turns)
 
 
 def test_single_tile_model_resizes_any_image_to_one_tile(model_and_processor):

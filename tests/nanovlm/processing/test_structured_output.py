@@ -39,6 +39,7 @@ RECURSIVE = obj(c={"type": "array", "items": {"$ref": "#/definitions/t"}})
 POINT = {"$defs": {"p": obj(x=NUMBER)}} | obj(a={"$ref": "#/$defs/p"})
 NESTED = obj(a={"type": "array", "items": {"type": "array", "items": obj(b=NUMBER)}})
 BOTH = {"allOf": [obj(a=NUMBER), obj(b=NUMBER)]}
+EITHER = {"anyOf": [obj(a=NUMBER), obj(b=NUMBER)]}
 SHARED = {"$defs": {"t": obj(a=NUMBER)}}
 DEEP = reduce(lambda inner, _: obj(a=inner), range(400), NUMBER)
 SCHEMAS = {  # as people write them -> a value that they mean, and one that they do not
@@ -61,6 +62,22 @@ SCHEMAS = {  # as people write them -> a value that they mean, and one that they
     ),
     "properties beside anyOf": (
         obj(c=NUMBER) | {"anyOf": [obj(a=NUMBER), obj(b=NUMBER)]}, {"c": 3, "b": 1}, {"c": 3, "b": 1, "d": 2},
+    ),
+    "a name of another alternative": (
+        obj(c=NUMBER) | EITHER, {"c": 3, "a": 1}, {"c": 3, "a": 1, "b": "x"},
+    ),
+    "alternatives in allOf": (
+        {"allOf": [EITHER, obj(c=NUMBER)]}, {"a": 1, "c": 3}, {"a": 1, "b": "x", "c": 3},
+    ),
+    "alternatives by $ref": (
+        {"$defs": {"t": EITHER}} | obj(c=NUMBER) | {"$ref": "#/$defs/t"}, {"c": 3, "b": 1}, {"c": 3, "a": "x", "b": 1},
+    ),
+    "a name of an alternative and of the whole": (
+        {"allOf": [EITHER, {"properties": {"b": NUMBER}}]}, {"a": 1, "b": 2}, {"a": 1, "b": "x"},
+    ),
+    "alternatives that require": (
+        obj(a=NUMBER, b=NUMBER) | {"required": [], "anyOf": [{"required": ["a"]}, {"required": ["b"]}]},
+        {"a": 1, "b": 2}, {},
     ),
     "properties beside $ref": (
         SHARED | obj(b=NUMBER) | {"$ref": "#/$defs/t"}, {"b": 2, "a": 1}, {"b": 2, "a": 1, "c": 3},

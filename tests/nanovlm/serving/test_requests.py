@@ -48,7 +48,7 @@ def too_much(schema):
 
 
 REFUSED = {  # changes of a request, and what the error says
-    "no messages": ({"messages": []}, "messages: "),
+    "no messages": ({"messages": []}, "the last message must be the user's"),
     "a tool message": ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role: "),
     "an empty question": ({"messages": user_message("  ")}, "the last user message is empty"),
     "only a system": ({"messages": [message("system", "x")]}, "the last message must be the user's"),
@@ -65,7 +65,9 @@ REFUSED = {  # changes of a request, and what the error says
     "a refusal by the user": (content({"type": "refusal", "refusal": "no"}), "messages.0: only the assistant refuses"),
     "a refusal beside": ({"messages": [{"role": "user", "refusal": "no"}]}, "messages.0: only the assistant refuses"),
     "a temperature": ({"temperature": -1}, "temperature=-1"),
-    "a seed": ({"seed": -2}, "seed=-2"),
+    "a seed": ({"seed": -2}, "seed=-2 must be"),
+    "a large seed": ({"seed": 2**70}, "seed=1180591620717411303424 must be at least 0 and below"),
+    "no answer": ({"n": 0}, "^n is not supported by this server, except for 1; leave it out$"),
     "a penalty": ({"presence_penalty": 3}, "presence_penalty=3"),
     "many stops": ({"stop": ["x"] * 9}, "stop: "),
     "no tokens": ({"max_completion_tokens": 0}, "max_completion_tokens: 0 must be at least 1, or -1"),
@@ -131,6 +133,7 @@ def test_body_that_is_no_request_is_refused(served, body):
 
 WITHOUT_EFFECT = [  # what clients send
     {"user": "x", "metadata": {"a": 1}, "store": True, "service_tier": "auto", "parallel_tool_calls": False},
+    {"reasoning_effort": "low"},
     {"n": 1, "logprobs": False, "top_logprobs": None, "logit_bias": {}, "modalities": ["text"]},
     {"tools": [{"type": "function"}], "tool_choice": "none"},
     {"model": "gpt-4o", "max_tokens": 100_000, "seed": -1, "top_k": -1},
