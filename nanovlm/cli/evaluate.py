@@ -94,7 +94,8 @@ def training_run(folder: Path, data: Sequence[str]) -> TrainingRun:
     folder = Path(os.path.abspath(folder))
     folder = folder.parents[1] if folder.parent.name == "checkpoints" else folder
     content = read_run(folder)
-    trained = content.get("data") if isinstance(content.get("data"), list) else []
+    trained = content.get("data")
+    trained = trained if isinstance(trained, list) else []
     try:
         names = set(map(_place, trained))
     except (TypeError, UsageError):

@@ -104,9 +104,9 @@ class Source:
 
     def part(self, indices: Sequence[int], weight: float | None = None) -> "Source":
         """Some of the examples, with the lines and errors of all."""
-        values = (self.rows, self.keys, self.digests, self.answers)
-        rows, keys, digests, answers = ([all_[i] for i in indices] if all_ else [] for all_ in values)
-        return replace(self, rows=rows, keys=keys, digests=digests, answers=answers, weight=weight)
+        lists = {name: getattr(self, name) for name in ("rows", "keys", "digests", "answers")}
+        chosen: dict[str, Any] = {name: [values[i] for i in indices] for name, values in lists.items() if values}
+        return replace(self, **chosen, weight=weight)
 
     def usable(self, errors: list[str] | None = None) -> Iterator[Example]:
         """Yield the examples; an unusable row of a stream raises, or adds its message to errors."""
