@@ -361,8 +361,8 @@ def edited(row: Row, text: str, is_replaced: bool = False) -> Row:
     Replaced words neither finish a text that was cut nor make a label more probable; a typed text is a person's own.
     """
     kept = {name: row[name] for name in (MADE if is_replaced else ORIGIN) if name in row}
-    ended = filter(None, reasons(row) if is_replaced else [])
-    return kept | {"text": text, "finish_reason": ", ".join(dict.fromkeys([EDITED, *ended]))}
+    ended = [reason for reason in reasons(row) if reason in ("length", "repetition")] if is_replaced else []
+    return kept | {"text": text, "finish_reason": ", ".join([EDITED, *ended])}
 
 
 def replaces(overwrite: bool | str, row: Row) -> bool:
