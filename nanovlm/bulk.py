@@ -16,7 +16,7 @@ from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 from models.files import FileError, walk
-from nanovlm.console import is_terminal, progress_bar
+from nanovlm.console import is_terminal, printable, progress_bar
 from nanovlm.errors import ImageError, NanoVLMError, OutputError, UsageError, is_out_of_memory
 from nanovlm.options import RESERVED, CaptionOptions
 from nanovlm.outputs import EDITED, Output, Row, Sidecars, forget_folders, image_key, reasons, replaces
@@ -48,7 +48,7 @@ class Report:
 
     def fail(self, name: str, reason: str) -> None:
         self.failed[name] = reason = " ".join(reason.split()).removeprefix(f"{name}: ")
-        logger.warning("%s: %s", name if name.isprintable() else repr(name), reason)
+        logger.warning("%s: %s", printable(name), reason)
 
 
 def extensions(options: CaptionOptions) -> Collection[str]:

@@ -14,7 +14,7 @@ from typing import Any
 from models import files
 from nanovlm.bulk import Report, caption_rows, extensions
 from nanovlm.console import has_terminal
-from nanovlm.errors import MissingExtraError, NanoVLMError, UsageError, first_line
+from nanovlm.errors import NanoVLMError, UsageError, first_line, needs_extra
 from nanovlm.options import CaptionOptions, ModelOptions
 
 BATCH_SIZE = 16  # images that a worker gets at once, and captions again if it dies
@@ -67,9 +67,12 @@ def caption_on_ray(
     before = captioned(out)
     report.skipped = [image for image in report.images if image in before]
     if todo := [image for image in report.images if image not in before]:
-        Path(out).mkdir(parents=True, exist_ok=True) if "://" not in out else None
-        with nullcontext() if "://" in out else files.locked(out):
-            _run(connect(address), todo, out, model, options, workers)
+        ray = connect(address)
+        is_local = "://" not in out
+        if is_local:
+            Path(out).mkdir(parents=True, exist_ok=True)
+        with files.locked(out) if is_local else nullcontext():
+            _run(ray, todo, out, model, options, workers)
     after = captioned(out)
     errors = captioned(out, "error")
     for image in todo:
@@ -159,10 +162,8 @@ def _file_system(name: str) -> tuple[Any, str]:
 def connect(address: str | None) -> Any:
     """Connect this process to a Ray cluster, unless it is connected; returns the library."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    try:
+    with needs_extra("ray", "captions on a cluster"):
         import ray.data
-    except ImportError:
-        raise MissingExtraError("captions on a cluster need Ray: pip install 'nanovlm[ray]'") from None
     try:
         if match := re.fullmatch(r"(?:ray://)?([^/]+):(\d+)", address or ""):
             socket.create_connection((match[1].strip("[]"), int(match[2])), timeout=10).close()  # Ray waits 2 minutes

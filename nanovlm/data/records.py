@@ -1,6 +1,5 @@
 """`to_example`: one row as an example. The one place that knows columns and the layouts of chats."""
 
-import base64
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,10 +9,10 @@ from typing import Any
 
 from nanovlm.data.examples import Example, ExampleError, check_answers
 from nanovlm.data.values import MISSING, MISSING_IN_CSV, clean_text, has_names, is_empty, plain_value
-from nanovlm.errors import first_line
+from nanovlm.errors import ImageError, first_line
 from nanovlm.options import ReadOptions
 from nanovlm.processing.conversation import Turn
-from nanovlm.processing.image_loading import readable_extensions
+from nanovlm.processing.image_loading import decode_data_url, readable_extensions
 
 TableRow = tuple[Any, str]  # an Arrow table of one row, and the row's name
 
@@ -255,9 +254,9 @@ def _locate(image: Any, folder: str) -> Any:
         return image
     if image.startswith("data:"):
         try:
-            return base64.b64decode(image.partition(",")[2], validate=True)
-        except ValueError:
-            raise ExampleError("holds a data: image that is not base64; encode it again") from None
+            return decode_data_url(image, "holds an image")
+        except ImageError as error:
+            raise ExampleError(str(error)) from None
     if image.startswith(("http://", "https://")):
         raise ExampleError(f"names the image {image}; download it and name the file")
     return os.path.normpath(os.path.join(folder, image.removeprefix("file://")))

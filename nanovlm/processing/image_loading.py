@@ -4,6 +4,7 @@ A file or PIL image that cannot be used raises ImageError. Importing this module
 does, once for the process: see `prepare_pillow`.
 """
 
+import base64
 import contextlib
 import ctypes
 import errno
@@ -25,7 +26,7 @@ from PIL.Image import Transpose
 
 from models import files
 from nanovlm.console import printable
-from nanovlm.errors import ImageError, MissingExtraError
+from nanovlm.errors import ImageError, needs_extra
 
 if TYPE_CHECKING:
     import torch
@@ -36,6 +37,7 @@ MAX_ASPECT_RATIO = 200
 # Formats in Pillow's registry that are no images, are not decoded, or are programs that Ghostscript would run.
 NOT_IMAGES = {"BUFR", "EPS", "GRIB", "HDF5", "IPTC", "MPEG", "PDF", "WMF"}
 CODECS = {"AVIF": "avif", "JPEG2000": "jpg_2000", "WEBP": "webp"}  # formats that Pillow may be built without
+BASE64 = re.compile(r"[A-Za-z0-9+/\s]{64}")  # fewer characters hold no image
 HEIF_EXTENSIONS = {".heic", ".heics", ".heif", ".heifs", ".hif"}
 HEIF_BRANDS = {b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1"}  # of a file's first box, ftyp
 NO_LOG = logging.NullHandler()
@@ -103,11 +105,25 @@ def load_or_fetch(source: Any, allow_urls: bool) -> Image.Image:
         return load_image(source)
     if not allow_urls:
         raise ImageError(f"{source} is a URL; download it or, in Python, load the model with allow_urls=True")
-    try:
+    with needs_extra("serve", source):
         from nanovlm.processing.image_urls import fetch_image
-    except ImportError:
-        raise MissingExtraError(f"{source}: images are fetched by httpx: pip install 'nanovlm[serve]'") from None
     return load_image(fetch_image(source), name=source)
+
+
+def is_data_url(url: str) -> bool:
+    """Check whether a URL holds the image itself: as a data URL, or as base64 alone, which some clients send."""
+    return url[:5].lower() == "data:" or BASE64.match(url) is not None
+
+
+def decode_data_url(url: str, name: str) -> bytes:
+    """Bytes of data:image/png;base64,... or of base64 alone; their content tells the image format."""
+    head, comma, data = url.partition(",") if url[:5].lower() == "data:" else (";base64", ",", url)
+    if not comma or not head.lower().endswith(";base64"):
+        raise ImageError(f"{name}: a data URL without base64; send data:image/png;base64,...")
+    try:
+        return base64.b64decode("".join(data.split()), validate=True)
+    except ValueError as error:
+        raise ImageError(f"{name}: a data URL with invalid base64: {error}") from None
 
 
 def source_name(source: Any) -> str:

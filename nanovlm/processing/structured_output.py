@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
 from models import files
-from nanovlm.errors import FileError, InputError, MissingExtraError, UsageError
+from nanovlm.errors import FileError, InputError, UsageError, needs_extra
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -223,10 +223,8 @@ def _of_type(kind: type, value: Any) -> Any:
 
 def _grammar(schema: Any, name: str) -> str:
     """llguidance's grammar of a schema; InputError calls it name."""
-    try:
+    with needs_extra("structured", name):
         from llguidance import LLMatcher
-    except ModuleNotFoundError:
-        raise MissingExtraError(f"{name} needs llguidance; pip install 'nanovlm[structured]'") from None
     grammar = ""
     try:
         length = len(json.dumps(schema))

@@ -33,9 +33,10 @@ from nanovlm.embedded import SAMPLE
 from nanovlm.errors import ImageError, NanoVLMError, PromptTooLongError, UsageError
 from nanovlm.options import generation_options
 from nanovlm.processing.conversation import Chat, images_of, with_images
+from nanovlm.processing.image_loading import is_data_url
 from nanovlm.processing.image_urls import fetch
 from nanovlm.processing.tokenizer import StreamingDecoder
-from nanovlm.serving.chat_inputs import is_data_url, prepare_images
+from nanovlm.serving.chat_inputs import prepare_images
 from nanovlm.serving.engine import Engine
 from nanovlm.serving.openai_api import APIError, ChatRequest, ImageURL, Response, StopStrings, event
 from nanovlm.serving.options import ServeOptions

@@ -1,17 +1,13 @@
 """Images of a request: read, and refused if they exceed the model's context."""
 
-import base64
 import hashlib
-import re
 from collections.abc import Sequence
 
 from models.inference.caches import ImageCache, TiledImage
-from nanovlm.errors import ImageError
-from nanovlm.processing.image_loading import load_image
+from nanovlm.processing.image_loading import decode_data_url, load_image
 from nanovlm.processing.processor import Processor
 
 MAX_PIXELS = 64_000_000  # of an image: the largest that phones save
-BASE64 = re.compile(r"[A-Za-z0-9+/\s]{64}")  # fewer characters hold no image
 
 
 def prepare_images(
@@ -37,19 +33,3 @@ def prepare_images(
         what = f"prompt is too long: {len(files)} images, of which the first {number} take {n_tokens} tokens,"
         processor.cfg.validate_length(n_tokens, 1, what, "send fewer")
     return images
-
-
-def is_data_url(url: str) -> bool:
-    """Check whether a URL holds the image itself: as a data URL, or as base64 alone, which some clients send."""
-    return url[:5].lower() == "data:" or BASE64.match(url) is not None
-
-
-def decode_data_url(url: str, name: str) -> bytes:
-    """Bytes of data:image/png;base64,... or of base64 alone; their content tells the image format."""
-    head, comma, data = url.partition(",") if url[:5].lower() == "data:" else (";base64", ",", url)
-    if not comma or not head.lower().endswith(";base64"):
-        raise ImageError(f"{name}: a data URL without base64; send data:image/png;base64,...")
-    try:
-        return base64.b64decode("".join(data.split()), validate=True)
-    except ValueError as error:
-        raise ImageError(f"{name}: a data URL with invalid base64: {error}") from None

@@ -232,7 +232,7 @@ REFUSED = {
     "no list": (rows({"image": "a.png", "messages": "x"}), "d.json", "must be a list of messages"),
     "no chat": (rows({"image": "a.png", "messages": [1]}), "d.json", "has an unknown structure"),
     "a number for an image": (qa(image=7), "d.json", "has 7 where an image should be"),
-    "no base64": (qa(image="data:image/png;base64,?"), "d.json", "is not base64"),
+    "no base64": (qa(image="data:image/png;base64,?"), "d.json", "holds an image: a data URL with invalid base64"),
     "a mask beside": (captions("a") | {"a.jpg": A}, ".", "a.txt stands beside"),
     "an open quote": (table('file_name,text\na.png,"x\nb.png,y\n'), ".", "unexpected end of data"),
     "cells too many": (table("file_name,text\na.png,x,y\n"), ".", "row 1, has more cells than columns"),
