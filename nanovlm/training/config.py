@@ -74,8 +74,8 @@ class TrainConfig:
     )
     freeze: Sequence[str] = setting(
         (),
-        f"parts of the model that are not trained: {', '.join(PARTS)} (default with --backbones and "
-        "--lora-rank: vision)",
+        f"parts of the model that are not trained: {', '.join(PARTS)}. With --backbones and --lora-rank the default is "
+        "vision",
         limits=f"among {', '.join(PARTS)}, but not all three: something must be trained",
         fits=lambda parts: set(parts) < set(PARTS),
         metavar="PART",
@@ -181,11 +181,12 @@ class FinetuneOptions:
         "own to evaluate on (default: a tenth, at most 200, but none of fewer than 100 examples or of streamed data)",
         metavar="N_OR_SHARE_OR_PATH",
     )
-    metric: str = setting(
-        "f1",
+    metric: str | None = setting(
+        None,
         "the best model is the last checkpoint with the highest of this metric over held-out answers: f1, exact_match, "
         "vqa_accuracy, anls, cider or module:function(answer, references); or with the lowest held-out loss",
         metavar="NAME",
+        default_text="f1; backbones: loss",
     )
     epochs: float | None = setting(None, "show each example N times, instead of --max-steps", above=0, below=math.inf)
     read: ReadOptions = field(default_factory=ReadOptions)

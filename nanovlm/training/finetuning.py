@@ -142,7 +142,7 @@ def prepare(options: FinetuneOptions, cfg: TrainConfig) -> tuple[VisionLanguageM
     """Return the model, its task, and cfg with the settings that follow from model and data."""
     options = resumed_options(options)
     training, held_out = open_data(options.data, options.read, options.validation)
-    if options.metric != FinetuneOptions.metric and not held_out:
+    if options.metric and not held_out:
         raise UsageError("--metric has no effect: nothing of these data is held out; add --validation N, or omit it")
     model, processor, dtype = load_start(options)
     mixture = Mixture(training, cfg.seed)
@@ -181,7 +181,8 @@ def held_out_task(
     positions = range(sum(map(len, held_out)))
     picked = [unseen.pick(0, position) for position in positions]
     questions = questions_about((source.path, source[i]) for source, i in picked)
-    names = dict.fromkeys((options.metric, "f1", "exact_match"))
+    metric = options.metric or (LOSS if options.backbones else "f1")
+    names = dict.fromkeys((metric, "f1", "exact_match"))
     metrics = dict(load_metric(name) for name in names if name != LOSS)
     how = EvaluationOptions(metrics, skip_errors=True, show_progress=False)
 
@@ -196,7 +197,7 @@ def held_out_task(
         ),
         "n_validation": math.ceil(len(positions) / cfg.batch_size),
         "answer_questions": answer,
-        "metric": LOSS if options.metric == LOSS else next(iter(metrics)),
+        "metric": LOSS if metric == LOSS else next(iter(metrics)),
     }
 
 

@@ -21,10 +21,19 @@ from models.checkpoint import checkpoint_dtype, save_checkpoint
 from models.vision_language_model import VisionLanguageModel
 from nanovlm import EMBEDDED, Captioner
 from nanovlm.cli import train as train_verb
+from nanovlm.data import open_data
 from nanovlm.errors import TrainingError
+from nanovlm.options import ReadOptions
 from nanovlm.synthetic import caption, draw, random_scene
 from nanovlm.training.config import ADAPTERS, EPOCHS, FINETUNING, JOINED_EPOCHS, MAX_STEPS, MUON_LR, TrainConfig
-from nanovlm.training.finetuning import FinetuneOptions, base_model, choose_settings, prepare, remedies
+from nanovlm.training.finetuning import (
+    FinetuneOptions,
+    base_model,
+    choose_settings,
+    held_out_task,
+    prepare,
+    remedies,
+)  # fmt: skip
 from nanovlm.training.loop import Trainer
 from support import ROOT
 from support.cli import assert_usage_error
@@ -204,6 +213,17 @@ def test_adapters_beside_a_new_projector_leave_the_encoder_frozen(options, rank,
     cfg = TrainConfig(lora_rank=rank, freeze=["language"])
     cfg, reasons = choose_settings(FinetuneOptions(**options), cfg, 192, 10)
     assert cfg.freeze == frozen and any("vision frozen" in reason for reason in reasons) == (frozen == ("vision",))
+
+
+@pytest.mark.parametrize(
+    ("options", "metric"),
+    [({}, "f1"), ({"backbones": ("v", "l")}, "loss"), ({"backbones": ("v", "l"), "metric": "f1"}, "f1")],
+)
+def test_the_best_joined_model_is_that_of_the_lowest_loss_by_default(options, metric):
+    scenes(2)
+    _, held_out = open_data(["mine"], ReadOptions(), "1")
+    processor = Captioner.from_pretrained(EMBEDDED, "cpu").processor
+    assert held_out_task(FinetuneOptions(**options), TrainConfig(), held_out, processor)["metric"] == metric
 
 
 @pytest.mark.full
