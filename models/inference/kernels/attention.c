@@ -245,7 +245,7 @@ INLINE void attend_heads(const attention_args *a, long h, const long n) {
 static void attend_one(const attention_args *a, long kv) {
     const long group = a->n_heads / a->n_kv_heads, stop = (kv + 1) * group;
     for (long h = kv * group, n; h < stop; h += n) {
-        n = min_long(LEVEL >= VNNI ? 4 : 2, stop - h);  // whose sums stay in registers
+        n = min_long(LEVEL >= VNNI ? 4 : 3, stop - h);  // whose sums stay in registers
         if (n == 1) attend_heads(a, h, 1);
         else if (n == 2) attend_heads(a, h, 2);
         else if (n == 3) attend_heads(a, h, 3);

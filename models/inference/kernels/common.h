@@ -44,6 +44,7 @@
 #define ALIGNED __attribute__((aligned(64)))
 
 typedef float vec __attribute__((vector_size(4 * LANES)));
+typedef float vec8 __attribute__((vector_size(32)));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
 typedef uint16_t hvec __attribute__((vector_size(2 * LANES)));
 typedef struct { vec v; } __attribute__((packed, aligned(1), may_alias)) unaligned_vec;
@@ -113,15 +114,19 @@ INLINE ivec load_uint16(const uint16_t *x) { return (ivec){x[0], x[1], x[2], x[3
 // Max of `largest` and |x| as integers, so that a NaN, the highest of them, is not lost; max_vec gives b for a NaN
 INLINE vec max_abs(vec largest, vec x) { return (vec)max_int((ivec)largest, (ivec)x & 0x7fffffff); }
 
-INLINE float sum_lanes(vec x) {
-#if LEVEL >= VNNI
-    return _mm512_reduce_add_ps((__m512)x);
-#else
+INLINE float sum8(vec8 x) {
     typedef float quarter __attribute__((vector_size(16)));
     quarter low, high;
     memcpy(&low, &x, 16), memcpy(&high, (char *)&x + 16, 16);
     low += high;
     return (low[0] + low[1]) + (low[2] + low[3]);
+}
+
+INLINE float sum_lanes(vec x) {
+#if LEVEL >= VNNI
+    return _mm512_reduce_add_ps((__m512)x);
+#else
+    return sum8(x);
 #endif
 }
 

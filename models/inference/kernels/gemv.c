@@ -21,19 +21,14 @@ static float dot_row(const matrix *w, long row, const operand *x) {
     return sum;
 }
 #else
-// Fetch from memory what is multiplied soon: a core's own prefetcher stops at the end of a page
-#define PREFETCH_BYTES 8192
-INLINE void prefetch(const void *at) { __builtin_prefetch((const char *)at + PREFETCH_BYTES); }
-
+// 32 bytes at a time at every level, and prefetched by the core: on Zen 4, loads of 64 bytes, or a prefetch of each cache
+// line here, take a tenth to a third longer. See prefetch_page.
 INLINE float dot_float(const float *w, const float *x, long depth) {
-    vec sum[4] = {0};
+    __m256 sum[4] = {0};
     long i = 0;
-    for (; i + 4 * LANES <= depth; i += 4 * LANES)
-        for (long j = 0; j < 4; j++) {
-            prefetch(w + i + j * LANES);
-            sum[j] += load(w + i + j * LANES) * load(x + i + j * LANES);
-        }
-    float y = sum_lanes((sum[0] + sum[1]) + (sum[2] + sum[3]));
+    for (; i + 32 <= depth; i += 32)
+        for (long j = 0; j < 4; j++) sum[j] += load8(w + i + 8 * j, FLOAT32) * load8(x + i + 8 * j, FLOAT32);
+    float y = sum8((vec8)((sum[0] + sum[1]) + (sum[2] + sum[3])));
     for (; i < depth; i++) y += w[i] * x[i];
     return y;
 }
@@ -41,19 +36,20 @@ INLINE float dot_float(const float *w, const float *x, long depth) {
 #if LEVEL >= BF16_DOT
 // x is padded with zeros, see round_token; a masked load reads no value behind the row.
 INLINE float dot_bf16(const uint16_t *w, const uint16_t *x, long depth) {
-    __m512 sum[4] = {0};
+    __m256 sum[4] = {0};
     long i = 0;
-    for (; i + 8 * LANES <= depth; i += 8 * LANES)
+    for (; i + 64 <= depth; i += 64)
         for (long j = 0; j < 4; j++) {
-            const long at = i + 2 * j * LANES;
-            prefetch(w + at);
-            sum[j] = _mm512_dpbf16_ps(sum[j], (__m512bh)load_int(w + at), (__m512bh)load_int(x + at));
+            const __m256i weights = _mm256_loadu_si256((const __m256i *)(w + i) + j);
+            const __m256i token = _mm256_loadu_si256((const __m256i *)(x + i) + j);
+            sum[j] = _mm256_dpbf16_ps(sum[j], (__m256bh)weights, (__m256bh)token);
         }
-    for (; i < depth; i += 2 * LANES) {
-        const __mmask32 mask = (__mmask32)((1ull << min_long(2 * LANES, depth - i)) - 1);
-        sum[0] = _mm512_dpbf16_ps(sum[0], (__m512bh)_mm512_maskz_loadu_epi16(mask, w + i), (__m512bh)load_int(x + i));
+    for (; i < depth; i += 16) {
+        const __m256i weights = _mm256_maskz_loadu_epi16((__mmask16)((1u << min_long(16, depth - i)) - 1), w + i);
+        const __m256i token = _mm256_loadu_si256((const __m256i *)(x + i));
+        sum[0] = _mm256_dpbf16_ps(sum[0], (__m256bh)weights, (__m256bh)token);
     }
-    return sum_lanes((vec)(sum[0] + sum[1] + (sum[2] + sum[3])));
+    return sum8((vec8)(sum[0] + sum[1] + (sum[2] + sum[3])));
 }
 #else
 // A lane of 4 bytes holds an even and an odd value, and x is split in the same way: see split_token.
@@ -62,7 +58,6 @@ INLINE float dot_bf16(const uint16_t *w, const float *x, long depth) {
     long i = 0;
     for (; i + 2 * LANES <= depth; i += 2 * LANES) {
         const ivec pairs = load_int(w + i);
-        prefetch(w + i);
         even += (vec)(pairs << 16) * load(x + i);
         odd += (vec)(pairs & (int32_t)0xffff0000) * load(x + i + LANES);
     }
@@ -96,14 +91,15 @@ INLINE ivec dot_group(const uint8_t *w, const int8_t *x) {
 INLINE float dot_int8(const uint8_t *w, const operand *x) {
     vec sum = {0};
     for (long g = 0; g * QUANT_GROUP < x->depth; g++) {
-        prefetch(w + g * QUANT_GROUP);
         ivec exact = dot_group(w + g * QUANT_GROUP, (const int8_t *)x->data + g * QUANT_GROUP);
         sum += __builtin_convertvector(exact, vec) * x->scale[2 * g];
     }
     return sum_lanes(sum) + x->offset;
 }
 
-// The sum over a row's groups of scale * (q . x) + minimum * sum(x)
+// The sum over a row's groups of scale * (q . x) + minimum * sum(x). Two streams are read, which a core's own prefetcher
+// follows less well.
+#define PREFETCH_BYTES 8192
 INLINE float dot_int4(const uint8_t *w, const uint32_t *groups, long n_groups, const operand *x) {
     vec sum[2] = {0}, least = {0};
     for (long g = 0; g < n_groups; g += LANES) {
@@ -123,7 +119,7 @@ INLINE float dot_int4(const uint8_t *w, const uint32_t *groups, long n_groups, c
         const vec scale = (vec)(pairs << 16) * token_scale;
         least += (vec)(pairs & (int32_t)0xffff0000) * token_sum;
         for (long j = 0; j < n; j += 2, w += INT4_GROUP) {  // 64 values: two groups
-            prefetch(w);
+            __builtin_prefetch(w + PREFETCH_BYTES);
             const __m256i both = _mm256_loadu_si256((const __m256i *)w), low = _mm256_set1_epi8(15);
             const __m256i first = _mm256_and_si256(both, low);
             const __m256i second = _mm256_and_si256(_mm256_srli_epi16(both, 4), low);
@@ -153,8 +149,16 @@ INLINE float dot_int4(const uint8_t *w, const uint32_t *groups, long n_groups, c
     return sum_lanes(sum[0] + sum[1] + least);
 }
 
+// Fetch one line of the next page with each row, into the first or, for int8's short rows, the second level of the cache:
+// a core's own prefetcher stops at the end of a page.
+INLINE void prefetch_page(const char *row, long dtype) {
+    if (dtype < INT8) __builtin_prefetch(row + 4096, 0, 3);
+    else if (dtype == INT8) __builtin_prefetch(row + 8192, 0, 2);
+}
+
 INLINE float dot_row(const matrix *w, long row, const operand *x) {
     const char *data = (const char *)w->data + row * w->stride * value_bytes(w) / (w->dtype == INT4 ? 2 : 1);
+    prefetch_page(data, w->dtype);
     if (w->dtype == FLOAT32) return dot_float((const float *)data, (const float *)x->data, w->depth);
     if (w->dtype == BFLOAT16) return dot_bf16((const uint16_t *)data, (const void *)x->data, w->depth);
     if (w->dtype == INT8) return dot_int8((const uint8_t *)data, x) * w->scale[row];
