@@ -241,10 +241,10 @@ INLINE void attend_heads(const attention_args *a, long h, const long n) {
     release(weights);
 }
 
-// All heads of a single query that share keys and values, the kv-th
-static void attend_one(const attention_args *a, long kv) {
-    const long group = a->n_heads / a->n_kv_heads, stop = (kv + 1) * group;
-    for (long h = kv * group, n; h < stop; h += n) {
+// A single query, of heads from `first` on that share their keys and values
+static void attend_one(const attention_args *a, long first, long n_heads) {
+    const long stop = first + n_heads;
+    for (long h = first, n; h < stop; h += n) {
         n = min_long(LEVEL >= VNNI ? 4 : 3, stop - h);  // whose sums stay in registers
         if (n == 1) attend_heads(a, h, 1);
         else if (n == 2) attend_heads(a, h, 2);

@@ -116,7 +116,9 @@ static void rotate_and_append(const decoder *d, const decoder_step *s, long bloc
 
 static void attend_all(const decoder *d, const decoder_step *s, long block, const activations *qkv, activations *y) {
     const long D = d->head_dim, size = s->cache_dtype == BFLOAT16 ? 2 : 4;
-    const long units = s->n_new > 1 ? d->n_heads : d->n_kv_heads;
+    // Heads of a token that share keys are computed together, unless that leaves threads without work.
+    const int is_shared = s->n_new == 1 && s->n_sequences * d->n_kv_heads >= s->threads;
+    const long together = is_shared ? d->n_heads / d->n_kv_heads : 1, units = d->n_heads / together;
     #pragma omp parallel for num_threads(s->threads) schedule(dynamic)
     for (long unit = 0; unit < s->n_sequences * units; unit++) {
         const long b = unit / units, n_keys = s->sequences[b].past + s->n_new;
@@ -128,7 +130,7 @@ static void attend_all(const decoder *d, const decoder_step *s, long block, cons
             .causal = 1,
         };
         if (s->n_new > 1) attend(&args, unit % units);
-        else attend_one(&args, unit % units);
+        else attend_one(&args, unit % units * together, together);
     }
 }
 

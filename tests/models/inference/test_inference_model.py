@@ -124,6 +124,19 @@ def test_a_batch_generates_what_the_model_generates_alone(tiny_model, changes):
     assert requests[5].n_cached == len(requests[5].ids) - 1
 
 
+@torch.inference_mode()
+def test_a_token_is_the_same_on_more_threads_than_keys_have_heads(tiny_model, request):
+    request.addfinalizer(partial(torch.set_num_threads, torch.get_num_threads()))
+    network = InferenceModel(tiny_model(lm_n_heads=6, lm_n_kv_heads=2, lm_hidden_dim=48)).network
+    logits = []
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        cache = empty_cache(network, 1, 40)
+        network.prefill([network.embed_tokens(torch.arange(4, 24))], cache, 0, [0])
+        logits.append(network.decode_tokens(torch.tensor([[8]]), cache, [20], [0]))
+    torch.testing.assert_close(*logits)
+
+
 @few_levels
 @torch.inference_mode()
 @by_dtype
