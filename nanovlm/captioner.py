@@ -237,6 +237,7 @@ class Captioner:
         """Yield what `classify` gives for each image, in order; answers about several images are computed together."""
         from nanovlm.choices import ranked_choices
 
+        check_several(images, batch_size, "classify_each", "classify")
         n = max(1, len(choices))
         requests = chain.from_iterable(self.choice_requests(image, choices, prompt) for image in images)
         answered = self.run(requests, n * max(1, batch_size // n), n)
@@ -268,10 +269,7 @@ class Captioner:
         An image that fails raises its error after the answers before it.
         """
         record = self._options(options)
-        if is_one_image(images):
-            raise InputError("captions takes several images, such as a list; for one image use caption")
-        if batch_size < 1:
-            raise InputError(f"batch_size={batch_size} must be 1 or more")
+        check_several(images, batch_size, "captions", "caption")
         pairs = pair_prompts(images, self.prompt if prompt is None else prompt)
 
         def requests() -> Iterator[Request]:
@@ -422,6 +420,14 @@ class Captioner:
         """Upright RGB images of one source or several, or the `Video`. Raises ImageError."""
         sources = [] if images is None else [images] if is_one_image(images) else list(images)
         return [one if hasattr(one, "frames") else load_or_fetch(one, self.allow_urls) for one in sources]
+
+
+def check_several(images: Any, batch_size: int, method: str, method_of_one: str) -> None:
+    """InputError for one image where a method takes several, and for a batch_size below 1."""
+    if is_one_image(images):
+        raise InputError(f"{method} takes several images, such as a list; for one image use {method_of_one}")
+    if batch_size < 1:
+        raise InputError(f"batch_size={batch_size} must be 1 or more")
 
 
 def is_one_image(images: Any) -> bool:

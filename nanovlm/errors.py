@@ -51,7 +51,8 @@ def needs_extra(extra: str, what: str) -> Iterator[None]:
         package = (error.name or "").partition(".")[0]
         if package in ("models", "nanovlm"):
             raise
-        raise MissingExtraError(f"{what}: {package} is missing; pip install 'nanovlm[{extra}]'") from None
+        problem = f"{package} is missing" if package else first_line(error)  # an installed library may be broken
+        raise MissingExtraError(f"{what}: {problem}; pip install 'nanovlm[{extra}]'") from None
 
 
 def first_line(error: BaseException) -> str:

@@ -183,6 +183,7 @@ WRONG = {  # words of the error -> a call with a captioner and four images
     "for one image use caption": lambda c, images: next(c.captions("photo.jpg")),
     "several images, such": lambda c, images: next(c.captions(images[0])),
     "takes several images": lambda c, images: next(c.captions(torch.zeros(3, 9, 9))),
+    "classify_each takes several": lambda c, images: next(c.classify_each("photo.jpg", ["a", "b"])),
     "batch_size=0": lambda c, images: next(c.captions(images, batch_size=0)),
     "n=0 is less than 1": lambda c, images: c.samples(images[0], n=0),
     "a list of prompts, not 'What\\?'; for one prompt use caption": lambda c, images: c.ask(images[0], "What?"),

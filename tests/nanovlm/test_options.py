@@ -11,7 +11,7 @@ import torch
 
 from models.options import SamplingParams
 from nanovlm import SAMPLE, Captioner, ChatSession, GenerationOptions
-from nanovlm.errors import CheckpointError, InputError
+from nanovlm.errors import CheckpointError, InputError, MissingExtraError, needs_extra
 from nanovlm.options import ModelOptions, generation_options, read_generation_defaults
 from nanovlm.processing.image_loading import load_image
 from support.generation import prompt_of
@@ -153,3 +153,21 @@ def test_options_know_what_was_given():
     filled = generation_options(options, {"seed": 3}, {"top_k": 50, "top_p": 0.5, "seed": 1})
     assert (filled.top_k, filled.top_p, filled.seed) == (0, 0.5, 3)
     assert generation_options(filled, {}, {"temperature": 1.0}) == filled
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (ModuleNotFoundError("No module named 'ray.data'", name="ray.data"), "x: ray is missing; pip install"),
+        (ImportError("libgomp.so.1: cannot open shared object file"), "x: libgomp.so.1: cannot open shared object"),
+    ],
+)
+def test_an_extra_that_is_missing_or_broken_is_named(error, words):
+    with pytest.raises(MissingExtraError, match=words), needs_extra("ray", "x"):
+        raise error
+
+
+def test_a_module_of_ours_that_is_missing_is_a_bug():
+    with pytest.raises(ModuleNotFoundError) as raised, needs_extra("ray", "x"):
+        import nanovlm.nothing  # noqa: F401
+    assert not isinstance(raised.value, MissingExtraError)
