@@ -31,7 +31,7 @@ def test_a_config_goes_through_json_with_nanovlms_keys(tiny_config):
 def test_unknown_keys_are_kept_and_named_in_one_warning():
     raw = VLMConfig().to_dict() | {"vit_flavour": [1, {"sweet": None}], "unknown": 5, "lm_eos_token_id": 0}
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+        warnings.simplefilter("always", UserWarning)
         cfg = read_nanovlm(raw | {"is_flash": False, "resize_min_side_len": None})
     assert cfg.to_dict().items() >= raw.items()
     assert [str(one.message).partition(": ")[2] for one in caught] == [

@@ -129,7 +129,8 @@ def test_a_question_without_an_image_warns_once(captioner, images):
         for _ in range(3):
             captioner.caption(None, "What colour is it?", max_new_tokens=1)
             "".join(ChatSession(captioner).ask("What colour is it?", max_new_tokens=1))
-    assert [str(warning.message)[:27] for warning in caught] == ["a question without an image"] * 2
+    messages = [str(warning.message)[:27] for warning in caught if warning.category is UserWarning]
+    assert messages == ["a question without an image"] * 2
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         captioner.caption(images[0], max_new_tokens=1)
