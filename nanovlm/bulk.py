@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, islice
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from models.files import FileError, walk
@@ -239,9 +239,7 @@ def caption_rows(
     n = len(options.choices) or len(options.prompts)
     n_images = max(1, batch_size // n) if options.choices else batch_size  # there may be hundreds of choices
     with closing(_read_ahead(captioner, images, options, 2 * batch_size)) as requests:
-        first = captioner.run(islice(requests, n), n)  # alone, so that the first caption comes soon
-        answered = chain(first, captioner.run(requests, n * n_images, n))
-        while group := list(islice(answered, n)):
+        for group in captioner.run_groups(requests, n, n_images):
             try:
                 yield _answer(captioner, group, options)
             except Exception as error:

@@ -26,7 +26,7 @@ from nanovlm.device import choose_device, choose_dtype
 from nanovlm.embedded import EMBEDDED, PROMPT, default_prompt, write_prompt
 from nanovlm.errors import InputError
 from nanovlm.options import GenerationOptions, ModelOptions, generation_options, read_generation_defaults, with_changes
-from nanovlm.processing.conversation import dialogue, images_of
+from nanovlm.processing.conversation import Chat, dialogue, images_of
 from nanovlm.processing.image_loading import is_array, load_or_fetch
 from nanovlm.processing.processor import Processor, pair_prompts
 from nanovlm.processing.tokenizer import Tokenizer
@@ -240,9 +240,7 @@ class Captioner:
         check_several(images, batch_size, "classify_each", "classify")
         n = max(1, len(choices))
         requests = chain.from_iterable(self.choice_requests(image, choices, prompt) for image in images)
-        answered = self.run(requests, n * max(1, batch_size // n), n)
-        while group := list(islice(answered, n)):
-            yield ranked_choices(group)
+        yield from map(ranked_choices, self.run_groups(requests, n, max(1, batch_size // n)))
 
     def caption_video(
         self, video: Any, prompt: str | None = None, max_frames: int | None = None, **options: Any
@@ -315,17 +313,30 @@ class Captioner:
         if not shown:
             warnings.warn(NO_IMAGE, stacklevel=2)
         parts = self.processor.prepare(shown)
-        requests = []
-        for prompt in prompts:
-            chat = dialogue([self.prompt if prompt is None else prompt], parts)
-            ids = self.processor.encode(chat) + self._start_ids(options)
-            self.inference.cfg.validate_length(len(ids), options.max_new_tokens)
-            requests.append(Request(ids, images_of(chat), options, options.max_new_tokens))
+        chats = [dialogue([self.prompt if prompt is None else prompt], parts) for prompt in prompts]
+        return [self.chat_request(chat, options) for chat in chats]
+
+    def chat_request(
+        self,
+        chat: Chat,
+        options: GenerationOptions,
+        remedy: str = "",
+        default: str | None = None,
+        schema_name: str = "schema",
+    ) -> Request:
+        """Make a request for the answer to a conversation about `TiledImage`s.
+
+        With a remedy, which an error names, the answer is at most as long as the context allows. Without one the
+        context must hold max_new_tokens. default stands for a question without text, schema_name for schema in errors.
+        """
+        ids = self.processor.encode(chat, default) + self._start_ids(options)
+        what = f"prompt is too long: {len(ids)} tokens" if remedy else ""
+        least = 1 if remedy else options.max_new_tokens
+        room = self.inference.cfg.validate_length(len(ids), least, what, remedy or "shorten either")
+        request = Request(ids, images_of(chat), options, min(options.max_new_tokens, room))
         if options.schema is not None:
-            grammars = self.structured_output.make_processors(options.schema, len(requests))
-            for request, grammar in zip(requests, grammars):
-                request.grammar = grammar
-        return requests
+            request.grammar = self.structured_output.make_processor(options.schema, schema_name)
+        return request
 
     def choice_requests(self, image: ImageInputs, choices: Sequence[str], prompt: str | None = None) -> list[Request]:
         """Make a request for each choice as the answer to a prompt; see `ranked_choices`."""
@@ -362,6 +373,16 @@ class Captioner:
             if not pending:
                 return
             batch.step()
+
+    def run_groups(self, requests: Iterable[Request], n: int, n_images: int) -> Iterator[list[Request]]:
+        """Yield the n requests of each image when they have ended.
+
+        Those of the first image are run alone, so that they end soon, and then those of n_images at once.
+        """
+        requests = iter(requests)
+        answered = chain(self.run(islice(requests, n), n), self.run(requests, n * n_images, n))
+        while group := list(islice(answered, n)):
+            yield group
 
     def generate(
         self, requests: Sequence[Request], stats: Stats | None = None, batch: ContinuousBatch | None = None

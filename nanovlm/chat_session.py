@@ -7,11 +7,10 @@ from itertools import chain
 from typing import Any
 
 from models.inference.caches import PrefixCache
-from models.inference.continuous_batching import Request
 from nanovlm.captioner import NO_IMAGE, Captioner, ImageInputs, Stats
 from nanovlm.errors import InputError
 from nanovlm.options import CHAT_MAX_NEW_TOKENS, GenerationOptions, generation_options
-from nanovlm.processing.conversation import dialogue, images_of
+from nanovlm.processing.conversation import dialogue
 
 
 class ChatSession:
@@ -50,12 +49,7 @@ class ChatSession:
         if not self.shown:
             warnings.warn(NO_IMAGE, stacklevel=2)
         chat = dialogue([*chain(*self.history), question], self.shown)
-        ids = captioner.processor.encode(chat)
-        what = f"{len(ids)} tokens with this question"
-        room = captioner.inference.cfg.validate_length(len(ids), 1, what, "shorten it, or reset the chat")
-        request = Request(ids, images_of(chat), options, min(options.max_new_tokens, room))
-        if options.schema is not None:
-            (request.grammar,) = captioner.structured_output.make_processors(options.schema, 1)
+        request = captioner.chat_request(chat, options, "shorten it, or reset the chat")
         outputs = captioner.generate([request], stats := Stats(), self.batch)
         answer = ""
         eos = captioner.tokenizer.eos_token_id

@@ -149,10 +149,8 @@ def _request(captioner: Captioner, question: Question, options: GenerationOption
     """A request for an answer that fits the context; its error says why the question cannot be asked."""
     try:
         images = captioner.processor.prepare([load_image(image) for image in question.images])
-        ids = captioner.processor.encode(with_images(question.chat, images))
-        room = captioner.inference.cfg.validate_length(len(ids))
+        return captioner.chat_request(with_images(question.chat, images), options, "shorten it")
     except (ImageError, InputError) as error:
         message = str(error)
         message = message if message.startswith(question.name) else f"{question.name}: {message}"
         return Request((), error=DataError(message))
-    return Request(ids, images, options, min(options.max_new_tokens, room))

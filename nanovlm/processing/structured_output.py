@@ -37,7 +37,7 @@ def read_schema(path: str) -> Any:
 
 
 class StructuredOutput:
-    """Makes logits processors for the vocabulary of one model. Threads may use it."""
+    """Makes a logits processor for each sequence, for the vocabulary of one model. Threads may use it."""
 
     def __init__(self, tokenizer: "Tokenizer"):
         self.tokenizer = tokenizer
@@ -45,8 +45,8 @@ class StructuredOutput:
     def __reduce__(self) -> tuple:  # a copy makes its own vocabulary: llguidance's cannot be pickled
         return StructuredOutput, (self.tokenizer,)
 
-    def make_processors(self, schema: Any, n: int, param: str = "schema") -> list["GrammarProcessor"]:
-        """One processor for each of n sequences. InputError names param if the schema is not possible."""
+    def make_processor(self, schema: Any, param: str = "schema") -> "GrammarProcessor":
+        """A processor for one sequence. InputError names param if the schema is not possible."""
         grammar = _grammar(schema, param)
         from llguidance import LLMatcher
 
@@ -55,10 +55,10 @@ class StructuredOutput:
         except ValueError as error:
             reason = " ".join(str(error).split())[:200]
             raise InputError(f"{param} is not possible with this model's tokenizer: {reason}") from None
-        matchers = [LLMatcher(vocabulary, grammar, log_level=0) for _ in range(n)]
-        matchers[0].compute_logit_bias()
-        _check(matchers[0].get_error(), param)  # of a loop of $ref, for example
-        return [GrammarProcessor(matcher, param) for matcher in matchers]
+        matcher = LLMatcher(vocabulary, grammar, log_level=0)
+        matcher.compute_logit_bias()
+        _check(matcher.get_error(), param)  # of a loop of $ref, for example
+        return GrammarProcessor(matcher, param)
 
     @staticmethod
     def parse(text: str) -> Any:

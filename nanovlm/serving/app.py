@@ -31,8 +31,8 @@ from nanovlm.captioner import Captioner
 from nanovlm.console import count
 from nanovlm.embedded import SAMPLE
 from nanovlm.errors import ImageError, NanoVLMError, PromptTooLongError, UsageError
-from nanovlm.options import generation_options
-from nanovlm.processing.conversation import Chat, images_of, with_images
+from nanovlm.options import CHAT_MAX_NEW_TOKENS, generation_options
+from nanovlm.processing.conversation import Chat, check_chat, images_of, with_images
 from nanovlm.processing.image_loading import is_data_url
 from nanovlm.processing.image_urls import fetch
 from nanovlm.processing.tokenizer import StreamingDecoder
@@ -242,6 +242,7 @@ class Chats:
     async def _answer(self, request: ChatRequest, response: Response, state: State) -> HTTPResponse:
         chat = [message.turn for message in request.messages]
         request.messages.clear()  # from here on only chat holds the encoded images
+        check_chat(chat)  # before its images are read
         response.n_images = len(images_of(chat))
         files = await self._files(images_of(chat))
         async with self.prepared:
@@ -271,19 +272,12 @@ class Chats:
 
     def _prepare(self, request: ChatRequest, chat: Chat, files: list[bytes | str]) -> Prompt:
         """Request of a chat; a thread's work."""
-        processor = self.captioner.processor
-        grammar = None
-        defaults = self.captioner.defaults
+        defaults = {"max_new_tokens": CHAT_MAX_NEW_TOKENS, **self.captioner.defaults}
         options = generation_options(request.options(), {}, defaults)
-        images = prepare_images(files, [image.detail for image in images_of(chat)], processor, self.image_cache)
-        if options.schema is not None:
-            structured_output = self.captioner.structured_output
-            (grammar,) = structured_output.make_processors(options.schema, 1, "response_format")
-        ids = processor.encode(with_images(chat, images), self.default_prompt if images else "")
-        what = f"prompt is too long: {len(ids)} tokens"
-        room = processor.cfg.validate_length(len(ids), 1, what, "shorten it")
-        max_new_tokens = request.max_new_tokens(room, defaults.get("max_new_tokens"))
-        return Prompt(ids, images, options, max_new_tokens, grammar)
+        details = [image.detail for image in images_of(chat)]
+        images = prepare_images(files, details, self.captioner.processor, self.image_cache)
+        default = self.default_prompt if images else ""
+        return self.captioner.chat_request(with_images(chat, images), options, "shorten it", default, "response_format")
 
     async def _pieces(self, prompt: Prompt, request: ChatRequest, response: Response) -> AsyncGenerator[str, None]:
         """Text of an answer as its tokens come, up to a stop string; the first may be empty."""

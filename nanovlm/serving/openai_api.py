@@ -1,6 +1,7 @@
 """OpenAI's chat completions: what a request may hold, and the JSON of responses, their chunks and errors."""
 
 import json
+import sys
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -14,7 +15,6 @@ from nanovlm.console import count
 from nanovlm.options import GenerationOptions
 from nanovlm.processing.conversation import Turn
 
-DEFAULT_MAX_TOKENS = 256
 NO_LIMIT = -1  # as max_tokens
 ANY_OBJECT = {"type": "object"}  # the JSON schema of json_object
 # Fields that clients send and that change no answer
@@ -188,12 +188,9 @@ class ChatRequest(Record):
         """How to choose tokens. InputError names the field that is wrong."""
         names = GenerationOptions.__dataclass_fields__.keys() & type(self).model_fields.keys()
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        if limit := self.max_completion_tokens or self.max_tokens:
+            given["max_new_tokens"] = sys.maxsize if limit == NO_LIMIT else limit
         return GenerationOptions(**given, schema=self.response_format.schema_to_follow)
-
-    def max_new_tokens(self, room: int, default: int | None = None) -> int:
-        """The length of the answer at most; the context has room for that many tokens."""
-        limit = self.max_completion_tokens or self.max_tokens or default or DEFAULT_MAX_TOKENS
-        return room if limit == NO_LIMIT else min(limit, room)
 
 
 class StopStrings:

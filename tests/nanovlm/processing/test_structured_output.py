@@ -132,7 +132,7 @@ def test_a_schema_allows_what_people_mean(name, embedded):
     schema, meant, other = SCHEMAS[name]
     encode, end = embedded.tokenizer.encode, embedded.tokenizer.eos_token_id
     for value, fits in ((meant, True), (other, False)):
-        (grammar,) = embedded.structured_output.make_processors(schema, 1)
+        grammar = embedded.structured_output.make_processor(schema)
         ids = [*encode(json.dumps(value, separators=(",", ":"))), end]
         assert (grammar.matcher.validate_tokens(ids) == len(ids)) == fits
 

@@ -52,7 +52,10 @@ REFUSED = {  # changes of a request, and what the error says
     "a tool message": ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role: "),
     "an empty question": ({"messages": user_message("  ")}, "the last user message is empty"),
     "only a system": ({"messages": [message("system", "x")]}, "the last message must be the user's"),
-    "an answer last": ({"messages": [*user_message("?"), message("assistant", "A")]}, "message must be the user's"),
+    "an answer last, before an image is read": (
+        {"messages": [*user_message("?", "data:image/png;base64,"), message("assistant", "A")]},
+        "message must be the user's",
+    ),
     "an assistant's image": (
         {"messages": [{"role": "assistant", "content": [IMAGE]}]},
         "only messages of the user may",
