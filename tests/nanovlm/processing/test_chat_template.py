@@ -99,7 +99,7 @@ def test_a_template_ends(template):
 
 
 def test_a_template_that_ended_its_process_renders_the_next_chat():
-    template = ChatTemplate("{{ messages[0].content * messages | length ** 99 }}")
+    template = ChatTemplate("{{ messages[0].content * messages | length ** 15 }}")
     with pytest.raises(CheckpointError, match="cannot render this chat: "):
         template.render(CHAT, True)
     assert template.render(CHAT[:1], True) == "Be brief."
@@ -128,8 +128,9 @@ def test_the_known_templates_are_those_of_nanovlm_and_smolvlm():
     assert {hashlib.sha256(source.encode()).hexdigest() for source in (CHATML, TEMPLATE)} == KNOWN
 
 
-@pytest.mark.parametrize("template", FAILING.values(), ids=FAILING)
-def test_a_template_that_fails_is_one_line(template):
+@pytest.mark.parametrize("name", FAILING)
+def test_a_template_that_fails_is_one_line(name):
     with pytest.raises(CheckpointError, match="^lm_chat_template [^\n]*$") as caught:
-        ChatTemplate(template).render(CHAT, True)
+        ChatTemplate(FAILING[name]).render(CHAT, True)
     assert len(str(caught.value)) < 300
+    assert ("more than 10,000,000 characters" in str(caught.value)) == (name == "much text")

@@ -158,6 +158,9 @@ def test_each_row_of_a_batch_follows_the_schema_by_itself(embedded):
     ):
         with pytest.raises(InputError, match=words):
             embedded.caption(SAMPLE, **options)
+        if words.startswith("schema"):
+            with pytest.raises(InputError, match=words):
+                next(embedded.stream(SAMPLE, **options))
 
 
 def test_a_table_has_a_column_for_each_property(generate, image_folder):

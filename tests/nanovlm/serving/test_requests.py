@@ -256,13 +256,17 @@ def test_answer_is_as_long_as_the_context_allows(served, embedded):
 
 
 def test_body_that_is_too_large_gets_413(embedded):
+    kept = []
     with RunningServer(embedded, max_body=50_000) as server:
+        count = server.chats._count_arriving
+        server.chats._count_arriving = lambda n_bytes: kept.append(count(n_bytes) or server.chats.arriving)
         for body in (b"x" * 100_000, {"messages": user_message("?" * 60_000)}):
             response = server.post(body)
             assert response.status_code == 413 and "more than 50,000 bytes" in response.json()["error"]["message"]
         assert server.post(json.dumps({"messages": user_message("?")}).ljust(50_000)).status_code == 200
         chunks = (b"x" * 1000 for _ in range(100))  # without a Content-Length
         assert http.post(f"{server.url}/v1/chat/completions", content=chunks).status_code == 413
+        assert max(kept) <= 50_000, "the rest is dropped"
 
 
 @pytest.mark.parametrize("seed", range(200))
