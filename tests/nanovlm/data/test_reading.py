@@ -303,6 +303,20 @@ def test_a_pipe_is_no_file():
         check_refused(path, words)
 
 
+def test_a_folder_that_cannot_be_opened_is_refused(monkeypatch):
+    for name, content in captions("mine/a", "mine/in/b").items():
+        write(name, content)
+    scandir = os.scandir
+
+    def denied(path):
+        if os.path.basename(path) == "in":
+            raise PermissionError(13, "Permission denied", path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", denied)
+    check_refused("mine", "mine/in cannot be opened: Permission denied; allow it, or move the folder away")
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["a/b.parquet", "a/b.tar", "a/b.arrow"])
 def test_a_pipe_is_no_shard(name):
