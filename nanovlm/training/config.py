@@ -4,7 +4,6 @@ Each field carries its default, type, limits and, if it has a flag, that flag's 
 keys of run.json and the keyword arguments of Python are made from them.
 """
 
-import json
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -12,10 +11,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from models import files
 from nanovlm.console import count
 from nanovlm.embedded import EMBEDDED
-from nanovlm.errors import InputError, UsageError
+from nanovlm.errors import CheckpointError, InputError, UsageError
 from nanovlm.options import DEVICES, DTYPES, ReadOptions, check_settings, setting
 
 MUON_LR = 5e-4  # of fine-tuning by Muon, for the embedded model
@@ -29,12 +27,14 @@ PARTS = {"vision": "vision_encoder", "projector": PROJECTOR, "language": "decode
 
 
 def read_run(folder: Path) -> dict[str, Any]:
-    """The flags in the run.json of a model's folder; {} if there is none that can be read."""
+    """The flags in the run.json of a model's folder, {} without one; CheckpointError for one that is broken."""
+    from models.checkpoint import read_object  # here, as it imports torch
+
+    path = folder / RUN_FILE
     try:
-        content = json.loads(files.read_text(folder / RUN_FILE))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}
+        return read_object(path) if path.exists() else {}
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; correct or remove it, or name another folder") from None
 
 
 @dataclass(frozen=True)

@@ -399,6 +399,20 @@ def test_a_folder_with_a_file_of_ours_by_name_is_left_alone(train, name, kind):
     assert kind == "folder" or path.read_text() == "{}"
 
 
+@pytest.mark.parametrize("flags", [["--model", "other"], ["--out", "other"]], ids=str)
+def test_a_broken_run_json_of_the_model_or_of_the_folder_is_named(train, flags):
+    scenes(2)
+    other_model("other")
+    Path("other/run.json").write_text('{"optimizer": ')
+    if flags[0] == "--out":
+        Path("other/model.safetensors").unlink()
+    before = sorted(Path("other").iterdir())
+    code, _, err = train("--data", "mine", *QUICK, *flags)
+    assert code == 2 and len(err.splitlines()) == 1 and "other/run.json cannot be read: " in err
+    assert err.endswith("; correct or remove it, or name another folder\n")
+    assert sorted(Path("other").iterdir()) == before
+
+
 def test_links_in_the_folder_of_a_run_are_replaced(train):
     scenes(2)
     Path("out/.work.tmp").mkdir(parents=True)
