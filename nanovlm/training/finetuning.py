@@ -4,7 +4,6 @@ import json
 import logging
 import math
 import os
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -202,18 +201,10 @@ def held_out_task(
 
 
 def find_optimizer(options: FinetuneOptions) -> str | None:
-    """Optimizer of the run that is resumed, else of the model's own training, which run.json or its card names."""
+    """Optimizer of the run that is resumed, else of the model's own training, which its run.json names."""
     if resumed := stored_settings(options.out):
         return resumed.get("optimizer")
-    if options.backbones:
-        return None
-    folder = snapshot_path(options.model)
-    if optimizer := read_run(folder).get("optimizer"):
-        return optimizer
-    card = folder / "README.md"
-    text = files.read_text(card, errors="replace") if card.is_file() else ""
-    found = re.search(r"^optimizer: (\w+)$", text, re.MULTILINE)
-    return found[1] if found else None
+    return None if options.backbones else read_run(snapshot_path(options.model)).get("optimizer")
 
 
 def base_model(options: FinetuneOptions) -> str:

@@ -156,7 +156,7 @@ def test_every_run_writes_the_file_that_repeats_it(train):
 @pytest.mark.parametrize(
     ("flags", "chosen"),
     [
-        ("", {"max_steps": 850, "optimizer": "muon", "lr": MUON_LR}),  # the embedded model's card says muon
+        ("", {"max_steps": 850, "optimizer": "muon", "lr": MUON_LR}),  # the embedded model's run.json says muon
         ("--lora-rank 4", {"optimizer": "adamw", "lr": ADAPTERS.lr}),
         ("--model wide", {"optimizer": "adamw", "lr": FINETUNING.lr / 2}),
         ("--model wide --lora-rank 4", {"lr": ADAPTERS.lr / 2}),
