@@ -1,6 +1,6 @@
 """GGUF files of a SmolVLM-layout model, read by the gguf package, and by llama.cpp's tokenizer where it is installed.
 
-tests/eval/peers/test_engines.py holds llama.cpp's logits and embeddings of images to ours.
+tests/eval/peer_checks.py holds llama.cpp's logits and embeddings of images to ours.
 """
 
 import ctypes
