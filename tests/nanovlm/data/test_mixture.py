@@ -109,6 +109,8 @@ def test_a_share_of_the_images_stays_held_out_when_data_grow():
     (train, held_out), (grown_train, grown_held_out) = (sides(source("a", n), 0.1) for n in (2000, 3000))
     assert 160 < len(held_out) < 240 and held_out < grown_held_out and train < grown_train
     assert held_out < sides(source("a", 2000), 0.2)[1]
+    _, (of_three,) = split([source("a", 2000, [[f"{k}{i}" for k in "abc"] for i in range(2000)])], 0.1)
+    assert 160 < len(of_three) < 240, "the lowest of three hashes would be low too often"
 
 
 @pytest.mark.parametrize("validation", [None, 200])
