@@ -309,17 +309,21 @@ def test_a_pipe_is_no_file():
 
 
 def test_a_folder_that_cannot_be_opened_is_refused(monkeypatch):
-    for name, content in captions("mine/a", "mine/in/b").items():
+    for name, content in captions("mine/a").items():
         write(name, content)
     scandir = os.scandir
+    for folder in ("mine/in", "mine/lost+found"):
+        os.mkdir(folder)
 
     def denied(path):
-        if os.path.basename(path) == "in":
+        if os.path.basename(path) in ("in", "lost+found"):
             raise PermissionError(13, "Permission denied", path)
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", denied)
     check_refused("mine", "mine/in cannot be opened: Permission denied; allow it, or move the folder away")
+    os.rmdir("mine/in")
+    assert [name for name, *_ in read_all("mine")] == ["mine/a.png"]
 
 
 @pytest.mark.full
