@@ -211,6 +211,7 @@ def test_attention_in_bfloat16_matches_float32(kind, groups):
     wide = [x.detach().float().requires_grad_() for x in (q, k, v)]
     ours, plain = matmul_attention(q, k, v, *arguments), attention(*wide, *arguments)
     assert ours.dtype == torch.bfloat16 and (ours - plain).norm() < 0.02 * plain.norm()
+    assert (matmul_attention(q, k, v, *arguments, dropout_p=0.5) - ours).norm() > 0.1 * plain.norm()
     weights = torch.linspace(-1, 1, plain.numel()).view(plain.shape)
     for x, exact in zip((q, k, v), wide):
         (gradient,) = torch.autograd.grad((ours * weights).sum(), x, retain_graph=True)
