@@ -30,7 +30,8 @@ except ImportError:  # Windows, where nothing is locked
 PathLike = str | os.PathLike[str]
 
 WEIGHTS = "model.safetensors"  # of a model's folder
-NO_IMAGE_FOLDERS = {"@eaDir", "__MACOSX"}  # thumbnails of a Synology, resource forks of macOS archives
+# Thumbnails of a Synology, resource forks of macOS archives, and what file systems keep at the top of a disk
+NO_IMAGE_FOLDERS = {"@eaDir", "__MACOSX", "lost+found", "$RECYCLE.BIN", "System Volume Information"}
 PART = ".nanovlm-part-"  # and 16 random digits: names of what is being written
 SETTINGS_BYTES = 64 << 20  # of a configuration, a tokenizer, a schema; the largest in use has 17 MB
 UNSUPPORTED = {errno.EPERM, errno.EACCES, errno.EINVAL, errno.ENOSYS, errno.ENOTSUP}  # chmod, fsync on CIFS, NTFS, S3
@@ -45,8 +46,8 @@ _locks: set[int] = set()  # descriptors that hold a lock
 def walk(folder: PathLike, onerror: Callable[[OSError], None] | None = None) -> Iterator[tuple[str, list[str]]]:
     """Yield a folder and its subfolders, each with the sorted names of its files; what is hidden is left out.
 
-    So are folders of thumbnails, and model folders below the first one, whose images are reports. Links to folders are
-    followed, but no folder is read twice.
+    So are folders of thumbnails and of file systems, and model folders below the first one, whose images are reports.
+    Links to folders are followed, but no folder is read twice.
     """
     seen = set()
     for current, subfolders, names in os.walk(folder, onerror=onerror, followlinks=True):

@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
@@ -11,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from nanovlm.cli.options import add_record_flags, check_data_names, flag_of, from_args, load_captioner, model_options
 from nanovlm.console import count, print_error, table
-from nanovlm.errors import UsageError
+from nanovlm.errors import CheckpointError, UsageError
 from nanovlm.options import ModelOptions, ReadOptions, check_positive, parse_data
-from nanovlm.training.config import read_run
+from nanovlm.training.config import RUN_FILE, read_run
 
 if TYPE_CHECKING:
     from nanovlm.data import Source
@@ -90,23 +91,28 @@ class TrainingRun:
 
 
 def training_run(folder: Path, data: Sequence[str]) -> TrainingRun:
-    """The run that trained the model in a folder or checkpoint; an empty one without a run.json or with other data."""
+    """The run that trained the model in a folder or checkpoint; an empty one without a run.json or with other data.
+
+    CheckpointError for a run.json that does not say what was held out of which data.
+    """
     folder = Path(os.path.abspath(folder))
     folder = folder.parents[1] if folder.parent.name == "checkpoints" else folder
     content = read_run(folder)
-    trained = content.get("data")
-    trained = trained if isinstance(trained, list) else []
-    try:
-        names = set(map(_place, trained))
-    except (TypeError, UsageError):
-        return TrainingRun()
-    return TrainingRun(trained, [text for text in data if _place(text) in names], content.get("validation"))
+    trained = content.get("data", [])
+    validation = content.get("validation")
+    is_list = isinstance(trained, list) and all(isinstance(text, str) for text in trained)
+    if not is_list or not isinstance(validation, str | float | int | None):
+        problem = f"data={trained} and validation={validation} are no flags of a training"
+        raise CheckpointError(f"{folder / RUN_FILE}: {problem}; correct or remove it")
+    names = set(map(_place, trained))
+    return TrainingRun(trained, [text for text in data if _place(text) in names], validation)
 
 
 def _place(text: str) -> str:
-    """A name of data without its share, absolute if it is a path."""
-    path, _ = parse_data(text)
-    return os.path.realpath(path) if os.path.exists(path) else path
+    """A name of data without its share, absolute if it is a path; as it is if it has no valid share."""
+    with suppress(UsageError):
+        text, _ = parse_data(text)
+    return os.path.realpath(text) if os.path.exists(text) else text
 
 
 def open_asked(

@@ -53,11 +53,15 @@ def run(args: argparse.Namespace) -> int:
             raise UsageError(f"{flag_of(flag)} needs {flag_of(needed)}")
     if args.gguf and (args.onnx or args.adapters):
         raise UsageError("--gguf writes no SmolVLM folder, which --onnx and --adapters add to; run the command twice")
+    is_new = not out.exists()
+    files.replace(out / MARKER, json.dumps({"model": str(args.model)}) + "\n")  # first: an export may be killed
     try:
         export(args)
     finally:
-        if files_of_a_model(out):  # even if a later part has failed
-            files.replace(out / MARKER, json.dumps({"model": str(args.model)}) + "\n")
+        if not files_of_a_model(out):
+            files.remove(out / MARKER)
+            if is_new:
+                files.remove_folder(out)
     return 0
 
 

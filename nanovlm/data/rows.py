@@ -93,20 +93,25 @@ def suffix(name: str) -> str:
 # --------------------------------------------------------------------------------------------------- folders
 
 
-def all_files(folder: str | Path) -> list[str]:
+def all_files(folder: str | Path, onerror: Callable[[OSError], None] | None = None) -> list[str]:
     """Sorted paths of all files in a folder and its subfolders, relative to it; see `models.files.walk`."""
-    found = (os.path.join(current, name) for current, names in file_gate.walk(folder) for name in names)
+    found = (os.path.join(current, name) for current, names in file_gate.walk(folder, onerror) for name in names)
     return sorted(os.path.relpath(path, folder) for path in found)
+
+
+def _refuse_folder(error: OSError) -> None:
+    raise DataError(f"{error.filename} cannot be opened: {error.strerror}; allow it, or move the folder away")
 
 
 def _open_folder(path: str, options: ReadOptions) -> Source:
     """Read the first of the kinds of data that a folder holds; the scan names the other files."""
-    here = {name for _, _, files in islice(os.walk(path), 1) for name in files}
+    found = all_files(path, _refuse_folder)
+    here = {name for name in found if os.sep not in name}
     if CONFIG in here and here & {WEIGHTS, INDEX}:
         raise DataError(f"{path} holds a model, not data; pass it as --model {path}, and name the data")
     if here & {"dataset_dict.json", "state.json"}:  # of save_to_disk
         return _read_dataset(path, [], options)
-    names, split_lines = _training_split(all_files(path))
+    names, split_lines = _training_split(found)
     images = list(filter(is_image, names))
     stems = {os.path.splitext(name)[0] for name in images}
     texts = [name for name in names if suffix(name) == ".txt" and os.path.splitext(name)[0] in stems]

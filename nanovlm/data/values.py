@@ -4,10 +4,8 @@ import datetime
 import decimal
 import json
 import re
-import struct
 import uuid
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,7 @@ MISSING = {
 # Texts that also mean something, such as the answer None; missing in a .csv, which has no other way to say so
 MISSING_IN_CSV = {"NA", "N/A", "n/a", "#N/A N/A", "None", "NULL", "null", "(null)", "undefined"}
 HUB_FILE = re.compile(r"(zip://[^:]*::)?hf://")  # as `datasets` names a file of a stream
-FLOATS = {"halffloat": "e", "float": "f"}  # Arrow's names of floats shorter than Python's, and struct's
+SHORT_FLOATS = ("halffloat", "float")  # Arrow's names of floats of 16 and 32 bits
 
 
 def plain_value(value: Any, kind: Any, feature: Any = None) -> Any:
@@ -36,8 +34,8 @@ def plain_value(value: Any, kind: Any, feature: Any = None) -> Any:
         return None
     if hasattr(feature, "int2str"):  # a ClassLabel
         return feature.int2str(value) if value != -1 else None
-    if code := FLOATS.get(str(kind)):
-        return _shortest(value, code)
+    if str(kind) in SHORT_FLOATS:
+        return float(str(kind.to_pandas_dtype()(value)))  # numpy writes the shortest
     if str(kind) == "extension<arrow.json>":
         return json.loads(value)
     if type(feature).__name__ == "Image" and value["bytes"] is None and HUB_FILE.match(value["path"] or ""):
@@ -51,17 +49,6 @@ def plain_value(value: Any, kind: Any, feature: Any = None) -> Any:
     if isinstance(value, list):
         inner = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
         return [plain_value(item, kind.value_type, inner) for item in value]
-    return value
-
-
-def _shortest(value: float, code: str) -> float:
-    """The float with the fewest digits that has the same bits in the format of code."""
-    for n_digits in range(1, 10):
-        for rounding in (decimal.ROUND_HALF_EVEN, decimal.ROUND_UP, decimal.ROUND_DOWN):
-            rounded = float(decimal.Context(n_digits, rounding).create_decimal(value))
-            with suppress(OverflowError):  # above the largest
-                if struct.pack(code, rounded) == struct.pack(code, value):
-                    return rounded
     return value
 
 

@@ -34,6 +34,7 @@ from models.vision_language_model import VisionLanguageModel
 from nanovlm.captioner import Captioner
 from nanovlm.errors import MissingExtraError
 from nanovlm.export import ONNX_TYPES
+from nanovlm.training.cpu_ops import grouped_attention
 
 VISION_ENCODER = "vision_encoder"  # names of files
 EMBED_TOKENS = "embed_tokens"
@@ -144,7 +145,7 @@ class DecoderGraph(nn.Module):
         decoder: LanguageModel = _in_dtype(model.decoder, dtype)
         self.decoder = copy.deepcopy(decoder, {id(p): p for p in decoder.parameters()})  # shares the weights
         for block in self.decoder.blocks:
-            block.attn.attend = grouped_attention
+            block.attn.attend = grouped_attention  # SDPA's graph would repeat the keys
         self.frequencies = inverse_frequencies(cfg.lm_head_dim, cfg.lm_re_base)  # a constant of the graph, in float32
         parts = [f"{i}.{part}" for i in range(cfg.lm_n_blocks) for part in ("key", "value")]
         self.outputs = ["logits", *(f"present.{part}" for part in parts)]
@@ -183,19 +184,6 @@ class DecoderGraph(nn.Module):
 
 
 GRAPHS = {VISION_ENCODER: VisionEncoderGraph, EMBED_TOKENS: EmbedTokensGraph, DECODER: DecoderGraph}
-
-
-def grouped_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False, dropout_p: float = 0.0
-) -> Tensor:
-    """`attention` with a mask, as one matmul for all queries of a key's group: SDPA's graph repeats the keys."""
-    assert mask is not None and not causal and not dropout_p
-    B, H, T, D = q.shape
-    n_kv_heads = k.size(1)
-    bias = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, torch.finfo(q.dtype).min)
-    q = (q * D**-0.5).reshape(B, n_kv_heads, -1, D)
-    weights = (q @ k.transpose(2, 3) + bias.repeat(1, 1, H // n_kv_heads, 1)).softmax(-1)
-    return (weights @ v).reshape(B, H, T, D)
 
 
 def write_onnx(model: VisionLanguageModel, folder: Path, dtypes: Sequence[str] = ("float32",)) -> None:

@@ -4,7 +4,6 @@ Each field carries its default, type, limits and, if it has a flag, that flag's 
 keys of run.json and the keyword arguments of Python are made from them.
 """
 
-import json
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -12,10 +11,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from models import files
 from nanovlm.console import count
 from nanovlm.embedded import EMBEDDED
-from nanovlm.errors import InputError, UsageError
+from nanovlm.errors import CheckpointError, InputError, UsageError
 from nanovlm.options import DEVICES, DTYPES, ReadOptions, check_settings, setting
 
 MUON_LR = 5e-4  # of fine-tuning by Muon, for the embedded model
@@ -29,12 +27,14 @@ PARTS = {"vision": "vision_encoder", "projector": PROJECTOR, "language": "decode
 
 
 def read_run(folder: Path) -> dict[str, Any]:
-    """The flags in the run.json of a model's folder; {} if there is none that can be read."""
+    """The flags in the run.json of a model's folder, {} without one; CheckpointError for one that is broken."""
+    from models.checkpoint import read_object  # here, as it imports torch
+
+    path = folder / RUN_FILE
     try:
-        content = json.loads(files.read_text(folder / RUN_FILE))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}
+        return read_object(path) if path.exists() else {}
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; correct or remove it, or name another folder") from None
 
 
 @dataclass(frozen=True)
@@ -183,10 +183,10 @@ class FinetuneOptions:
     )
     metric: str | None = setting(
         None,
-        "the best model is the last checkpoint with the highest of this metric over held-out answers: f1, exact_match, "
-        "vqa_accuracy, anls, cider or module:function(answer, references); or with the lowest held-out loss",
+        "the best model is the last checkpoint with the lowest held-out loss, or with the highest of a metric over "
+        "held-out answers: f1, exact_match, vqa_accuracy, anls, cider or module:function(answer, references)",
         metavar="NAME",
-        default_text="f1; backbones: loss",
+        default_text="loss",
     )
     epochs: float | None = setting(None, "show each example N times, instead of --max-steps", above=0, below=math.inf)
     read: ReadOptions = field(default_factory=ReadOptions)

@@ -4,7 +4,6 @@ import json
 import logging
 import math
 import os
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -149,6 +148,7 @@ def prepare(options: FinetuneOptions, cfg: TrainConfig) -> tuple[VisionLanguageM
     width = processor.cfg.lm_hidden_dim
     steps = count_steps_per_epoch(mixture, cfg)
     cfg, reasons = choose_settings(options, cfg, width, steps, find_optimizer(options))
+    reasons += ["the best model by held-out loss"] * bool(held_out and not options.metric)
     is_streamed = any(isinstance(one, StreamedSource) for one in training)
     n_parts = world_size() * max(1, cfg.num_workers) if is_streamed else 1  # one for each process that makes batches
     own, number = parse_validation(options.validation)
@@ -181,7 +181,7 @@ def held_out_task(
     positions = range(sum(map(len, held_out)))
     picked = [unseen.pick(0, position) for position in positions]
     questions = questions_about((source.path, source[i]) for source, i in picked)
-    metric = options.metric or (LOSS if options.backbones else "f1")
+    metric = options.metric or LOSS
     names = dict.fromkeys((metric, "f1", "exact_match"))
     metrics = dict(load_metric(name) for name in names if name != LOSS)
     how = EvaluationOptions(metrics, skip_errors=True, show_progress=False)
@@ -202,18 +202,10 @@ def held_out_task(
 
 
 def find_optimizer(options: FinetuneOptions) -> str | None:
-    """Optimizer of the run that is resumed, else of the model's own training, which run.json or its card names."""
+    """Optimizer of the run that is resumed, else of the model's own training, which its run.json names."""
     if resumed := stored_settings(options.out):
         return resumed.get("optimizer")
-    if options.backbones:
-        return None
-    folder = snapshot_path(options.model)
-    if optimizer := read_run(folder).get("optimizer"):
-        return optimizer
-    card = folder / "README.md"
-    text = files.read_text(card, errors="replace") if card.is_file() else ""
-    found = re.search(r"^optimizer: (\w+)$", text, re.MULTILINE)
-    return found[1] if found else None
+    return None if options.backbones else read_run(snapshot_path(options.model)).get("optimizer")
 
 
 def base_model(options: FinetuneOptions) -> str:

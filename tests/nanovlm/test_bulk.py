@@ -56,7 +56,7 @@ CASES = {  # files before, settings, files after, (captioned, skipped)
         {}, {"prefix": "{folder}: "}, {"a.txt": f"photos: {TEXT}\n", "sub/b.txt": f"sub: {TEXT}\n"}, (2, 0),
     ),
     "thumbnails, hidden files and models are no images": (
-        {f"{name}/x.png": "?" for name in ("@eaDir", "__MACOSX", ".git", "model")}
+        {f"{name}/x.png": "?" for name in ("@eaDir", "__MACOSX", "lost+found", ".git", "model")}
         | {"._a.png": "?", "model/model.safetensors": "?"}, {}, BOTH, (2, 0),
     ),
     "table": ({}, TABLE, {"m.jsonl": ALL}, (2, 0)),

@@ -22,7 +22,7 @@ from nanovlm.synthetic.scene import with_unnamed_colors
 
 def test_model_and_card_fit_in_ten_megabytes():
     files = {path.name: path for path in EMBEDDED.iterdir()}
-    assert files.keys() == {"config.json", "model.safetensors", "tokenizer.json", "sample.png", "README.md"}
+    assert files.keys() == {"config.json", "model.safetensors", "tokenizer.json", "sample.png", "README.md", "run.json"}
     assert sum(path.stat().st_size for path in files.values()) <= 10e6
 
 

@@ -1,6 +1,7 @@
 """`nanovlm export`."""
 
 import json
+import os
 import random
 import shutil
 from pathlib import Path
@@ -171,20 +172,41 @@ def test_a_model_of_nanovlms_layout_becomes_gguf_files_and_edits_are_named(model
 
 
 def test_what_a_killed_export_left_is_removed_by_the_next(model_folder, export, tmp_path):
-    for place in (tmp_path, tmp_path / "out"):
-        (place / f"{files.PART}0").mkdir(parents=True)
-        (place / f"{files.PART}0/model.safetensors").touch()
-        (place / ".theirs.tmp").mkdir()
-        assert export(model_folder)[0] == 0
-        assert not list(place.glob(f"{files.PART}*")) and (place / ".theirs.tmp").is_dir()
-        shutil.rmtree(tmp_path / "out")
+    out = tmp_path / "out"
+    (out / f"{files.PART}0").mkdir(parents=True)
+    (out / f"{files.PART}0/model.safetensors").touch()
+    (out / ".theirs.tmp").mkdir()
+    assert export(model_folder)[0] == 0
+    assert not list(out.glob(f"{files.PART}*")) and (out / ".theirs.tmp").is_dir()
 
 
-def test_an_export_that_failed_halfway_can_be_run_again(model_folder, export, monkeypatch):
-    def fails(*arguments):
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_an_export_that_failed_or_was_killed_halfway_can_be_run_again(model_folder, export, monkeypatch, is_killed):
+    """A kill runs no `finally`: here it ends a child process behind the first files."""
+
+    def ends(*arguments):
+        if is_killed:
+            os._exit(9)
         raise OSError("no space left")
 
     with monkeypatch.context() as patch:
-        patch.setattr("nanovlm.export.transformers.remove_stale", fails)
-        assert export(model_folder)[0] == 1
+        patch.setattr("nanovlm.export.transformers.remove_stale", ends)
+        if not is_killed:
+            assert export(model_folder)[0] == 1
+        elif child := os.fork():
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+        else:
+            export(model_folder)
+            os._exit(0)
     assert export(model_folder)[0] == 0
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_an_export_that_wrote_nothing_leaves_nothing(model_folder, export, tmp_path, monkeypatch, is_new):
+    if not is_new:
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out/notes.txt").touch()
+    monkeypatch.setattr("nanovlm.export.transformers.smolvlm_tensors", lambda model: 1 / 0)
+    assert export(model_folder)[0] == 70
+    assert [path.name for path in tmp_path.glob("out*/*")] == ([] if is_new else ["notes.txt"])
+    assert (tmp_path / "out").exists() != is_new

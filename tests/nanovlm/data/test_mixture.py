@@ -109,6 +109,8 @@ def test_a_share_of_the_images_stays_held_out_when_data_grow():
     (train, held_out), (grown_train, grown_held_out) = (sides(source("a", n), 0.1) for n in (2000, 3000))
     assert 160 < len(held_out) < 240 and held_out < grown_held_out and train < grown_train
     assert held_out < sides(source("a", 2000), 0.2)[1]
+    _, (of_three,) = split([source("a", 2000, [[f"{k}{i}" for k in "abc"] for i in range(2000)])], 0.1)
+    assert 160 < len(of_three) < 240, "the lowest of three hashes would be low too often"
 
 
 @pytest.mark.parametrize("validation", [None, 200])
@@ -194,7 +196,7 @@ def test_splits_that_leave_nothing_are_refused(sources, validation, message):
 
 
 @pytest.fixture
-def cards(in_tmp_path):
+def cards():
     for k in range(20):  # ten images under two names
         write(f"cards/{k}.png", png(k // 2))
         write(f"cards/{k}.txt", f"card {k}")
@@ -247,6 +249,9 @@ def test_turns_are_asked_in_order_and_masked_ones_are_not():
     asked = questions([("x", Example([], [chat]))])
     assert ["".join(turn.text for turn in question.chat) for question in asked] == ["a", "abcde"]
     assert [question.references for question in asked] == [["b"], ["f"]]
+    assert len(questions([("x", Example([], [chat]))] * 2)) == 4, (
+        "texts without an image are no references to each other"
+    )
 
 
 @pytest.mark.parametrize(
@@ -269,7 +274,7 @@ def test_wrong_use_is_refused(cards, data, options, validation, message):
 
 
 @pytest.mark.parametrize(("on_error", "code"), [("stop", 1), ("skip", 0)])
-def test_check_data(tiled, capsys, in_tmp_path, on_error, code):
+def test_check_data(tiled, capsys, on_error, code):
     for i, label in enumerate(("red", "red", "blue")):
         write(f"labels/{label}/{i}.png", png(i))
     write("labels/red/3.png", b"no image")

@@ -2,7 +2,6 @@
 """Files as people have them: the examples and the lines that say so, or a refusal of one line."""
 
 import base64
-import importlib.util
 import os
 import subprocess
 import sys
@@ -12,16 +11,10 @@ from pathlib import Path
 import pytest
 
 from nanovlm import PROMPT
-from nanovlm.data import ReadOptions, open_source
+from nanovlm.data import ExampleError, ReadOptions, open_source
+from nanovlm.data.records import Row, to_example
 from support import ROOT
 from support.data import OPTIONS, check_refused, llava, message, pairs_of, png, read_all, text, write, write_tar
-
-
-@pytest.fixture(autouse=True)
-def workdir(in_tmp_path, tmp_path, monkeypatch):
-    if importlib.util.find_spec("datasets") is not None:  # of the extra data
-        monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-
 
 A, B = png(1), png(2)
 TWO = {"a.png": A, "b.png": B}
@@ -85,13 +78,17 @@ READ = {
     "jsonl table": (table([{"file_name": "a.png", "text": " x\n", "n": 1}], "metadata.jsonl"), ".", {}, CAPTION,
                     ["image from column file_name", "column n (1, ", "not read: .png files (1, the first ./b.png)"]),
     "csv table": (table("File Name;Text\na.png;x\n", "my.csv"), ".", {}, CAPTION, ["image from column File Name"]),
-    "csv file": (table('file_name,text\na.png,"x, ""y"""\n', "my.csv"), "my.csv", {}, [([1], [("What?", 'x, "y"')])], []),
+    "csv file": (table('file_name,text\na.png,"x, ""y"""\n', "my.csv"), "my.csv", {}, [([1], [("What?", 'x, "y"')])],
+                 ["not read: .png files (1, the first ./b.png)"]),
+    "tabs": (table("file_name\ttext\na.png\tx\n", "my.tsv"), "my.tsv", {}, CAPTION, []),
     "tables in folders": ({"in/a.png": A, "in/metadata.csv": "file_name,text\na.png,x\n"}, ".", {}, CAPTION, []),
     "answer before caption": (qa(caption="A cat."), "d.json", {}, ONE, ["answer from column answer", "not read: column caption"]),
     "text column": (qa(caption="A cat."), "d.json", {"text_column": "caption"}, [([1], [("Q?", "A cat.")])],
                     ["not read: column answer"]),
     "prompt column": (qa(ask="Who?"), "d.json", {"prompt_column": "ask", "text_column": "answer"},
                       [([1], [("Who?", "A.")])], ["not read: column question"]),
+    "answer before caption behind a prompt column": (rows({"image": "a.png", "ask": "Q?", "answer": "A.", "caption": "A cat."}), "d.json",
+                                                     {"prompt_column": "ask"}, ONE, ["not read: column caption"]),
     "choices left out": (qa(choices=["A.", "B."]), "d.json", {"prompt_column": "question", "text_column": "answer"}, ONE,
                          ["not read: column choices"]),
     "several answers": (qa(answer=["A.", "B."]), "d.json", {}, [([1], [("Q?", "A."), ("Q?", "B.")])], []),
@@ -214,12 +211,13 @@ REFUSED = {
     "other marks": (qa(question="<|image_1|> Q?"), "d.json", "the mark <|image_1|> in its question"),
     "too many marks": (qa(question="<image><image>Q?"), "d.json", "marks the positions of 2 images, but has 1"),
     "half a weight": (chat(ASK, SAY | {"weight": 0.5}), "d.json", "the weight 0.5; only 0 and 1"),
-    "nothing learned": (chat(ASK, SAY | {"loss": False}), "d.json", "learns none of its answers"),
+    "nothing learned": (chat(ASK, SAY | {"weight": 1, "loss": False}), "d.json", "learns none of its answers"),
     "a tool": (chat(ASK, SAY | {"tool_calls": [{}]}), "d.json", "calls a tool"),
     "an odd role": (chat(ASK, message("tool", "x")), "d.json", "message 2 of 'tool'"),
     "no last answer": (chat(ASK, SAY, ASK), "d.json", "its answer is missing"),
     "a web address": (qa(image="https://x/a.png"), "d.json", "download it"),
     "no captions": ({"a.png": A}, ".", "captions missing: 1 images in ."),
+    "one label": ({"x/a.png": A}, ".", "captions missing: 1 images in ."),
     "labels of two levels": ({"x/a.png": A, "y/z/b.png": B, "y/c.png": B}, ".", "the first ./y/z/b.png"),
     "some texts missing": (captions("a") | {"b.png": B}, ".",
                            "1 of 2 records of . cannot be used, the first: ./b.png has no text: b.txt: No such file"),
@@ -248,6 +246,8 @@ REFUSED = {
     "answers by question": (table({"7": {"question": "Q?"}, "8": {}}, "d.json"), "d.json", "holds an object with '7', '8', not a list of objects"),
     "images numbered twice": (chat(message("user", {"type": "image", "index": 0}, text("Q?"), {"type": "image", "index": 0}), SAY,
                                    image=["a.png", "b.png"]), "d.json", "numbers its images [0, 0]"),
+    "images numbered beyond": (chat(message("user", {"type": "image", "index": 0}, text("Q?"), {"type": "image", "index": 2}), SAY,
+                                    image=["a.png", "b.png"]), "d.json", "numbers its images [0, 2]"),
     "nan as a text": (rows({"image": "a.png", "text": "NaN"}), "d.json", "the answer 'NaN' to 'What?', which stands for a missing value"),
     "NaN in a chat": (chat(ASK, message("assistant", "<NA>")), "d.json", "the answer '<NA>' to 'Q?'"),
     "a list in a text": (rows({"image": "a.png", "text": [["x"]]}), "d.json", "of type list, which must be text"),
@@ -282,6 +282,11 @@ def test_names_masks_and_the_default_question():
     assert read_all("mine", ReadOptions()) == [("mine/a.png", [1], [(PROMPT, "a!")])]
 
 
+def test_a_class_called_nan_is_no_missing_answer():
+    with pytest.raises(ExampleError, match="'text' and 'caption', each may be the answer"):
+        to_example(Row({"image": "a.png", "text": "nan", "caption": "x"}, "a[0]", classes=["text"]), OPTIONS)
+
+
 def test_a_pipe_is_no_file():
     tables = ("m/metadata.jsonl", "c/d.csv", "j/d.json")
     for pipe in ("pipe.json", "p.png", "x/a.png", "y/a.txt", *tables):
@@ -301,6 +306,24 @@ def test_a_pipe_is_no_file():
         *((table[0], f"{table} is a pipe or a device, not a file") for table in tables),
     ):
         check_refused(path, words)
+
+
+def test_a_folder_that_cannot_be_opened_is_refused(monkeypatch):
+    for name, content in captions("mine/a").items():
+        write(name, content)
+    scandir = os.scandir
+    for folder in ("mine/in", "mine/lost+found"):
+        os.mkdir(folder)
+
+    def denied(path):
+        if os.path.basename(path) in ("in", "lost+found"):
+            raise PermissionError(13, "Permission denied", path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", denied)
+    check_refused("mine", "mine/in cannot be opened: Permission denied; allow it, or move the folder away")
+    os.rmdir("mine/in")
+    assert [name for name, *_ in read_all("mine")] == ["mine/a.png"]
 
 
 @pytest.mark.full
@@ -378,14 +401,17 @@ def test_parquet_arrow_and_folders_of_save_to_disk():
     rows.save_to_disk("saved")
     datasets.DatasetDict(train=rows, test=rows.select([0])).save_to_disk("split")
     datasets.DatasetDict(a=rows, test=rows).save_to_disk("none")
-    Path("rows").mkdir()
+    for folder in ("rows", "parts/train", "parts/test"):
+        Path(folder).mkdir(parents=True)
     rows.to_parquet("rows/train-0.parquet")
     rows.select([0]).to_parquet("rows/test-0.parquet")
+    rows.to_parquet("parts/train/test-0.parquet")
+    rows.select([0]).to_parquet("parts/test/train-0.parquet")
     datasets.Dataset.from_list([{"file_name": "a.png", "text": "x"}]).to_parquet("mine/metadata.parquet")
     write("mine/a.png", A)
     expected = [([1], [("Q?", "A."), ("Why?", "So.")]), ([1, 2], [("Q?", "A.")])]
     address = Path("rows/train-0.parquet").resolve().as_uri()
-    for path in ("saved", "split", "rows", "rows/train-0.parquet", address, "mine"):
+    for path in ("saved", "split", "rows", "parts", "rows/train-0.parquet", address, "mine"):
         found = [(seeds, pairs) for _, seeds, pairs in read_all(path)]
         assert found == (CAPTION if path == "mine" else expected), path
     assert any("not read: test" in line for line in open_source("split", OPTIONS).lines)

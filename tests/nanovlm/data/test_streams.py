@@ -88,8 +88,8 @@ def test_a_stream_that_breaks_off_or_is_empty_is_one_line():
 
 
 @pytest.fixture
-def library(in_tmp_path, tmp_path, monkeypatch):
-    """`datasets`, with its cache here, and with the name lab/KIND for its loader KIND of the folder `files`."""
+def library(monkeypatch):
+    """`datasets`, with the name lab/KIND for its loader KIND of the folder `files`."""
     import datasets
 
     load = datasets.load_dataset
@@ -98,7 +98,6 @@ def library(in_tmp_path, tmp_path, monkeypatch):
         local = {"data_dir": "files"} if name.startswith("lab/") else {}
         return load(name.removeprefix("lab/"), **options | local)
 
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
     return datasets
 

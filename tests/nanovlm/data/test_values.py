@@ -14,7 +14,7 @@ from support.data import OPTIONS, pairs_of, png
 
 UTC = dt.UTC
 TEXTS = {
-    " a\r\nb\r ": "a\nb", 7: "7", 10**20: "1" + "0" * 20, 0.1: "0.1", 3.0: "3.0", 1e-7: "1e-07",
+    " a\r\nb\rc ": "a\nb\nc", 7: "7", 10**20: "1" + "0" * 20, 0.1: "0.1", 3.0: "3.0", 1e-7: "1e-07",
     decimal.Decimal("1.50"): "1.50", decimal.Decimal("1E+3"): "1000",
     dt.date(2020, 1, 2): "2020-01-02", dt.time(1, 2): "01:02:00", dt.timedelta(days=1, seconds=1): "1 day, 0:00:01",
     dt.datetime(2020, 1, 2, 3): "2020-01-02 03:00:00", dt.datetime(2020, 1, 2, tzinfo=UTC): "2020-01-02 00:00:00+00:00",
@@ -90,11 +90,10 @@ def arrow_columns():
 
 
 @pytest.mark.full
-def test_every_type_of_arrow_in_a_file_and_its_stream(in_tmp_path, tmp_path, monkeypatch):
+def test_every_type_of_arrow_in_a_file_and_its_stream():
     import pyarrow as pa
     from pyarrow.parquet import write_table
 
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     for name, (column, expected) in arrow_columns().items():
         write_table(pa.table({"image": pa.array([png(1)]), "text": column}), f"{name}.parquet")
         for is_streamed in (False, True):
@@ -109,10 +108,9 @@ def test_every_type_of_arrow_in_a_file_and_its_stream(in_tmp_path, tmp_path, mon
 
 @pytest.mark.full
 @pytest.mark.parametrize("is_streamed", [False, True])
-def test_classes_also_in_lists_and_minus_one_is_missing(in_tmp_path, tmp_path, monkeypatch, is_streamed):
+def test_classes_also_in_lists_and_minus_one_is_missing(is_streamed):
     import datasets
 
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     label = datasets.ClassLabel(names=["red", "nan"])
     rows = {"image": [png(1)] * 4, "text": [0, 1, -1, None], "labels": [[0, 1], [1], [-1], []]}
     features = datasets.Features(image=datasets.Image(), text=label, labels=datasets.List(label))

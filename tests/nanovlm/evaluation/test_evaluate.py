@@ -183,6 +183,24 @@ def test_validation_asks_what_the_run_held_out(capsys, trained, data, held_out, 
 
 
 @pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b'{"data": ["mi', "out/run.json cannot be read: "),
+        (["mine"], "out/run.json holds list, not an object"),
+        (b"\xff", "out/run.json is not UTF-8"),
+        ({"data": "mine", "validation": 3}, "run.json: data=mine and validation=3 are no flags of a training"),
+        ({"data": ["mine"], "validation": [3]}, "are no flags of a training; correct or remove it"),
+    ],
+)
+def test_a_broken_run_json_is_named_rather_than_its_training_examples_asked(capsys, trained, content, words):
+    write("out/run.json", content)
+    for flags in (["--validation"], []):
+        assert cli.main(["evaluate", "--model", "out", "--data", "mine", "--device", "cpu", *flags]) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and err.count("\n") == 1 and words in err
+
+
+@pytest.mark.parametrize(
     ("texts", "f1", "words"),
     [
         (["a", "a"], 0, "no answer is right, and all are 'a'"),

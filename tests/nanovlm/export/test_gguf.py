@@ -1,6 +1,6 @@
 """GGUF files of a SmolVLM-layout model, read by the gguf package, and by llama.cpp's tokenizer where it is installed.
 
-tests/eval/peers/test_engines.py holds llama.cpp's logits and embeddings of images to ours.
+tests/eval/peer_checks.py holds llama.cpp's logits and embeddings of images to ours.
 """
 
 import ctypes
@@ -119,10 +119,15 @@ def test_positions_are_stored_in_the_order_of_patches(tmp_path, folded):
     assert torch.equal(stored, embedding.position_embedding[0]) is not folded
 
 
-def test_channels_that_llama_cpp_rotates_together_are_neighbors():
+def test_channels_that_llama_cpp_rotates_together_are_neighbors(captioner):
     """Here channels i and i + D/2 of a head are rotated together."""
     rows = torch.arange(3 * 8).view(-1, 1)  # of 3 heads of 8 channels
     assert torch.equal(to_llama_rope(rows, 3).view(3, 4, 2), rows.view(3, 2, 4).mT)
+    state = captioner.model.state_dict()
+    stored = dict(text_tensors(state, captioner.model.cfg))
+    for name, n_heads in (("q", 4), ("k", 2)):
+        weight = state[f"decoder.blocks.1.attn.{name}_proj.weight"]
+        assert torch.equal(stored[f"blk.1.attn_{name}.weight"], to_llama_rope(weight, n_heads))
 
 
 @pytest.mark.parametrize("gguf_type", ["q8_0", "q4_0"])

@@ -21,22 +21,20 @@ from models.checkpoint import checkpoint_dtype, save_checkpoint
 from models.vision_language_model import VisionLanguageModel
 from nanovlm import EMBEDDED, Captioner
 from nanovlm.cli import train as train_verb
-from nanovlm.data import open_data
 from nanovlm.errors import TrainingError
-from nanovlm.options import ReadOptions
 from nanovlm.synthetic import caption, draw, random_scene
 from nanovlm.training.config import ADAPTERS, EPOCHS, FINETUNING, JOINED_EPOCHS, MAX_STEPS, MUON_LR, TrainConfig
 from nanovlm.training.finetuning import (
     FinetuneOptions,
     base_model,
     choose_settings,
-    held_out_task,
     prepare,
     remedies,
 )  # fmt: skip
 from nanovlm.training.loop import Trainer
 from support import ROOT
 from support.cli import assert_usage_error
+from support.logs import log_lines
 
 QUICK = ["--max-steps", "3", "--batch-size", "4", "--num-workers", "0", "--device", "cpu", "--out", "out"]
 LABEL = "A photograph of my cat."
@@ -156,7 +154,7 @@ def test_every_run_writes_the_file_that_repeats_it(train):
 @pytest.mark.parametrize(
     ("flags", "chosen"),
     [
-        ("", {"max_steps": 850, "optimizer": "muon", "lr": MUON_LR}),  # the embedded model's card says muon
+        ("", {"max_steps": 850, "optimizer": "muon", "lr": MUON_LR}),  # the embedded model's run.json says muon
         ("--lora-rank 4", {"optimizer": "adamw", "lr": ADAPTERS.lr}),
         ("--model wide", {"optimizer": "adamw", "lr": FINETUNING.lr / 2}),
         ("--model wide --lora-rank 4", {"lr": ADAPTERS.lr / 2}),
@@ -216,14 +214,14 @@ def test_adapters_beside_a_new_projector_leave_the_encoder_frozen(options, rank,
 
 
 @pytest.mark.parametrize(
-    ("options", "metric"),
-    [({}, "f1"), ({"backbones": ("v", "l")}, "loss"), ({"backbones": ("v", "l"), "metric": "f1"}, "f1")],
+    ("flags", "metric", "scores"), [("", "loss", ["f1"]), ("--metric anls", "anls", ["anls", "f1"])]
 )
-def test_the_best_joined_model_is_that_of_the_lowest_loss_by_default(options, metric):
+def test_the_best_model_is_that_of_the_lowest_loss_unless_a_metric_is_named(flags, metric, scores):
     scenes(2)
-    _, held_out = open_data(["mine"], ReadOptions(), "1")
-    processor = Captioner.from_pretrained(EMBEDDED, "cpu").processor
-    assert held_out_task(FinetuneOptions(**options), TrainConfig(), held_out, processor)["metric"] == metric
+    with log_lines() as lines:
+        model, task, _ = prepared("--data", "mine", "--out", "out", "--validation", "1", *flags.split())
+    assert task.metric == metric and [*task.answer_questions(model, False).scores] == [*scores, "exact_match"]
+    assert ("the best model by held-out loss" in lines[-1]) == (metric == "loss")
 
 
 @pytest.mark.full
@@ -397,6 +395,20 @@ def test_a_folder_with_a_file_of_ours_by_name_is_left_alone(train, name, kind):
     assert code == 2 and f"{name}" in err and "name another folder" in err and len(err.splitlines()) == 1
     assert sorted(Path("out").rglob("*")) == before and Path("victim").read_text() == "{}"
     assert kind == "folder" or path.read_text() == "{}"
+
+
+@pytest.mark.parametrize("flags", [["--model", "other"], ["--out", "other"]], ids=str)
+def test_a_broken_run_json_of_the_model_or_of_the_folder_is_named(train, flags):
+    scenes(2)
+    other_model("other")
+    Path("other/run.json").write_text('{"optimizer": ')
+    if flags[0] == "--out":
+        Path("other/model.safetensors").unlink()
+    before = sorted(Path("other").iterdir())
+    code, _, err = train("--data", "mine", *QUICK, *flags)
+    assert code == 2 and len(err.splitlines()) == 1 and "other/run.json cannot be read: " in err
+    assert err.endswith("; correct or remove it, or name another folder\n")
+    assert sorted(Path("other").iterdir()) == before
 
 
 def test_links_in_the_folder_of_a_run_are_replaced(train):

@@ -85,6 +85,13 @@ def test_evaluation_and_workers_change_no_weights(learn, held_out, tmp_path, who
     assert tensors(tmp_path)[name] == tensors(whole)[name]
 
 
+def test_of_equal_scores_the_last_counts_and_none_of_another_metric(learn, held_out, tmp_path):
+    lines = learn(tmp_path, CFG, metric="exact_match", **held_out)
+    assert f"{tmp_path} holds the model of step 6, the best by held-out exact match 0.5000" in lines
+    lines = learn(tmp_path, replace(CFG, max_steps=8), **held_out)
+    assert f"{tmp_path} holds the model of step 8, the best by held-out loss" in str(lines), "more than 0.5"
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_a_run_with_its_best_model_and_it_goes_on(learn, make_batch, held_out, tmp_path, tensors, number):
     """The resumed run ends with the bytes of an uninterrupted one."""

@@ -143,13 +143,17 @@ def test_a_step_in_half_precision_goes_the_same_way(trainer, make_batch, dtype):
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_an_overflow_in_float16_skips_a_step_and_halves_the_scale(learn, tmp_path, optimizer):
+def test_an_overflow_in_float16_skips_a_step_and_halves_the_scale(learn, trainer, tmp_path, optimizer):
     """The first scale is 65,536, and this model's gradients times that exceed float16's 65,504."""
     changes = learn(replace(CFG, dtype="float16", max_steps=1, optimizer=optimizer))
     assert not any(delta.any() for delta in changes.values())
     state = json.loads((tmp_path / "checkpoints/step-1/trainer.json").read_text())
     assert state["scaler"]["scale"] == 32768
     assert read_metrics(tmp_path / "metrics.jsonl")[0]["grad_norm"] is None, "JSON has no infinity"
+    run = trainer(replace(CFG, dtype="float16"))
+    run.scaler = torch.amp.GradScaler("cpu", init_scale=1)
+    with pytest.raises(TrainingError, match="training diverged: step 0 has loss 1.0 and gradient norm inf"):
+        run._check_finite(1.0, math.inf)  # a scale of 1 gets no lower
 
 
 @pytest.mark.parametrize(
@@ -207,6 +211,7 @@ def test_attention_in_bfloat16_matches_float32(kind, groups):
     wide = [x.detach().float().requires_grad_() for x in (q, k, v)]
     ours, plain = matmul_attention(q, k, v, *arguments), attention(*wide, *arguments)
     assert ours.dtype == torch.bfloat16 and (ours - plain).norm() < 0.02 * plain.norm()
+    assert (matmul_attention(q, k, v, *arguments, dropout_p=0.5) - ours).norm() > 0.1 * plain.norm()
     weights = torch.linspace(-1, 1, plain.numel()).view(plain.shape)
     for x, exact in zip((q, k, v), wide):
         (gradient,) = torch.autograd.grad((ours * weights).sum(), x, retain_graph=True)
