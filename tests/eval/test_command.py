@@ -45,7 +45,6 @@ def test_every_command_prints_its_help_and_takes_a_number_of_threads(name, capsy
         ("speedup --lengths 8", "--lengths 8"),
         ("speedup --lengths 8 4", "rising"),
         ("speedup --lengths 4 2000", "lm_max_position_embeddings=1024"),
-        ("speedup --html nowhere/page.html", "nowhere"),
     ],
 )
 def test_wrong_use_of_a_command_is_one_line_and_exit_code_2(line, message, capsys, monkeypatch):
