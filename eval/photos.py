@@ -13,10 +13,12 @@ pixels. Needs the extra photos. docs/training.md has results.
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -26,13 +28,14 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
-from eval.lib.classification import Labeled, classify_pixels, cpu_seconds, share, train
 from eval.lib.command import Measured, add_threads_flag, environment, progress, run
 from eval.lib.smollm2 import write_smollm2
 from nanovlm.captioner import Captioner
-from nanovlm.cli.main import Parser
+from nanovlm.cli.main import Parser, run_verb
 from nanovlm.console import table
 from nanovlm.errors import InputError, MissingExtraError, TrainingError
+from nanovlm.evaluation.metrics import intervals
+from nanovlm.processing.image_loading import load_image
 
 MEAN = torch.tensor([0.485, 0.456, 0.406])  # ImageNet's, by which DINOv2 normalizes pixels in [0, 1]
 STD = torch.tensor([0.229, 0.224, 0.225])
@@ -41,9 +44,12 @@ PATCH = 14
 WIDTH = 384
 LAYERS = 12
 HEADS = 6
+PIXELS = 32  # side of the images that the support vector machine sees
 BINS = 10  # of probabilities, for the calibration
 TOLERANCE = 1e-3  # of the encoder, recomputed with its class token, to the package's own graph
 QKV = (("query", "q_proj"), ("key", "k_proj"), ("value", "v_proj"))
+
+Labeled = tuple[list[str], list[str]]  # paths of images, and their labels
 
 
 # ------------------------------------------------------------------------------------------------------- the encoder
@@ -201,6 +207,28 @@ def build(out: Path) -> dict[str, Tensor]:
     return state
 
 
+def cpu_seconds() -> float:
+    """Seconds of all cores since the start, of this process and of those that it has waited for."""
+    return sum(os.times()[:4])
+
+
+def train(argv: Sequence[str]) -> float:
+    """Train by `train.py`, or resume; returns the CPU seconds that it took. TrainingError if it fails."""
+    started = cpu_seconds()
+    progress(f"train.py {' '.join(argv)}")
+    if code := run_verb("train", argv):
+        raise TrainingError(f"train.py ended with exit code {code}")
+    return cpu_seconds() - started
+
+
+def share(answers: Sequence[str], truths: Sequence[str]) -> dict[str, Any]:
+    """Count right answers; also their share with its 95% interval (Wilson 1927)."""
+    right = sum(answer.strip() == truth for answer, truth in zip(answers, truths, strict=True))
+    exact = right / len(truths)
+    interval = intervals({"exact": exact}, len(truths))["exact"]
+    return {"right": right, "of": len(truths), "exact": exact, "interval": interval}
+
+
 def calibration(probabilities: Sequence[float], is_right: Sequence[bool]) -> dict[str, Any]:
     """Ten bins of probabilities and the share that was right; the expected calibration error (Naeini et al. 2015)."""
     bins: list[dict[str, float]] = []
@@ -230,6 +258,17 @@ def classify_features(captioner: Captioner, learned: Labeled, tested: Labeled) -
     model = make_pipeline(StandardScaler(), LogisticRegression(max_iter=2000, C=0.01))
     model.fit(encoder_features(captioner, learned[0]).numpy(), learned[1])
     return model.predict(encoder_features(captioner, tested[0]).numpy()).tolist()
+
+
+def classify_pixels(learned: Labeled, tested: Labeled) -> list[str]:
+    """scikit-learn's support vector machine on 32 x 32 RGB pixels."""
+    from sklearn.svm import SVC
+
+    def pixels(paths: list[str]) -> list[list[float]]:
+        images = (load_image(path).resize((PIXELS, PIXELS)) for path in paths)
+        return [[value / 255 for value in image.tobytes()] for image in images]
+
+    return SVC(C=10).fit(pixels(learned[0]), learned[1]).predict(pixels(tested[0])).tolist()
 
 
 # ------------------------------------------------------------------------------------------------------------ report
@@ -296,8 +335,7 @@ def add_flags(parser: Parser) -> None:
     add_threads_flag(parser)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    return run("photos", __doc__, add_flags, measure, argv)
+main = partial(run, "photos", __doc__, add_flags, measure)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,6 @@ def test_every_command_prints_its_help_and_takes_a_number_of_threads(name, capsy
         ("benchmark --contexts 2", "--contexts 2: each must be from 3 to 2048"),
         ("benchmark --out no/where.txt", "--out no/where.txt"),
         ("captions --model no/where/at/all", "no/where/at/all"),
-        ("finetune sideways", "sideways"),
         ("latency --baselines vllm", "vllm"),
         ("latency --model-size 230M --model folder", "not allowed with"),
         ("latency --model no/where/near", "no/where/near"),
