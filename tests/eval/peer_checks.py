@@ -12,7 +12,7 @@ import torch
 
 from eval import latency
 from eval.latency import greedy
-from eval.lib.command import current_level, levels_here, relative_error
+from eval.lib.command import current_level, levels_here, make_parser, relative_error
 from eval.lib.random_model import SHAPES, write_random_model
 from eval.peers import PlainEngine, with_head
 from eval.peers.llama_cpp_engine import LlamaCppEngine
@@ -46,7 +46,8 @@ def cache(tmp_path_factory):
 
 
 def make(folder, files, flags):
-    args = latency.make_latency_parser().parse_args(flags.split())
+    latency.add_flags(parser := make_parser("latency", None))
+    args = parser.parse_args(flags.split())
     args.level = args.level or [LEVEL]
     plain = PlainEngine(Captioner.from_pretrained(folder, "cpu", "float32"))
     return {engine.name: engine for engine in latency.make_engines(plain, folder, files, args)}
