@@ -98,7 +98,6 @@ CHANGES = {  # of a model, and what the line names
         lambda m: nn.utils.parametrizations.spectral_norm(m.MP.proj), "MP.proj is a ParametrizedLinear"
     ),
 }  # fmt: skip
-UNQUANTIZED = ("function", "parametrization")  # where quantization is refused
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
