@@ -65,7 +65,7 @@ from nanovlm import EMBEDDED
 from nanovlm.captioner import Captioner
 from nanovlm.cli.main import Parser
 from nanovlm.console import table
-from nanovlm.device import DTYPES, choose_dtype
+from nanovlm.device import DTYPES, choose_device, choose_dtype
 from nanovlm.errors import UsageError
 from nanovlm.processing.image_loading import as_tensor
 from nanovlm.synthetic import draw, random_scene
@@ -382,8 +382,7 @@ def add_flags(parser: Parser) -> None:
 
 def measure_flags(args: argparse.Namespace, argv: Sequence[str]) -> command.Measured:
     """Measure what the flags, argv, name; held to a lower level, in a process of its own, whose exit code is ours."""
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--device cuda: there is no GPU here; omit it")
+    choose_device(args.device)  # refuses one that is not here
     if args.device == "cuda" and (others := [name for name in args.baselines if name != "plain"]):
         raise UsageError(f"--baselines {' '.join(others)}: measured on the CPU only; omit --device cuda")
     args.level = list(dict.fromkeys(args.level or [command.current_level()]))

@@ -26,6 +26,9 @@ def test_every_command_prints_its_help_and_takes_a_number_of_threads(name, capsy
     assert "0 must be 1 or more" in capsys.readouterr().err
 
 
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -35,6 +38,7 @@ def test_every_command_prints_its_help_and_takes_a_number_of_threads(name, capsy
         ("latency --baselines vllm", "vllm"),
         ("latency --model-size 230M --model folder", "not allowed with"),
         ("latency --model no/where/near", "no/where/near"),
+        pytest.param("latency --device cuda", "device=cuda is not available", marks=without_gpu),
         ("latency --level amx-emulated", "this CPU has no level amx-emulated; use "),
         ("perplexity --text no/where.txt", "no/where.txt"),
         ("perplexity --model nanovlm/assets --text LICENSE --tokens 40 --step 50", "leaves nothing to predict from"),
