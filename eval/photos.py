@@ -98,8 +98,9 @@ def published_model(state: dict[str, Tensor]) -> Any:
     """transformers' DINOv2 with these weights, the class token included."""
     from transformers import Dinov2Config, Dinov2Model
 
-    sizes = {"hidden_size": WIDTH, "num_attention_heads": HEADS, "patch_size": PATCH, "image_size": GRID * PATCH}
-    config = Dinov2Config(**sizes, num_hidden_layers=n_layers(state), use_mask_token=False)
+    sizes: dict[str, Any] = {"hidden_size": WIDTH, "num_attention_heads": HEADS, "image_size": GRID * PATCH}
+    sizes |= {"patch_size": PATCH, "num_hidden_layers": n_layers(state)}
+    config = Dinov2Config(**sizes, use_mask_token=False)
     return Dinov2Model.from_pretrained(None, config=config, state_dict=state).eval()
 
 
