@@ -23,7 +23,6 @@ from models.vision_language_model import VisionLanguageModel
 from support.generation import IDS, IMAGES, logits_of, only_row, prompt, run
 from support.kernels import LEVELS
 
-CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 ALL_LEVELS = [*(pytest.param(x, marks=pytest.mark.full) for x in LEVELS[:-1]), *LEVELS[-1:], "none"]
 few_levels = pytest.mark.parametrize("level", ALL_LEVELS, indirect=True)  # where all would add nothing but time
 by_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
