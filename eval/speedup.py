@@ -30,8 +30,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
-from html import escape
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,8 +41,6 @@ from eval.lib.cache_designs import Sizes, Study, designs_table, generations_tabl
 from eval.lib.command import Measured, add_device_flags, environment, positive, run
 from eval.lib.random_model import SHAPES
 from eval.sort_task import sort_task, summary
-from models.checkpoint import load_config
-from models.config import VLMConfig
 from models.kv_study.encoder_decoder import EncoderDecoder
 from models.vision_language_model import VisionLanguageModel
 from nanovlm import EMBEDDED, PROMPT, SAMPLE
@@ -120,25 +116,13 @@ def add_flags(parser: Parser) -> None:
     add("--attribute", action=switch, default=True, help="split minGPT's speedup into its causes (default: yes)")
     add("--quality", nargs="+", choices=tuple(QUALITY), help="measure exact answers instead of times")
     add("--scenes", type=positive, default=300, metavar="N", help="drawn scenes for --quality (default: 300)")
-    add("--html", type=Path, metavar="FILE.html", help="write a page: the squares step by step, memory, the tables")
     add_device_flags(parser, "float32")
-
-
-def write_page(path: Path, cfg: VLMConfig, tables: str) -> None:
-    """The page of --html, which needs no network; sliders begin at the model's sizes."""
-    page = Path(__file__).with_name("lib").joinpath("cache_page.html").read_text("utf-8")
-    sizes = {"BLOCKS": cfg.lm_n_blocks, "HEADS": cfg.lm_n_kv_heads, "SIZE": cfg.lm_head_dim}
-    for name, value in sizes.items():
-        page = page.replace(f"VALUES_{name}", str(value))
-    path.write_text(page.replace("TABLES", escape(tables)), "utf-8")
 
 
 def measure_flags(args: argparse.Namespace) -> Measured:
     """Measure what the flags name."""
     if len(args.lengths) < 2 or min(args.lengths) < 2 or sorted(set(args.lengths)) != list(args.lengths):
         raise UsageError(f"--lengths {' '.join(map(str, args.lengths))}: give two or more, rising, from 2 on")
-    if args.html and not args.html.parent.is_dir():
-        raise UsageError(f"--html {args.html}: there is no folder {args.html.parent}")
     device = choose_device(args.device)
     args.dtype = str(choose_dtype(args.dtype, device)).removeprefix("torch.")
     where = environment(device, DTYPES[args.dtype])
@@ -152,15 +136,11 @@ def measure_flags(args: argparse.Namespace) -> Measured:
     parts += [f"{study.model}\n{designs_table(study)}" for study in studies]
     parts += [attribution_table(attribution)] if attribution else []
     parts += [summary(sorting)] if sorting else []
-    text = "\n\n".join(parts)
-    where = f"{where}; medians of {args.rounds} rounds"
-    if args.html:
-        cfg = SHAPES[args.model_size][0] if args.model_size else load_config(EMBEDDED)
-        write_page(args.html, cfg, f"{text}\n\n{where}")
     failures = [line for study in studies if args.dtype == "float32" for line in study.failures]
     failures += sorting.failures if sorting else []
-    data = {"studies": [asdict(study) for study in studies], "attribution": attribution}
-    return data | {"sort_task": asdict(sorting) if sorting else None}, text, where, failures
+    data: dict[str, Any] = {"studies": [asdict(study) for study in studies], "attribution": attribution}
+    data["sort_task"] = asdict(sorting) if sorting else None
+    return data, "\n\n".join(parts), f"{where}; medians of {args.rounds} rounds", failures
 
 
 main = partial(run, "speedup", __doc__, add_flags, measure_flags)

@@ -28,6 +28,7 @@ class Engine:
     weight_bytes: float  # of one entry of the decoder's matrices, scales included
     logits = torch.empty(0)  # (B, vocabulary) of the last step
     resizes_images = False  # whether `encode_image` changes the pixels
+    is_ours = False  # whether its answers in float32 must be the plain model's
 
     def clear(self) -> None:
         """Forget all sequences."""
@@ -91,6 +92,8 @@ class PlainEngine(Engine):
 
 class NanoVLMEngine(Engine):
     """This project's network, kernels or modules, called as `ContinuousBatch` calls it."""
+
+    is_ours = True
 
     def __init__(self, captioner: Captioner, quantize: str | None = None):
         self.captioner = captioner

@@ -1,6 +1,8 @@
 """A model's ONNX graphs in OpenVINO on the CPU: float32, bfloat16, or int8 weights and activations by NNCF."""
 
 import hashlib
+import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from random import Random
 
@@ -41,7 +43,8 @@ class OpenVINOEngine(Engine):
         self.length = 0
         self.embedding = captioner.model.decoder.token_embedding
         graphs = export_graphs(captioner.model, folder)
-        graphs = quantize_graphs(captioner, graphs) if int8 else graphs
+        with redirect_stdout(sys.stderr):  # NNCF prints its progress
+            graphs = quantize_graphs(captioner, graphs) if int8 else graphs
         core = openvino.Core()
         self.tensor = openvino.Tensor
         settings = {

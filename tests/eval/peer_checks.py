@@ -1,4 +1,4 @@
-"""Engines with the same weights decode the same tokens in float32, alone and in a batch, from files made once.
+"""Other engines compute from the same weights what the plain model computes, from files made once.
 
 test_peers.py runs them in a process of their own.
 """
@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from eval import latency
-from eval.latency import greedy
-from eval.lib.command import current_level, levels_here, relative_error
+from eval.lib import command
+from eval.lib.command import current_level, levels_here, make_parser, relative_error
 from eval.lib.random_model import SHAPES, write_random_model
 from eval.peers import PlainEngine, with_head
 from eval.peers.llama_cpp_engine import LlamaCppEngine
@@ -25,8 +25,12 @@ from support.smolvlm import write_folder
 
 pytestmark = pytest.mark.full
 LEVEL = current_level()
-PROMPT = [5, 9, 11, 7, 60, 33]
-OPENVINO_PRECISIONS = ["float32", "int8"] if LEVEL in WITHOUT_BF16_DOT else ["float32", "bfloat16", "int8"]
+PACKAGES = {"llama.cpp": ["llama_cpp"], "openvino": ["openvino", "nncf"]}
+PRECISIONS = {
+    "llama.cpp": ["f32", "bf16", "q8_0"],
+    "openvino": ["float32", "int8"] if LEVEL in WITHOUT_BF16_DOT else ["float32", "bfloat16", "int8"],
+}
+LIMITS = {"float32": 1e-4, "f32": 1e-3, "bfloat16": 0.1, "bf16": 0.1, "int8": 0.5, "q8_0": 0.5}  # of relative errors
 needs_onnx = pytest.mark.skipif(not importlib.util.find_spec("onnxscript"), reason="needs onnxscript")
 needs_llama_cpp = pytest.mark.skipif(not importlib.util.find_spec("llama_cpp"), reason="needs llama_cpp")
 
@@ -46,7 +50,8 @@ def cache(tmp_path_factory):
 
 
 def make(folder, files, flags):
-    args = latency.make_latency_parser().parse_args(flags.split())
+    latency.add_flags(parser := make_parser("latency", None))
+    args = parser.parse_args(flags.split())
     args.level = args.level or [LEVEL]
     plain = PlainEngine(Captioner.from_pretrained(folder, "cpu", "float32"))
     return {engine.name: engine for engine in latency.make_engines(plain, folder, files, args)}
@@ -86,22 +91,6 @@ def test_every_level_is_an_engine_with_the_dtype_that_is_best_there(folders, tmp
     assert all(("bfloat16" in name) == name.endswith(("bf16", "amx")) for name in engines)
 
 
-@pytest.mark.parametrize("batch_size", [1, 3])
-@needs_llama_cpp
-def test_float32_decodes_the_same_tokens_everywhere(folders, tmp_path, batch_size):
-    flags = f"--dtype float32 --baselines plain llama.cpp --batch-size {batch_size}"
-    engines = make(folders["smolvlm"], tmp_path, flags)
-    prompts = [[token + row for token in PROMPT] for row in range(batch_size)]
-    ids = {name: greedy(engine, prompts, 12)[0] for name, engine in engines.items()}
-    expected = ids["plain float32"]
-    assert len(ids) == 3 and list(ids)[1].startswith("llama.cpp")
-    assert len(expected) == 13 and all(len(step) == batch_size for step in expected)
-    assert len({step[0] for step in expected}) > 1, "not one token again and again"
-    assert all(steps == expected for steps in ids.values())
-    for engine in engines.values():
-        assert greedy(engine, prompts, 12)[0] == expected, "a prefill starts with an empty cache"
-
-
 @pytest.mark.parametrize(
     ("module", "engine"),
     [("llama_cpp", "llama.cpp"), ("openvino", "openvino"), pytest.param("nncf", "openvino", marks=needs_onnx)],
@@ -114,31 +103,36 @@ def test_a_missing_package_names_its_extra(folders, cache, monkeypatch, module, 
         make(folders["nanovlm"], cache, f"--baselines {engine} --quantize int8")
 
 
-@needs_onnx
-@pytest.mark.parametrize("layout", ["nanovlm", "smolvlm"])
-def test_openvino_computes_what_the_plain_model_computes(folders, cache, layout):
-    pytest.importorskip("openvino")
-    pytest.importorskip("nncf")
-    flags = "--dtype float32 bfloat16 --quantize int8 --baselines plain openvino"
-    engines = make(folders[layout], cache, flags)
-    plain = engines["plain float32"]
-    engines = {name: engine for name, engine in engines.items() if name.startswith("openvino")}
-    assert list(engines) == [f"openvino {precision}" for precision in OPENVINO_PRECISIONS]
-    size = plain.model.cfg.vit_img_size
-    image = torch.rand(1, 3, size, size, generator=torch.Generator().manual_seed(0))
-    prompts = [PROMPT, [8, 2, 40, 41, 6, 5]]
-    (expected, _), embeddings = greedy(plain, prompts, 6), plain.encode_image(image)
-    plain.prefill(prompts)
-    for name, engine in engines.items():
-        limit = {"float32": 1e-4, "bfloat16": 0.1, "int8": 0.5}[name.split()[-1]]
-        assert relative_error(engine.encode_image(image), embeddings) < limit
-        assert engine.prefill(prompts) == engine.logits.argmax(-1).tolist()
-        assert engine.logits.shape == (2, plain.model.cfg.lm_vocab_size)
-        assert relative_error(engine.logits, plain.logits) < limit
-        if "float32" in name:
-            assert greedy(engine, prompts, 6)[0] == expected
-            alone, _ = greedy(engine, prompts[:1], 6)
-            assert alone == [step[:1] for step in expected], "a prefill starts with an empty cache"
+@pytest.mark.parametrize(
+    ("engine", "layout", "batch_size"),
+    [
+        *(pytest.param("llama.cpp", "smolvlm", n, marks=needs_llama_cpp) for n in (1, 3)),
+        pytest.param("openvino", "nanovlm", 3, marks=needs_onnx),
+        pytest.param("openvino", "smolvlm", 1, marks=needs_onnx),
+    ],
+)
+def test_engines_compute_what_the_plain_model_computes(
+    folders, cache, results_of, monkeypatch, engine, layout, batch_size
+):
+    """Float32 chooses the same tokens, alone and in a batch, also in a second round, which forgets the first."""
+    for package in PACKAGES[engine]:
+        pytest.importorskip(package)
+    monkeypatch.setattr(command, "memory_bandwidth", lambda: 1e10)
+    monkeypatch.setattr(command, "matmul_flops", lambda dtype: 1e11)
+    flags = f"--model {folders[layout]} --cache {cache / layout} --baselines plain {engine} --quantize int8 --rounds 1"
+    flags += (
+        f" --dtype float32 bfloat16 --stages encode prefill decode first-token --tokens 12 --batch-size {batch_size}"
+    )
+    data = results_of(latency.main, *flags.split())
+    errors = {(row["stage"], row["engine"]): row["error"] for row in data["results"] if engine in row["engine"]}
+    names = [name for stage, name in errors if stage == "prefill"]
+    assert names == [f"{engine} {precision}" for precision in PRECISIONS[engine]]
+    for (stage, name), error in errors.items():
+        if (stage, engine) == ("encode", "openvino") or stage == "prefill":
+            assert error < LIMITS[name.split()[-1]]
+    expected = data["ids"]["plain float32"]
+    assert data["ids"][names[0]] == expected and [*map(len, expected)] == [batch_size] * 13
+    assert len({step[0] for step in expected}) > 1, "not one token again and again"
 
 
 @needs_onnx
@@ -172,14 +166,4 @@ def test_llama_cpp_runs_every_type(folders, tmp_path, gguf_type):
     captioner = Captioner.from_pretrained(folders["smolvlm"], "cpu", "float32")
     engine = LlamaCppEngine(captioner, gguf_type, tmp_path)
     assert engine.name == f"llama.cpp {gguf_type}"
-    assert 0 <= engine.prefill([PROMPT])[0] < captioner.model.cfg.lm_vocab_size
-
-
-@needs_llama_cpp
-def test_llama_cpp_is_measured_in_every_stage_that_it_has(folders, results_of):
-    flags = f"--model {folders['smolvlm']} --baselines llama.cpp --stages decode first-token --quantize int8"
-    data = results_of(latency.main, *flags.split(), "--rounds", "1", "--tokens", "3", "--dtype", "float32")
-    ours = f"nanovlm float32 {LEVEL}", f"nanovlm float32 int8 {LEVEL}"
-    engines = ["llama.cpp f32", "llama.cpp q8_0", *ours]
-    assert [result["engine"] for result in data["results"]] == 2 * engines
-    assert data["ids"]["llama.cpp f32"] == data["ids"][ours[0]]
+    assert 0 <= engine.prefill([[5, 9, 11, 7, 60, 33]])[0] < captioner.model.cfg.lm_vocab_size

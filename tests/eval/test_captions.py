@@ -7,8 +7,6 @@ import pytest
 from eval import captions
 from eval.captions import COMPARED, N_COMPARED, OBJECT_ROWS, SPLITS, count_by_row, main, make_splits
 from eval.lib.command import levels_here
-from nanovlm.captioner import Captioner
-from nanovlm.processing.processor import Processor
 
 KINDS = {
     "Is X left of Y?", "What is left of X?", "What is at the top?", "What is the background?", "What colour",
@@ -50,25 +48,6 @@ def test_every_answer_that_is_not_right_is_listed(results_of, tmp_path):
             assert sum(row[key] for row in split["rows"].values()) == split[key]
     (path,) = tmp_path.iterdir()
     assert captions.accuracy_table(results, 0) in path.read_text() and "torch.float32" in path.read_text()
-
-
-def test_questions_are_counted_by_turn(results_of, tmp_path, monkeypatch):
-    """Alone, in a conversation, and in one that began with a caption. A first question has no history either way."""
-    turns, embedded = [], Captioner.from_pretrained(dtype="float32")
-
-    class Watched(Processor):
-        def encode(self, chat, default=None):
-            turns.append(len(chat) // 2)
-            return super().encode(chat, default)
-
-    captioner = Captioner(embedded.inference, Watched(embedded.processor.cfg, embedded.tokenizer))
-    monkeypatch.setattr(Captioner, "from_pretrained", lambda *args, **kwargs: captioner)
-    results = results_of(main, "--turns", "3", "--scenes", "10", "--save", str(tmp_path))
-    right = results["right"]
-    assert results["of"] == 10 and all(len(n) == 3 and 7 <= min(n) <= max(n) <= 10 for n in right.values())
-    assert min(right["alone"]) >= 8 and right["one after another"][0] == right["alone"][0]
-    assert turns == 10 * [0, *(0, 0, 0), *(0, 1, 2), *(1, 2, 3)], "a caption, and then three questions three times"
-    assert "after a caption" in next(tmp_path.iterdir()).read_text()
 
 
 @pytest.mark.full

@@ -13,6 +13,7 @@ from eval.latency import Result, cold_start, failures, lowering, main, results_t
 from eval.lib import command, training_step
 from eval.lib.command import current_level, levels_here
 from eval.lib.random_model import SHAPES
+from eval.peers import PlainEngine
 from models.checkpoint import checkpoint_dtype
 from nanovlm import EMBEDDED
 
@@ -86,14 +87,12 @@ def test_a_training_step_is_measured_beside_nanovlms(results_of, monkeypatch):
 
 def test_a_gpu_is_measured_with_a_cuda_graph_and_without_limits_of_the_cpu(results_of, monkeypatch, capsys):
     """By a stub, which computes on the CPU."""
-    with pytest.raises(SystemExit):
-        main([*FAST, "--device", "cuda"]) if not torch.cuda.is_available() else sys.exit()
     load = latency.Captioner.from_pretrained
     on_cpu = staticmethod(lambda folder, device, *names, **options: load(folder, "cpu", *names, **options))
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr(latency.Captioner, "from_pretrained", on_cpu)
     monkeypatch.setattr(latency, "graph_step", lambda model, rows, tokens: 0.001 * rows)
-    monkeypatch.setattr(command, "environment", lambda device: device)
+    monkeypatch.setattr(command, "environment", lambda device, levels: device)
     flags = ["--model-size", "230M", "--device", "cuda", "--stages", "encode", "decode", "--batch-size", "2"]
     results = results_of(main, *FAST, *flags)["results"]
     assert [row["roofline_ms"] for row in results] == [None] * len(results)
@@ -116,7 +115,8 @@ def test_random_weights_are_stored_in_the_widest_precision_measured(dtypes, stor
 @two_levels
 def test_a_lower_level_holds_pytorch_to_it_in_a_process_of_its_own(capfd, tmp_path):
     flags = ["--level", "avx2", "--stages", "decode", "--dtype", "float32", "--rounds", "1", "--tokens", "3"]
-    assert main([*flags, "--save", str(tmp_path)]) == 0
+    with pytest.raises(SystemExit, match="0"):
+        main([*flags, "--save", str(tmp_path)])
     out = capfd.readouterr().out
     assert "nanovlm float32 avx2 " in out and "level avx2, " in out and "PyTorch and oneDNN in OpenVINO held to" in out
     (path,) = tmp_path.iterdir()
@@ -149,15 +149,35 @@ def test_a_cold_start_is_a_whole_process(results_of, monkeypatch):
         run_process([sys.executable, "-c", "1 / 0"])
 
 
-def test_errors_and_other_tokens_in_float32_are_failures():
-    engines = [SimpleNamespace(name=name, weight_bytes=n) for name, n in (("a", 4), ("b", 4), ("c", 2))]
-    ids = {"a": [[1], [2]], "b": [[1], [2]], "c": [[1], [3]]}
+class OtherTokens(PlainEngine):
+    name = "other"
+
+    def decode(self, ids):
+        return [token ^ 1 for token in super().decode(ids)]
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_other_tokens_than_the_plain_models_are_our_failure_and_a_peers_rounding(monkeypatch, capsys, is_ours):
+    make = latency.make_engines
+
+    def with_other(plain, *arguments):
+        return [OtherTokens(plain.captioner), *make(plain, *arguments)]
+
+    monkeypatch.setattr(OtherTokens, "is_ours", is_ours)
+    monkeypatch.setattr(latency, "make_engines", with_other)
+    assert main([*FAST, "--model-size", "230M", "--baselines", "--stages", "decode"]) == is_ours
+    found = capsys.readouterr()
+    line = f"{OtherTokens.name} decodes other tokens than plain float32\n"
+    assert line in found[is_ours] and line not in found[not is_ours]
+
+
+def test_errors_in_float32_are_failures():
+    engines = [SimpleNamespace(name=name, weight_bytes=n, is_ours=False) for name, n in (("a", 4), ("b", 4), ("c", 2))]
     rows = [Result("encode", "a", 1.0, 1.0, error=1e-4), Result("decode", "a", 1.0, 1.0)]
     rows.append(Result("encode", "c", 1.0, 1.0, error=1.0))
-    assert failures(engines, rows, ids) == failures(engines, rows, {}) == []
-    assert failures(engines, rows, ids | {"b": [[1], [3]]}) == ["b decodes other tokens than a"]
+    assert failures(engines, rows, {}) == []
     rows += [Result("prefill", "b", 1.0, 1.0, error=error) for error in (0.5, float("nan"))]
-    assert failures(engines, rows, ids) == [
+    assert failures(engines, rows, {}) == [
         "b: prefill is 5.0e-01 off the plain model, more than 0.001",
         "b: prefill is nan off the plain model, more than 0.001",
     ]

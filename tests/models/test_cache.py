@@ -11,10 +11,6 @@ def tokens(n, rows=2):
     return torch.randn(rows, 3, n, 4)
 
 
-def is_same(cache, key, value):
-    return torch.equal(cache.key, key) and torch.equal(cache.value, value) and cache.length == key.size(-2)
-
-
 @torch.no_grad()
 def test_appending_one_by_one_copies_each_token_a_few_times_and_wastes_less_than_a_quarter():
     caches = [KVCache(tokens(5), tokens(5))]

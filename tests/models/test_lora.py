@@ -9,10 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from eval.lib.random_model import SHAPES
 from models.checkpoint import load_config
 from models.errors import CheckpointError
 from models.lora import EMBEDDINGS, PARTS, adapt, adapters, fully_trained, merge, merged_state
-from models.lora.files import read_adapters, write_adapters
+from models.lora.files import adapter_folder, read_adapters, write_adapters
 from models.vision_language_model import load_model
 from nanovlm.captioner import Captioner
 from nanovlm.training.config import TrainConfig
@@ -114,6 +115,24 @@ def test_round_trip_is_bit_exact(adapted, tiny_model, make_batch, tmp_path, embe
     message = r"decoder\.\w+\.weight which this model does not train" if embeddings else r"embedding\.weight is missing"
     with pytest.raises(CheckpointError, match=message):
         read_adapters(tmp_path, adapted(embeddings=not embeddings))
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@torch.no_grad()
+def test_adapters_of_q_k_and_v_are_one_of_our_qkv(adapted, tiny_model, tmp_path, apart):
+    """They keep a lora_A that they share; of different ones the ranks add up."""
+    format = SHAPES["SmolVLM-256M"][0].format  # which stores q, k and v apart
+    write_adapters(tmp_path, adapted(("vision_encoder",), format=format))
+    state = load_file(path := adapter_folder(tmp_path) / "adapter_model.safetensors")
+    if apart:
+        state = {name: 2 * tensor if "k_proj.lora_A" in name else tensor for name, tensor in state.items()}
+        save_file(state, path)
+    read_adapters(tmp_path, model := tiny_model(format=format))
+    layer = adapters(model)["vision_encoder.blocks.0.attn.qkv_proj"]
+    (prefix,) = {name.partition("q_proj")[0] for name in state if "layers.0.self_attn.q_proj" in name}
+    parts = [state[f"{prefix}{x}_proj.lora_B.weight"] @ state[f"{prefix}{x}_proj.lora_A.weight"] for x in "qkv"]
+    assert layer.rank == (9 if apart else 3)
+    torch.testing.assert_close(layer.merged() - layer.weight, torch.cat(parts) * 12 / 3, **CLOSE)
 
 
 TUNED = {  # target_modules and more, of what people train with PEFT on transformers' models

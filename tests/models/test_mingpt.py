@@ -108,29 +108,6 @@ def test_generate_kv_computes_each_token_once_and_the_last_one_not_at_all(n):
 # ---- the cache: [k, v], an immutable value --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
-@pytest.mark.parametrize("seed", range(3))
-def test_a_tree_of_forked_caches_matches_plain_concatenation(mode, seed):
-    rng = random.Random(seed)
-    with mode():
-        k, v = torch.randn(2, 3, 4), torch.randn(2, 3, 4)
-        caches = [([k, v], k, v)]
-        for _ in range(60):
-            parent, k, v = rng.choice([caches[-1], rng.choice(caches)])
-            new = torch.randn(2, 2, rng.choice([1, 1, 1, 2, 9]), 4)
-            caches.append((append_kv(parent, *new), torch.cat([k, new[0]], 1), torch.cat([v, new[1]], 1)))
-        assert all(torch.equal(cache[0], k) and torch.equal(cache[1], v) for cache, k, v in caches)
-
-
-@torch.no_grad()
-def test_a_decode_step_does_not_copy_the_history():
-    caches = [append_kv([torch.randn(1, 5, 4), torch.randn(1, 5, 4)], *torch.randn(2, 1, 1, 4))]
-    for _ in range(1000):
-        caches.append(append_kv(caches[-1], *torch.randn(2, 1, 1, 4)))
-    moved = [b[0].size(1) for a, b in pairwise(caches) if a[0].data_ptr() != b[0].data_ptr()]
-    assert len(moved) <= 40 and sum(moved) <= 10 * caches[-1][0].size(1)
-
-
 @torch.no_grad()
 def test_a_modified_cache_is_used_as_modified():
     """Beam search selects rows of a cache, into a new list or within the cache itself."""
@@ -157,16 +134,6 @@ def test_a_replaced_part_of_a_cache_is_continued(part):
     cache = append_kv([*torch.randn(2, 2, 3, 4)], *torch.randn(2, 2, 1, 4))
     cache[part] = torch.zeros(2, 4, 4)
     assert not append_kv(cache, *torch.ones(2, 2, 1, 4))[part][:, :4].any()
-
-
-def test_a_cache_can_be_continued_in_another_grad_mode():
-    gpt, gpt_kv = make_pair()
-    idx, cache = ids(2, 12), [None] * 2
-    modes = [torch.inference_mode, torch.inference_mode, torch.no_grad, torch.inference_mode, torch.enable_grad]
-    for t, mode in enumerate(modes * 2, start=2):
-        with mode():
-            logits, _, cache = gpt_kv(idx[:, :t], kv_cache=cache)
-            assert_close(logits[:, -1], gpt(idx[:, :t])[0][:, -1])
 
 
 # ---- minGPT's names, sizes and initialization -----------------------------------------------------------------------
