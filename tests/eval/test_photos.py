@@ -8,9 +8,10 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from eval import photos
-from eval.photos import calibration, normalize, published_model, read_photos, share, write_encoder
+from eval.lib.classification import share
+from eval.photos import calibration, normalize, published_model, read_photos, write_encoder
 from models.formats.backbones import find_backbones, read_backbones
-from nanovlm.errors import InputError, TrainingError
+from nanovlm.errors import InputError
 from support import Package, randomize
 from support.backbones import llama
 
@@ -35,12 +36,6 @@ def test_shares_and_calibration_are_those_of_a_plain_count():
     found = calibration([0.95, 0.85, 0.85, 1.0], [True, True, False, True])
     assert [(one["n"], one["right"]) for one in found["bins"]] == [(2, 0.5), (2, 1.0)]
     assert found["error"] == pytest.approx((2 * 0.35 + 2 * 0.025) / 4)
-
-
-def test_a_training_that_fails_is_an_error(monkeypatch):
-    monkeypatch.setattr(photos, "run_verb", lambda verb, argv: 1)
-    with pytest.raises(TrainingError, match="train.py ended with exit code 1"):
-        photos.train(["--data", "folder"])
 
 
 @pytest.mark.full
