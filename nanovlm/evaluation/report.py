@@ -37,21 +37,20 @@ def write_report(
     path: Path,
     title: str,
     evaluation: Evaluation,
+    metric: str = "f1",
     metrics: Sequence[Mapping[str, Any]] = (),
     facts: Sequence[str] = (),
     best: int | None = None,
     doubts: Sequence[Doubt] = (),
 ) -> None:
-    """Write the page.
+    """Write the page. metrics are the objects of a metrics.jsonl, of which loss and one metric are drawn.
 
-    metrics are the objects of a metrics.jsonl, of which the losses and the first metric of the answers are drawn; best
-    is the step of the model, which is marked in the curves; doubts are those of `doubtful_labels`.
+    best is the step of the model, which is marked in the curves; doubts are those of `doubtful_labels`.
     """
     sections = [f"<h1>{escape(title)}</h1>", *(f"<p>{escape(fact)}</p>" for fact in facts)]
     lines = {"loss": _points(metrics, "loss"), "held out": _points(metrics, "validation_loss")}
     sections += [_chart("loss", lines, best)] if lines["loss"] else []
-    metric = next(iter(evaluation.scores), "")
-    curve = _points(metrics, f"validation_{metric}")
+    curve = _points(metrics, f"validation_{metric}") if metric != "loss" else []
     sections += [_chart(f"{metric} of held-out answers", {metric: curve}, best)] if curve else []
     sections.append(_confusion(evaluation.answers))
     if doubts:

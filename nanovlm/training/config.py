@@ -183,10 +183,10 @@ class FinetuneOptions:
     )
     metric: str | None = setting(
         None,
-        "the best model is the last checkpoint with the lowest held-out loss, or with the highest of a metric over "
-        "held-out answers: f1, exact_match, vqa_accuracy, anls, cider or module:function(answer, references)",
+        "the best model is the last checkpoint with the highest of this metric over held-out answers: f1, exact_match, "
+        "vqa_accuracy, anls, cider or module:function(answer, references); or with the lowest held-out loss",
         metavar="NAME",
-        default_text="loss",
+        default_text="f1; backbones: loss",
     )
     epochs: float | None = setting(None, "show each example N times, instead of --max-steps", above=0, below=math.inf)
     read: ReadOptions = field(default_factory=ReadOptions)

@@ -148,7 +148,6 @@ def prepare(options: FinetuneOptions, cfg: TrainConfig) -> tuple[VisionLanguageM
     width = processor.cfg.lm_hidden_dim
     steps = count_steps_per_epoch(mixture, cfg)
     cfg, reasons = choose_settings(options, cfg, width, steps, find_optimizer(options))
-    reasons += ["the best model by held-out loss"] * bool(held_out and not options.metric)
     is_streamed = any(isinstance(one, StreamedSource) for one in training)
     n_parts = world_size() * max(1, cfg.num_workers) if is_streamed else 1  # one for each process that makes batches
     own, number = parse_validation(options.validation)
@@ -181,7 +180,7 @@ def held_out_task(
     positions = range(sum(map(len, held_out)))
     picked = [unseen.pick(0, position) for position in positions]
     questions = questions_about((source.path, source[i]) for source, i in picked)
-    metric = options.metric or LOSS
+    metric = options.metric or (LOSS if options.backbones else "f1")
     names = dict.fromkeys((metric, "f1", "exact_match"))
     metrics = dict(load_metric(name) for name in names if name != LOSS)
     how = EvaluationOptions(metrics, skip_errors=True, show_progress=False)

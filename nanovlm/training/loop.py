@@ -244,7 +244,7 @@ class Trainer:
     @property
     def best(self) -> int | None:
         """Step with the best score among stored checkpoints and this model, the last of equals; None without scores."""
-        steps = {*checkpoint_steps(self.task.folder), self.step} & self.scores.keys()
+        steps = {*checkpoint_steps(self.task.folder), self.step} & self.scores.keys() - {0}
         sign = -1 if self.task.metric == LOSS else 1
         return max(steps, key=lambda step: (sign * self.scores[step], step), default=None)
 
@@ -338,7 +338,7 @@ class Trainer:
             logger.warning(f"before training it was {start:.4f}: the model has not become better")
         if task.answer_questions and not stopped:
             try:
-                report_run(task.folder, task.answer_questions(self.model, True), best)
+                report_run(task.folder, task.answer_questions(self.model, True), task.metric, best)
             except Exception as error:  # the model is written, and the run a success
                 logger.warning(f"no {REPORT}: {type(error).__name__}: {error}")
 

@@ -157,8 +157,8 @@ def truncate(path: Path, step: int) -> None:
     files.replace(path, "".join(json.dumps(entry) + "\n" for entry in entries))
 
 
-def report_run(folder: Path, answers: Evaluation, best: int) -> None:
-    """Log the scores of the final model's answers, and write report.html: the step `best` is marked in its curves."""
+def report_run(folder: Path, answers: Evaluation, metric: str, best: int) -> None:
+    """Log the scores of the final model's answers, and write report.html; the step `best` is marked in its curves."""
     asked = count(len(answers.answers), "held-out question")
     fact = f"the final model's answers to {asked}: {in_words(answers.scores, len(answers.answers))}"
     logger.info(fact)
@@ -166,4 +166,4 @@ def report_run(folder: Path, answers: Evaluation, best: int) -> None:
         logger.warning(f"{count(len(answers.skipped), 'question')} could not be asked, the first: {answers.skipped[0]}")
     if advice := answers.advice():
         logger.warning(advice)
-    write_report(folder / REPORT, str(folder), answers, read_metrics(folder / METRICS_FILE), [fact], best)
+    write_report(folder / REPORT, str(folder), answers, metric, read_metrics(folder / METRICS_FILE), [fact], best)

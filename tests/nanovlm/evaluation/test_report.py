@@ -17,7 +17,7 @@ from nanovlm.processing.conversation import dialogue
 from support.training import answer_questions
 
 METRICS = [{"step": step, "loss": 4.0 - step} for step in range(1, 4)]
-METRICS += [{"step": i, "validation_loss": 5.0, "validation_exact_match": score} for i, score in ((0, None), (3, 0.5))]
+METRICS += [{"step": step, "validation_loss": 5.0, "validation_f1": None, "validation_anls": 0.5} for step in (0, 3)]
 
 
 def written(path, *args, **options):
@@ -26,9 +26,9 @@ def written(path, *args, **options):
 
 
 def test_the_page_shows_loss_and_one_metric_and_wrong_answers_first(tmp_path):
-    page = written(tmp_path, "mine", answer_questions(None), METRICS, ["a fact"], best=3)
+    page = written(tmp_path, "mine", answer_questions(None), "anls", METRICS, ["a fact"], best=3)
     texts = [unescape(text) for text in re.findall(r">([^<]+)<", page)]
-    assert page.count("<svg") == 2 and any(text.startswith("exact_match of held-out answers") for text in texts)
+    assert page.count("<svg") == 2 and any(text.startswith("anls of held-out answers") for text in texts)
     wrong, right = page.partition("Wrong: 2 of 4 answers")[2].split("Right: 2 of 4 answers")
     for part, answers in ((wrong, ["$\\frac{1}$ <b>", "gray"]), (right, ["gray", "red"])):
         assert [unescape(text) for text in re.findall(r"answer: ([^\n]+?)<br>", part)] == answers

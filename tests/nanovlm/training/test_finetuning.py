@@ -21,20 +21,22 @@ from models.checkpoint import checkpoint_dtype, save_checkpoint
 from models.vision_language_model import VisionLanguageModel
 from nanovlm import EMBEDDED, Captioner
 from nanovlm.cli import train as train_verb
+from nanovlm.data import open_data
 from nanovlm.errors import TrainingError
+from nanovlm.options import ReadOptions
 from nanovlm.synthetic import caption, draw, random_scene
 from nanovlm.training.config import ADAPTERS, EPOCHS, FINETUNING, JOINED_EPOCHS, MAX_STEPS, MUON_LR, TrainConfig
 from nanovlm.training.finetuning import (
     FinetuneOptions,
     base_model,
     choose_settings,
+    held_out_task,
     prepare,
     remedies,
 )  # fmt: skip
 from nanovlm.training.loop import Trainer
 from support import ROOT
 from support.cli import assert_usage_error
-from support.logs import log_lines
 
 QUICK = ["--max-steps", "3", "--batch-size", "4", "--num-workers", "0", "--device", "cpu", "--out", "out"]
 LABEL = "A photograph of my cat."
@@ -214,14 +216,14 @@ def test_adapters_beside_a_new_projector_leave_the_encoder_frozen(options, rank,
 
 
 @pytest.mark.parametrize(
-    ("flags", "metric", "scores"), [("", "loss", ["f1"]), ("--metric anls", "anls", ["anls", "f1"])]
+    ("options", "metric"),
+    [({}, "f1"), ({"backbones": ("v", "l")}, "loss"), ({"backbones": ("v", "l"), "metric": "f1"}, "f1")],
 )
-def test_the_best_model_is_that_of_the_lowest_loss_unless_a_metric_is_named(flags, metric, scores):
+def test_the_best_joined_model_is_that_of_the_lowest_loss_by_default(options, metric):
     scenes(2)
-    with log_lines() as lines:
-        model, task, _ = prepared("--data", "mine", "--out", "out", "--validation", "1", *flags.split())
-    assert task.metric == metric and [*task.answer_questions(model, False).scores] == [*scores, "exact_match"]
-    assert ("the best model by held-out loss" in lines[-1]) == (metric == "loss")
+    _, held_out = open_data(["mine"], ReadOptions(), "1")
+    processor = Captioner.from_pretrained(EMBEDDED, "cpu").processor
+    assert held_out_task(FinetuneOptions(**options), TrainConfig(), held_out, processor)["metric"] == metric
 
 
 @pytest.mark.full
