@@ -319,7 +319,8 @@ def measure(args: argparse.Namespace) -> Measured:
     lines = [table(rows), f"trained for {trained:,.0f} s of CPU in this call; {photos_per_s:.1f} photographs/s"]
     lines.append(f"expected calibration error of --choices: {calibrated['error']:.3f}")
     lines.append(
-        "most often taken for another: " + ", ".join(f"{t} for {a} {n}" for (t, a), n in confused.most_common(6))
+        "most often taken for another: "
+        + ", ".join(f"{t} for {a or 'an empty answer'} {n}" for (t, a), n in confused.most_common(6))
     )
     if levels:
         head = [["level", "precision", "right", "as float32", "KL", "encoder's error", "cosine"]]
