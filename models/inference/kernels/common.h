@@ -25,6 +25,7 @@
 #pragma GCC target("amx-tile,amx-bf16,amx-int8")
 #endif
 #if LEVEL > NAIVE
+#include <cpuid.h>
 #include <immintrin.h>
 #endif
 
