@@ -314,25 +314,29 @@ class Captioner:
             warnings.warn(NO_IMAGE, stacklevel=2)
         parts = self.processor.prepare(shown)
         chats = [dialogue([self.prompt if prompt is None else prompt], parts) for prompt in prompts]
-        return [self.chat_request(chat, options) for chat in chats]
+        return [self.chat_request(chat, options, must_fit=True) for chat in chats]
 
     def chat_request(
         self,
         chat: Chat,
         options: GenerationOptions,
-        remedy: str = "",
+        *,
+        must_fit: bool = False,
         default: str | None = None,
+        remedy: str = "shorten it",
         schema_name: str = "schema",
     ) -> Request:
         """Make a request for the answer to a conversation about `TiledImage`s.
 
-        With a remedy, which an error names, the answer is at most as long as the context allows. Without one the
-        context must hold max_new_tokens. default stands for a question without text, schema_name for schema in errors.
+        The answer ends where the context does, or with must_fit the context must hold max_new_tokens. InputError for a
+        conversation that is too long, or has no question, for which default stands where it shows images. Errors name
+        the remedy, and the schema as schema_name.
         """
         ids = self.processor.encode(chat, default) + self._start_ids(options)
-        what = f"prompt is too long: {len(ids)} tokens" if remedy else ""
-        least = 1 if remedy else options.max_new_tokens
-        room = self.inference.cfg.validate_length(len(ids), least, what, remedy or "shorten either")
+        cfg = self.inference.cfg
+        if must_fit:
+            cfg.validate_length(len(ids), options.max_new_tokens)
+        room = cfg.validate_length(len(ids), 1, f"prompt is too long: {len(ids)} tokens", remedy)
         request = Request(ids, images_of(chat), options, min(options.max_new_tokens, room))
         if options.schema is not None:
             request.grammar = self.structured_output.make_processor(options.schema, schema_name)

@@ -49,7 +49,7 @@ class ChatSession:
         if not self.shown:
             warnings.warn(NO_IMAGE, stacklevel=2)
         chat = dialogue([*chain(*self.history), question], self.shown)
-        request = captioner.chat_request(chat, options, "shorten it, or reset the chat")
+        request = captioner.chat_request(chat, options, remedy="shorten it, or reset the chat")
         outputs = captioner.generate([request], stats := Stats(), self.batch)
         answer = ""
         eos = captioner.tokenizer.eos_token_id

@@ -149,7 +149,7 @@ def _request(captioner: Captioner, question: Question, options: GenerationOption
     """A request for an answer that fits the context; its error says why the question cannot be asked."""
     try:
         images = captioner.processor.prepare([load_image(image) for image in question.images])
-        return captioner.chat_request(with_images(question.chat, images), options, "shorten it")
+        return captioner.chat_request(with_images(question.chat, images), options)
     except (ImageError, InputError) as error:
         message = str(error)
         message = message if message.startswith(question.name) else f"{question.name}: {message}"

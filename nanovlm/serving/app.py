@@ -276,8 +276,9 @@ class Chats:
         options = generation_options(request.options(), {}, defaults)
         details = [image.detail for image in images_of(chat)]
         images = prepare_images(files, details, self.captioner.processor, self.image_cache)
+        chat = with_images(chat, images)
         default = self.default_prompt if images else ""
-        return self.captioner.chat_request(with_images(chat, images), options, "shorten it", default, "response_format")
+        return self.captioner.chat_request(chat, options, default=default, schema_name="response_format")
 
     async def _pieces(self, prompt: Prompt, request: ChatRequest, response: Response) -> AsyncGenerator[str, None]:
         """Text of an answer as its tokens come, up to a stop string; the first may be empty."""
