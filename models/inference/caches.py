@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from models.errors import InputError
-from models.inference.inference_model import InferenceModel
+from models.inference.inference_model import Network
 
 V = TypeVar("V")
 ImageStarts = Sequence[tuple[Hashable, int]]  # each image's key, and the position of its first token
@@ -83,7 +83,7 @@ class ImageCache(LRUCache[TiledImage]):
     """Encoded images by key, up to max_bytes. The model's weights must not change."""
 
 
-def encode_images(model: InferenceModel, images: Sequence[TiledImage], cache: ImageCache | None) -> None:
+def encode_images(network: Network, images: Sequence[TiledImage], cache: ImageCache | None) -> None:
     """Encode in one batch the images without embeddings, here or in the cache; those of equal keys once."""
     pending: dict[Hashable, list[TiledImage]] = {}
     for image in images:
@@ -96,7 +96,7 @@ def encode_images(model: InferenceModel, images: Sequence[TiledImage], cache: Im
     if not pending:
         return
     tiles = [same[0].tiles for same in pending.values() if same[0].tiles is not None]
-    embeds = model.encode_images(torch.cat(tiles).to(model.device))
+    embeds = network.encode_images(torch.cat(tiles).to(network.model.device))
     for same, part in zip(pending.values(), embeds.split([len(one) for one in tiles])):
         part = part if cache is None else part.clone()  # a view would keep all of them in memory
         for image in same:

@@ -4,7 +4,7 @@ Each running request has a slot in a cache of fixed capacity. Its keys and value
 finished request therefore costs nothing, and a new one is prefilled into a free slot.
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -25,7 +25,6 @@ from models.inference.caches import (
 )
 from models.inference.inference_model import InferenceModel
 from models.inference.kernel_network import empty_cache
-from models.inference.proof import CORE
 from models.options import GREEDY, MAX_NEW_TOKENS, SamplingParams
 from models.vision_language_model import VisionLanguageModel
 
@@ -58,6 +57,7 @@ class Request:
     starts: Sequence[tuple[Hashable, int]] = ()  # each image's key, and the position of its first token
     sampler: TokenSampler | None = None  # None for the most likely token, which all such requests choose together
     length: int = 0  # tokens in the KV cache
+    stream: Iterator[Tensor] | None = None  # of an edited model's own generation, which has its own cache
 
     def __post_init__(self) -> None:
         if self.error is not None:
@@ -89,6 +89,9 @@ class ContinuousBatch:
     A request's tokens are what `model.generate` gives for its prompt alone, up to the rounding of sums in another
     order. Prompts that begin alike are computed once: the keys and values of a running request, or of one in the
     prefix cache, are copied. Not thread-safe: nothing may be added or cancelled while a step runs.
+
+    Of an edited model (`models.inference.proof`) each prompt is answered alone, by the model's own `stream`: an edit
+    may count padding, or see other tokens than those before it.
     """
 
     def __init__(
@@ -112,6 +115,7 @@ class ContinuousBatch:
         self.eos_token_id = self._greedy.eos_token_id  # the one that stands for all of them
         self._waiting: list[Request] = []
         self._slots: list[Request] = []
+        self._streamed: list[Request] = []  # running requests without a slot: those of an edited model
         self._network = self.model.network  # a change of the weights is noticed by the next prefill
         self._cache = empty_cache(self._network, 0, 0)  # (n_blocks, 2, slots, n_kv_heads, capacity, head_dim)
         self._outputs: list[TokenOutput] = []  # of the current step
@@ -122,7 +126,7 @@ class ContinuousBatch:
 
     @property
     def running(self) -> int:
-        return len(self._slots)
+        return len(self._slots) + len(self._streamed)
 
     @property
     def bytes_per_token(self) -> int:
@@ -134,7 +138,7 @@ class ContinuousBatch:
         ids = request.ids
         images = request.images
         sampling = request.sampling
-        if request.output or request.finished or request in self._waiting + self._slots:
+        if request.output or request.finished or request in self._waiting + self._slots + self._streamed:
             raise InputError("a request is used once; make another")
         if request.max_new_tokens < 1 or not ids:
             raise InputError(f"max_new_tokens={request.max_new_tokens} and {len(ids)} ids: each is at least 1")
@@ -161,6 +165,9 @@ class ContinuousBatch:
         elif request in self._slots:
             request.finished = "cancelled"
             self._compact()
+        elif request in self._streamed:
+            self._streamed.remove(request)
+            request.finished = "cancelled"
 
     @torch.inference_mode()
     def step(self) -> list[TokenOutput]:
@@ -170,6 +177,8 @@ class ContinuousBatch:
         a prompt waits until others have ended, and the last running request returns to the queue, to be computed
         again; a request that is alone and does not fit ends with the allocator's error (see `is_out_of_memory`).
         """
+        for request in self._streamed:
+            self._read_stream(request)
         forced = [request for request in self._slots if len(request.unread) > 1]
         try:
             for group in ([request for request in self._slots if request not in forced], *([one] for one in forced)):
@@ -182,6 +191,25 @@ class ContinuousBatch:
                 self._limit = len(self._slots)
                 self._waiting.insert(0, request)
         self._compact()
+        if self._waiting and self.running < int(self._limit):
+            self._start_requests()
+        self._compact()
+        self._streamed = [request for request in self._streamed if request.finished is None]
+        outputs = self._outputs
+        self._outputs = []
+        return outputs
+
+    def _start_requests(self) -> None:
+        """Prefill waiting prompts, or begin to stream them, by the model as it is now."""
+        try:
+            self._network = self.model.network
+        except Exception as error:
+            for request in self._waiting:
+                self._fail(request, error)
+            return
+        while self._network.is_edited and self._waiting and self.running < int(self._limit):
+            self._streamed.append(request := self._waiting.pop(0))
+            self._read_stream(request)
         budget = MAX_PREFILL_TOKENS
         try:
             while prompts := self._next_group(budget):
@@ -189,10 +217,37 @@ class ContinuousBatch:
                 self._compute([*prompts], partial(self._prefill, prompts))
         except MemoryError:
             self._limit = len(self._slots)
-        self._compact()
-        outputs = self._outputs
-        self._outputs = []
-        return outputs
+
+    def _read_stream(self, request: Request) -> None:
+        """Add the next token of an edited model's own generation."""
+        try:
+            if request.stream is None:
+                request.stream = self._stream(request)
+            ids = next(request.stream, None)
+            if ids is None:  # the edit ended it
+                request.finished = "stop"
+            else:
+                self._accept(request, int(ids))
+        except Exception as error:
+            self._fail(request, error)
+
+    def _stream(self, request: Request) -> Iterator[Tensor]:
+        """The ids of a request as the model's own `stream` chooses them."""
+        model = self._network.model
+        for image in request.images:
+            if image.tiles is None:
+                if self.image_cache is not None:
+                    self.image_cache.drop(image.key)
+                raise InputError("an image was encoded before the model was edited; ask about it once more")
+        tiles = [image.tiles for image in request.images if image.tiles is not None]
+        return model.stream(
+            torch.tensor([request.ids], device=model.device),
+            torch.cat(tiles).to(model.device) if tiles else None,
+            max_new_tokens=request.max_new_tokens,
+            sampling=request.sampling,
+            eos_token_id=self._ends,
+            logits_processor=None if request.grammar is None else partial(request.grammar, request.output),
+        )
 
     def _compute(self, requests: Sequence[Request], forward: Callable[[Sequence[Request]], Tensor]) -> None:
         """Choose the next token of requests, running or waiting ones, by the logits that forward gives.
@@ -253,7 +308,7 @@ class ContinuousBatch:
         new: list[int] = []  # tokens of each
         start = 0
         for request in self._waiting:
-            if len(self._slots) + len(group) >= int(self._limit):
+            if self.running + len(group) >= int(self._limit):
                 break
             n_cached, kv = self._find_prefix(request)
             begins_alike = (common_prefix(request.ids, request.starts, r.ids, r.starts) for r in group)
@@ -272,8 +327,6 @@ class ContinuousBatch:
     def _find_prefix(self, request: Request) -> tuple[int, Tensor | None]:
         """How many leading tokens of a prompt are known, at most all but the last, and their keys and values."""
         tokens = request.tokens
-        if CORE.difference():  # keys and values may depend on what follows or stands beside them
-            return 0, None
         length, kv = (0, None) if self.prefix_cache is None else self.prefix_cache.find(tokens, request.starts)
         for slot, other in enumerate(self._slots):
             if (n := common_prefix(tokens, request.starts, other.ids, other.starts)) > length:
@@ -283,7 +336,7 @@ class ContinuousBatch:
 
     def _prefill(self, known: Mapping[Request, Tensor | None], requests: Sequence[Request]) -> Tensor:
         """Logits (B, vocabulary) after prompts, with what is known of them."""
-        network = self._network = self.model.network
+        network = self._network
         start = requests[0].n_cached
         slots = range(len(self._slots), len(self._slots) + len(requests))
         self._reserve(slots.stop, max(len(request.tokens) for request in requests))
@@ -292,8 +345,7 @@ class ContinuousBatch:
                 self._cache[:, :, slot, :, :start] = kv[:, :, :, :start]
         image_token = self.model.image_token_id
         shown = [request for request in requests if image_token in request.ids[start:]]
-        for group in [[one] for one in shown] if network.is_edited else [shown]:
-            encode_images(self.model, [image for request in group for image in request.images], self.image_cache)
+        encode_images(network, [image for request in shown for image in request.images], self.image_cache)
         rows = []
         for request in requests:
             embeds = None

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from models.cache import KVCache, PrefillState
 from models.errors import InputError
 from models.inference.kernel_network import KernelNetwork, find_library
-from models.inference.proof import STANDARD, Proof
+from models.inference.proof import ADAPTERS, Proof, difference_of_process
 from models.inference.quantization import QuantizedLinear, move_to_huge_pages, quantize_linears
 from models.options import QUANTIZATIONS
 from models.vision_language_model import VisionLanguageModel
@@ -28,7 +28,7 @@ class PlainNetwork:
 
     def __init__(self, model: VisionLanguageModel, is_edited: bool = False):
         self.model = model
-        self.is_edited = is_edited  # then sequences are computed as if alone: an edit may count padding
+        self.is_edited = is_edited  # then a `ContinuousBatch` asks the model's own `stream` instead
         self.cache_dtype = model.dtype
         self.encode_images = model.encode_images
         self.embed_tokens = model.embed_tokens
@@ -37,8 +37,6 @@ class PlainNetwork:
     def prefill(self, rows: Sequence[Tensor], cache: Tensor, start: int, slots: Sequence[int]) -> Tensor:
         """See `KernelNetwork.prefill`. Padding is on the left, where the core's last step expects it."""
         lengths = [len(row) for row in rows]
-        if self.is_edited and len(set(lengths)) > 1:
-            return torch.cat([self.prefill([row], cache, start, [slot]) for row, slot in zip(rows, slots)])
         T = max(lengths)
         x = torch.stack([F.pad(row, (0, 0, T - len(row), 0)) for row in rows])
         used = torch.arange(T, device=x.device) >= T - torch.tensor(lengths, device=x.device)[:, None]
@@ -50,17 +48,12 @@ class PlainNetwork:
 
     def decode_tokens(self, ids: Tensor, cache: Tensor, past: Sequence[int], slots: Sequence[int]) -> Tensor:
         """See `KernelNetwork.decode_tokens`."""
-        if self.is_edited and len(set(past)) > 1:
-            each = zip(ids.split(1), past, slots)
-            return torch.cat([self.decode_tokens(row, cache, [n], [slot]) for row, n, slot in each])
-        if ids.size(1) > 1 and not self.is_edited:
+        if ids.size(1) > 1:
             return self.prefill([*self.model.embed_tokens(ids)], cache, past[0], slots)
-        for i, column in enumerate(ids.unbind(1)):
-            lengths = [n + i for n in past]
-            prefix = self._prefix(cache, lengths, slots)
-            assert prefix is not None  # a prompt has tokens
-            logits, state = self.model.decode(column, prefix)
-            self._write(cache, state, torch.ones_like(column[:, None], dtype=torch.bool), lengths, slots)
+        prefix = self._prefix(cache, past, slots)
+        assert prefix is not None  # a prompt has tokens
+        logits, state = self.model.decode(ids[:, 0], prefix)
+        self._write(cache, state, torch.ones_like(ids, dtype=torch.bool), past, slots)
         return logits
 
     def _prefix(self, cache: Tensor, past: Sequence[int], slots: Sequence[int]) -> PrefillState | None:
@@ -135,10 +128,10 @@ class InferenceModel:
     def network(self) -> Network:
         """Network of the current weights; see `KernelNetwork` for its methods."""
         with self._lock:
-            versions = self._find_versions(self._source or self._used)
-            if versions != self._versions:
-                logger.info("the model's weights have changed; rebuilding the inference model")
-            if versions != self._versions or self._find_difference() != self._difference:
+            if self._proof.has_changed():
+                logger.info("the model has changed; rebuilding the inference model")
+                self.refresh()
+            elif difference_of_process() != self._process:
                 self.refresh()
             return self._network
 
@@ -146,7 +139,8 @@ class InferenceModel:
     def difference(self) -> str:
         """The first difference of core or model from what the kernels were written for; "" if there is none."""
         with self._lock:
-            return self._find_difference()
+            _ = self.network
+            return self._difference
 
     @property
     def device(self) -> torch.device:
@@ -164,40 +158,26 @@ class InferenceModel:
         """Rebuild everything that is derived from the model's weights, without looking for a change."""
         with self._lock:
             used = self._source or self._used
-            self._versions = self._find_versions(used)
-            self._kept = [*used.parameters()]  # alive, so that no address is reused
-            self._proof = Proof(used.cfg)
+            check_memory(used)
+            self._proof = Proof(used)
+            self._process = difference_of_process()
+            said, self._difference = self._difference, self._proof.difference()
             has_kernels = find_library(used) is not None
-            difference = self._proof.difference(used)
-            if self._source is not None and self._quantize:
-                used = _quantized_copy(self._source, self._quantize, has_kernels and not difference)
-            self._used = used
-            said, self._difference = self._difference, self._find_difference()
-            is_in_training = any(hasattr(module, "lora_A") for module in used.modules())
-            if has_kernels and self._difference not in ("", said) and not is_in_training:
+            if has_kernels and self._difference not in ("", ADAPTERS, said):
                 logger.warning("the model's modules are used instead of the faster kernels: %s", self._difference)
             has_kernels = has_kernels and not self._difference
-            self._network: Network = KernelNetwork(used) if has_kernels else PlainNetwork(used, bool(self._difference))
-
-    def _find_difference(self) -> str:
-        """What of the model, or of its quantized copy, the kernels were not written for."""
-        models = {id(model): model for model in (self._source, self._used) if model is not None}
-        return next((reason for model in models.values() if (reason := self._proof.difference(model))), "")
-
-    def _find_versions(self, model: VisionLanguageModel) -> list[Any]:
-        """What changes with the weights of a model, and if it is copied to be quantized, with its modules."""
-        versions: list[Any] = _versions(model)
-        if self._quantize and self._source is not None:
-            versions += map(_attributes, model.modules())
-        return versions
+            if self._source is not None and self._quantize:
+                used = _quantized_copy(self._source, self._quantize, has_kernels)
+            self._used = used
+            is_edited = self._difference not in ("", ADAPTERS)
+            self._network: Network = KernelNetwork(used) if has_kernels else PlainNetwork(used, is_edited)
 
     def release_source(self) -> None:
         """Forget the floating-point model, which is free once nobody else holds it. InputError if not quantized."""
         if self._quantize is None:
             raise InputError("release_source needs quantize=; without it, inference uses the model's own weights")
         self._source = None
-        self._kept = []
-        self._versions = self._find_versions(self._used)
+        self._proof = Proof(self._used)
         if sys.platform == "linux":  # glibc keeps freed memory: here more than the quantized model takes
             trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
             if trim is not None:
@@ -225,23 +205,12 @@ def _quantized_copy(model: VisionLanguageModel, quantize: str, with_images: bool
     return copied
 
 
-def _versions(model: VisionLanguageModel) -> list[tuple]:
-    """Addresses, dtypes and edit counts of the parameters, which every change counts up. InputError if one is freed."""
-    versions = []
-    for p in model.parameters():
+def check_memory(model: VisionLanguageModel) -> None:
+    """Raise InputError if the memory of a parameter was freed: the kernels would read beyond it."""
+    for name, p in model.named_parameters():
         last = p.storage_offset() + sum((n - 1) * stride for n, stride in zip(p.shape, p.stride()))
         if p.numel() and (last + 1) * p.itemsize > p.untyped_storage().nbytes():
-            name = next(name for name, other in model.named_parameters() if other is p)
             raise InputError(f"the memory of {name} was freed by resizing its storage; load the model again")
-        versions.append((p.data_ptr(), p.dtype, -1 if p.is_inference() else p._version))
-    return versions
-
-
-def _attributes(module: nn.Module) -> tuple:
-    """A module's type and hooks, and its own attributes, by value where it is plain."""
-    own = [(name, value) for name, value in vars(module).items() if name not in STANDARD]
-    values = {name: value if isinstance(value, (bool, int, float, str)) else id(value) for name, value in own}
-    return id(module), type(module), module.training, *module._forward_hooks, *module._forward_pre_hooks, values
 
 
 def _share_modules(model: VisionLanguageModel) -> VisionLanguageModel:

@@ -1,293 +1,297 @@
 """Prove that the kernels compute what a model's modules do: both are the lines that they were tested against.
 
-Kernels stand for certain functions and classes of the core. Their source is compared, as syntax trees without comments
-and docstrings, with WRITTEN_FOR; what they read from their files by name counts, too. A model's modules must be these
-classes, made as the config says. So an edit of the core's files, a patch, a hook, a replaced module or a class of one's
-own counts in every answer, at any length and in any block.
+Kernels stand for the core's files. The text of each is compared with WRITTEN_FOR, what runs with the text, and what it
+uses of torch with torch's own. A model's modules must be those that its config makes. So an edit of the core's files, a
+patch of the core or of torch, a hook, a replaced module or a class of one's own counts in every answer, at any length
+and in any block. Lines that are blank or only a comment may change.
 
 `python -m models.inference.proof` prints WRITTEN_FOR for the source as it is.
 """
 
-import ast
 import hashlib
 import linecache
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import cache
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.modules import module as torch_module
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from models import attention, language_model, modality_projector, vision_transformer
-from models.cache import KVCache, PrefillState
-from models.config import VLMConfig
+from models import (
+    attention,
+    cache,
+    decoding,
+    language_model,
+    modality_projector,
+    vision_language_model,
+    vision_transformer,
+)
 from models.inference.quantization import QuantizedLinear
 from models.vision_language_model import VisionLanguageModel, empty_model
 
 # Digests by file. A test fails if they are not those of the source, and says how to renew them.
 WRITTEN_FOR = {
-    "models/attention.py": "9d028824ae82276b",
-    "models/cache.py": "05471cf9581c6fc0",
-    "models/decoding.py": "af12f48f3f83a5f5",
-    "models/language_model.py": "8f1a9c8b8d9f83d2",
-    "models/modality_projector.py": "bef14cc52d1d750f",
-    "models/vision_language_model.py": "7f5f18a563e65a08",
-    "models/vision_transformer.py": "11df4d95e5ebd3af",
+    "models/attention.py": "73be4be3d370ca5b",
+    "models/cache.py": "8d768d43e90c6e5d",
+    "models/decoding.py": "a9f91752ea9530d3",
+    "models/language_model.py": "d0885770785deea9",
+    "models/modality_projector.py": "7b50272bc3b811d4",
+    "models/vision_language_model.py": "7129cb1c0835c275",
+    "models/vision_transformer.py": "edd0220d8c2c664f",
 }
-# Of these classes the named methods count, of all others that are reached from here, every method.
-METHODS: dict[type, tuple[str, ...]] = {
-    VisionLanguageModel: (
-        "encode_images", "embed_tokens", "embed_encoded", "prefill_embeds", "join_masks", "decode", "dtype", "device",
-    ),
-    KVCache: ("__init__", "length", "append"),
-    PrefillState: ("length",),
-}  # fmt: skip
-FILES = (attention, language_model, modality_projector, vision_transformer)
-LIBRARY = (nn.Linear, nn.Conv2d, nn.Embedding, nn.LayerNorm, nn.Dropout)
+LIBRARY = (nn.Module, nn.Linear, nn.Conv2d, nn.Embedding, nn.LayerNorm, nn.Dropout)
+TORCH = os.path.dirname(torch.__file__) + os.sep
+NAMESPACES = (F, torch, torch._C._nn, Tensor, nn)  # in which a name of the core's code may be torch's
 STANDARD = frozenset(vars(nn.Module()))  # what every module has
-CONSTANTS = (bool, int, float, str, tuple, type(None))
-NOT_COMPUTED = ("annotation", "returns", "type_comment", "type_params", "kind")  # fields of trees that change nothing
+MEMBER = type(cache.KVCache.key)  # of an attribute in __slots__
+ADAPTERS = "it has adapters that are being trained"
 
 
 class Source:
-    """Functions and classes of the core, with all of the core that they reach by name: digests by file."""
+    """Files of the core, whether what runs is what they say, and whether torch's own functions are called by it."""
 
-    def __init__(self, *roots: Any):
-        self._roots = roots
+    def __init__(self, *files: ModuleType, library: Sequence[type] = ()):
+        self._files = files
+        self._library = library
         self._read()
 
     def difference(self) -> str:
-        """The first file that is not what the kernels were written for; "" if there is none."""
-        is_bound = all(_get(holder, name) is value for holder, name, value in self._places)
-        if not is_bound or any(vars(kind).keys() != names for kind, names in self._names.items()):
+        """The first difference from what the kernels were written for; "" if there is none."""
+        if self._look() != self._seen:
             self._read()
-        for file, digest in self.digests.items():
-            if WRITTEN_FOR.get(file) != digest:
-                return f"{file} is without its source" if file in self._unreadable else f"{file} is edited or patched"
-        return ""
+        return self._reason
+
+    def _look(self) -> tuple[list, list, list]:
+        """All that may be patched, to be compared by value: namespaces, functions, and torch's functions."""
+        return (
+            [vars(holder) for holder in self._holders],
+            [(f.__code__, f.__defaults__, f.__kwdefaults__) for f in self._functions],
+            [getattr(holder, name, None) for holder, name in self._used],
+        )
 
     def _read(self) -> None:
-        self._places: list[tuple[Any, str, Any]] = []  # (class, function or globals, name, value) that were read
-        self._names: dict[type, set[str]] = {}  # of all that a class defines
-        self._trees: dict[str, set[str]] = defaultdict(set)
-        self._unreadable: set[str] = set()
-        self._seen: set[int] = set()
-        for root in self._roots:
-            self._add(root)
-        self.digests = {
-            file: hashlib.sha256("\n".join(sorted(trees)).encode()).hexdigest()[:16]
-            for file, trees in sorted(self._trees.items())
-        }
+        self._holders: list[Any] = [*self._library]
+        self._functions: list[FunctionType] = []
+        self.digests: dict[str, str] = {}  # of the files' texts, by name; "patched" where something else runs
+        reasons = []
+        for file in self._files:
+            name = f"{file.__name__.replace('.', '/')}.py"
+            self.digests[name] = digest = self._digest(file)
+            if digest != WRITTEN_FOR.get(name):
+                reasons.append(f"{name} is {'edited or patched' if digest else 'without its source'}")
+        library = [(kind, name) for kind in self._library for name in vars(kind)]
+        self._functions += [f for kind, name in library if isinstance(f := _function(vars(kind)[name]), FunctionType)]
+        self._used = [*_uses(self._functions)]
+        for holder, name in [*self._used, *library]:
+            if not _is_torch(getattr(holder, name), "" if holder in self._library else name):
+                reasons.append(f"{holder.__name__}.{name} of torch is patched")
+        namespaces, functions, used = self._look()
+        self._seen = [dict(one) for one in namespaces], functions, used
+        self._reason = reasons[0] if reasons else ""
 
-    def _look(self, holder: Any, name: str) -> Any:
-        """An attribute or a global, remembered to notice when it is bound to something else."""
-        value = _get(holder, name)
-        self._places.append((holder, name, value))
-        return value
+    def _digest(self, file: ModuleType) -> str:
+        """Digest of a file's text; "patched" if what runs is not what it says, "" without a text."""
+        path = str(file.__file__)
+        linecache.checkcache(path)
+        lines = linecache.getlines(path, vars(file))
+        if not lines:
+            return ""
+        self._holders.append(file)
+        fresh: dict[str, Any] = {"__name__": file.__name__}
+        exec(compile("".join(lines), path, "exec", dont_inherit=True), fresh)
+        names = [name for name in fresh if not name.startswith("__")]
+        if not all(self._is_same(vars(file).get(name), fresh[name], file) for name in names):
+            return "patched"
+        counted = [line.rstrip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+        return hashlib.sha256("\n".join(counted).encode()).hexdigest()[:16]
 
-    def _add(self, value: Any) -> None:
-        """Add the trees of a function or class of the core, once."""
-        if id(value) in self._seen:
-            return
-        self._seen.add(id(value))
-        if isinstance(value, FunctionType):
-            self._add_function(value)
-            return
-        if value not in METHODS:
-            self._names[value] = set(vars(value))
-        names = METHODS.get(value) or [name for name, one in vars(value).items() if _function(one) is not None]
-        for name in names:
-            function = _function(self._look(value, name))
-            self._trees[_file(value)].add(f"{value.__qualname__}.{name} = {_describe(function)}")
-            if function is not None:
-                self._add(function)
-
-    def _add_function(self, function: FunctionType) -> None:
-        file = _file(function)
-        code = self._look(function, "__code__")
-        source = "".join(linecache.getlines(code.co_filename, function.__globals__))
-        node = _nodes(source).get((code.co_firstlineno, code.co_name))
-        if node is None:
-            self._unreadable.add(file)
-        elif code not in _codes(source):  # the file was edited and its module reloaded, or the code is of another text
-            node = None
-        tree = "?" if node is None else _dump(node)
-        lines = [function.__qualname__, tree, *map(_describe, self._look(function, "__defaults__") or ())]
-        for part in () if node is None else ast.walk(node):
-            if isinstance(part, ast.Name) and part.id in function.__globals__:
-                value = self._look(function.__globals__, part.id)
-                lines.append(f"{part.id} = {_describe(value)}")
-                if _is_core(value):
-                    self._add(value)
-            elif isinstance(part, ast.Attribute) and isinstance(part.value, ast.Name):
-                holder = function.__globals__.get(part.value.id)
-                if isinstance(holder, ModuleType):
-                    value = self._look(holder, part.attr)
-                    lines.append(f"{part.value.id}.{part.attr} = {_describe(value)}")
-        self._trees[file].add(" ".join(lines))
+    def _is_same(self, live: Any, fresh: Any, file: ModuleType) -> bool:
+        """True if an object of a file is what its text makes: a function's code, a class's parts, another's value."""
+        live, fresh = _function(live), _function(fresh)
+        if type(live) is not type(fresh) or getattr(fresh, "__module__", None) != file.__name__:
+            return live is fresh or live == fresh or type(live) is type(fresh) is MEMBER
+        if isinstance(fresh, FunctionType):
+            self._functions.append(live)
+            is_same = _contents(live) == _contents(fresh)
+            if not hasattr(fresh, "__wrapped__"):
+                return is_same and live.__globals__ is vars(file)
+            return is_same and self._is_same(getattr(live, "__wrapped__", None), fresh.__wrapped__, file)
+        if not isinstance(fresh, type):
+            return live == fresh
+        self._holders.append(live)
+        names = [[base.__name__ for base in kind.__mro__] + sorted(_parts(kind)) for kind in (live, fresh)]
+        parts = _parts(live)
+        return names[0] == names[1] and all(self._is_same(parts[name], x, file) for name, x in _parts(fresh).items())
 
 
-def _get(holder: Any, name: str) -> Any:
-    """A global of that name, or an attribute as it is in its class."""
-    if isinstance(holder, dict):
-        return holder.get(name)
-    if isinstance(holder, type):
-        return next((vars(kind)[name] for kind in holder.__mro__ if name in vars(kind)), None)
-    return getattr(holder, name, None)
+def _contents(function: FunctionType) -> tuple:
+    return function.__code__, function.__defaults__, function.__kwdefaults__
 
 
-def _function(value: Any) -> FunctionType | None:
-    """The function behind a method or property that a file defines; None of what a decorator generates."""
-    value = getattr(value, "fget", None) or getattr(value, "__func__", value)
-    return value if isinstance(value, FunctionType) and value.__code__.co_filename != "<string>" else None
+def _function(value: Any) -> Any:
+    """The function behind a property or method; other values as they are."""
+    return getattr(value, "fget", None) or getattr(value, "__func__", value)
 
 
-def _is_core(value: Any) -> bool:
-    """True of a function or class of this package that is no error."""
-    is_code = isinstance(value, (FunctionType, type)) and value.__module__.startswith("models.")
-    return is_code and not (isinstance(value, type) and issubclass(value, Exception))
+def _parts(kind: type) -> dict[str, Any]:
+    """Methods and values that a class defines, without what Python adds by itself."""
+    parts = {name: x for name, x in vars(kind).items() if not name.startswith(("__", "_abc_"))}
+    return parts | {name: x for name, x in vars(kind).items() if isinstance(_function(x), FunctionType)}
 
 
-def _file(value: Any) -> str:
-    return f"{value.__module__.replace('.', '/')}.py"
-
-
-def _describe(value: Any) -> str:
-    """A value as a digest has it: the name of code, within the package that it is of, or the value of a constant."""
-    if isinstance(value, CONSTANTS):
-        return repr(value)
-    if isinstance(value, ModuleType):
-        return value.__name__
-    module = getattr(value, "__module__", None) or "torch"  # builtin functions of torch have none
-    name = getattr(value, "__qualname__", type(value).__name__)
-    return f"{module if module.startswith('models.') else module.partition('.')[0]} {name}"
-
-
-@cache
-def _codes(source: str) -> set[CodeType]:
-    """The code of all functions in a file's text; codes are equal if they do the same, whatever their file."""
-    found = {compile(source, "", "exec", dont_inherit=True)}
-    waiting = [*found]
+def _uses(functions: Iterable[FunctionType]) -> set[tuple[Any, str]]:
+    """Namespace and name of what functions may call of torch, and of what torch's Python functions then call."""
+    found: set[tuple[Any, str]] = set()
+    waiting: list[CodeType] = [function.__code__ for function in functions]
     while waiting:
-        nested = [one for one in waiting.pop().co_consts if isinstance(one, CodeType)]
-        found.update(nested)
-        waiting += nested
+        code = waiting.pop()
+        waiting += [x for x in code.co_consts if isinstance(x, CodeType)]
+        names = [name for name in code.co_names if not name.startswith("_")]
+        for pair in [(space, name) for space in NAMESPACES for name in names if hasattr(space, name)]:
+            if pair not in found and pair[0] is F and isinstance(function := getattr(*pair), FunctionType):
+                waiting.append(function.__code__)
+            found.add(pair)
     return found
 
 
-@cache
-def _nodes(source: str) -> Mapping[tuple[int, str], ast.AST]:
-    """The functions in a file's text, without types, by their first line and name."""
-    try:
-        parts = [*ast.walk(ast.parse(source))]
-    except SyntaxError:
-        return {}
-    for part in parts:
-        for name in NOT_COMPUTED:
-            if hasattr(part, name):
-                setattr(part, name, None)
-    nodes = [part for part in parts if isinstance(part, ast.FunctionDef)]
-    return {(min([node.lineno, *(x.lineno for x in node.decorator_list)]), node.name): node for node in nodes}
-
-
-def _dump(node: Any) -> str:
-    """A syntax tree as a text that is equal in all versions of Python: without docstrings and empty fields."""
-    if isinstance(node, list):
-        return f"[{', '.join(map(_dump, node))}]"
-    if not isinstance(node, ast.AST):
-        return repr(node)
-    fields = dict(ast.iter_fields(node))
-    if isinstance(node, ast.FunctionDef) and ast.get_docstring(node) is not None:
-        fields["body"] = node.body[1:]
-    kept = [f"{name}={_dump(x)}" for name, x in fields.items() if x not in (None, [])]
-    return f"{type(node).__name__}({', '.join(kept)})"
+def _is_torch(value: Any, name: str = "") -> bool:
+    """True of a function or class of torch, which has that name itself if one is given; of other values always."""
+    value = _function(value)
+    if isinstance(value, FunctionType):
+        is_torch = value.__code__.co_filename.startswith(TORCH) and _is_torch(getattr(value, "__wrapped__", None))
+    elif callable(value):
+        home = value if isinstance(value, type) else type(value)
+        is_torch = home.__module__.partition(".")[0] in ("builtins", "torch", "typing")
+    else:
+        return True
+    return is_torch and name in ("", getattr(value, "__name__", name).lstrip("_"))
 
 
 CORE = Source(
-    *METHODS,
-    *(x for file in FILES for x in vars(file).values() if _is_core(x) and x.__module__ == file.__name__),
-)
+    attention, cache, decoding, language_model, modality_projector, vision_language_model, vision_transformer,
+    library=LIBRARY,
+)  # fmt: skip
+
+
+def difference_of_process() -> str:
+    """What differs for all models: the core, torch, hooks of all modules, or a mode that is active; "" if nothing."""
+    if reason := CORE.difference():
+        return reason
+    if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
+        return "torch.nn.modules.module has hooks for all modules, which the kernels do not call"
+    modes = [type(mode).__name__ for mode in _get_current_function_mode_stack() if type(mode) is not DeviceContext]
+    if modes or is_in_torch_dispatch_mode():
+        return f"{(modes or ['a mode of torch'])[0]} is active, which the kernels do not call"
+    return "autocast is active" if torch.is_autocast_enabled("cpu") else ""
 
 
 class Proof:
-    """What the modules of models with one config must be, for the kernels to compute the same."""
+    """What the modules of a model are: as its config makes them, for the kernels to compute the same, or not."""
 
-    def __init__(self, cfg: VLMConfig):
-        self._cfg = cfg
-        self._plan = empty_model(replace(cfg, lm_n_blocks=1, vit_n_blocks=1), -1)  # its blocks stand for all
+    def __init__(self, model: VisionLanguageModel):
+        self._model = model
+        modules = [*model.modules()]
+        self._modules = modules
+        self._hooks = [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
+        self._weights = [m._parameters for m in modules if m._parameters]
+        self._kept = self._parameters()  # alive, so that no address is reused
+        self._counted = [p for p in self._kept if p is not None and not p.is_inference()]
+        self._attributes = [x for m in modules for x in (vars(m), m._modules)]
+        self._seen = [dict(x) for x in self._attributes], self._marks()
 
-    def difference(self, model: VisionLanguageModel) -> str:
-        """What of a model the kernels were not written for; "" if nothing."""
-        if reason := CORE.difference():
+    def _parameters(self) -> list[nn.Parameter | None]:
+        return [p for weights in self._weights for p in weights.values()]
+
+    def _marks(self) -> tuple[list, ...]:
+        """Types, hooks and parameters of all modules, with the addresses and the edit counts of parameters."""
+        parameters = self._parameters()
+        return (
+            [type(module) for module in self._modules],
+            [tuple(hooks) for hooks in self._hooks if hooks],
+            [id(p) for p in parameters],
+            [p.data_ptr() for p in parameters if p is not None],
+            [p._version for p in self._counted],
+        )
+
+    def has_changed(self) -> bool:
+        """True if a module, a hook, an attribute or a weight is another than when this object was made."""
+        attributes, marks = self._seen
+        try:
+            return self._attributes != attributes or self._marks() != marks
+        except (RuntimeError, ValueError):  # tensors and arrays are neither equal nor unequal
+            return True
+
+    def difference(self) -> str:
+        """What the kernels were not written for, of the process or else of the model; "" if nothing."""
+        if reason := difference_of_process():
             return reason
-        if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
-            return "torch.nn.modules.module has hooks for all modules, which the kernels do not call"
-        for kind in (nn.Module, *LIBRARY):
-            for name in ("forward", "__call__", "_call_impl"):
-                if not getattr(kind, name).__module__.startswith("torch."):
-                    return f"{kind.__name__}.{name} of torch is patched"
-        if self._cfg.vit_grid == 1:
+        model = self._model
+        if model.cfg.vit_grid == 1:
             return "an image is one patch"
-        return next((reason for part in self._parts(model) if (reason := self._compare(model, *part))), "")
+        plan = empty_model(replace(model.cfg, lm_n_blocks=1, vit_n_blocks=1), -1).eval()  # its blocks stand for all
+        reasons = [reason for part in _pairs(model, plan) if (reason := self._compare(*part))]
+        return next((reason for reason in reasons if reason != ADAPTERS), reasons[0] if reasons else "")
 
-    def _parts(self, model: VisionLanguageModel) -> Iterable[tuple[str, Any, Any]]:
-        """Name, module and plan of all modules, parents first."""
-        waiting: list[tuple[str, Any, Any]] = [("", model, self._plan)]
-        while waiting:
-            name, module, plan = waiting.pop()
-            yield name, module, plan
-            for key, child_plan in plan._modules.items() if type(module) is type(plan) else ():
-                children = [(key, module._modules.get(key))]
-                if isinstance(plan, nn.ModuleList):
-                    children = [*module._modules.items()]
-                waiting += [(f"{name}.{key}".lstrip("."), child, child_plan) for key, child in children]
-
-    def _compare(self, model: VisionLanguageModel, name: str, module: Any, plan: nn.Module) -> str:
+    def _compare(self, name: str, module: Any, plan: nn.Module) -> str:
         """How a module differs from its plan; "" if it does not."""
-        name = name or "the model"
-        kind = type(module)
-        is_quantized = kind is QuantizedLinear and type(plan) is nn.Linear
-        if kind is not type(plan) and not is_quantized:
-            return f"{name} is a {kind.__name__}, not a {type(plan).__name__}"
-        if module._forward_hooks or module._forward_pre_hooks:
-            return f"{name} has a hook, which the kernels do not call"
-        own = vars(module)
-        planned = {key: value for key, value in vars(plan).items() if key not in STANDARD}
-        shadowing = plan._modules.keys() | plan._parameters.keys()
-        for key in own.keys() - STANDARD - planned.keys():
-            if key == "forward" or (not is_quantized and (key in shadowing or hasattr(kind, key))):
-                return f"{name} has {key} of its own"
-        if is_quantized:
-            module.check()
-            if (module.out_features, module.in_features) != tuple(plan.weight.shape):  # type: ignore[arg-type]
-                return f"{name} is of another size than the config's"
-            return "" if (module.bias is None) == (plan.bias is None) else f"{name} has another bias than the config's"
+        cfg = self._model.cfg
+        given, wanted = _describe(module), _describe(plan)
+        if "cfg" in wanted:  # of the whole model and the decoder
+            wanted = {"class": type(plan), "hooks": 0, "cfg": cfg}
         if isinstance(plan, nn.ModuleList):
-            cfg = self._cfg
-            n_blocks = cfg.vit_n_blocks if name.startswith("vision") else cfg.lm_n_blocks
-            return "" if len(module) == n_blocks else f"{name} are {len(module)}, not the config's {n_blocks}"
-        if "cfg" in planned:  # of the whole model and the decoder
-            planned = {} if own["cfg"] == self._cfg else {"cfg": None}
-        for key, value in planned.items():
-            if type(own.get(key)) is not type(value) or own[key] != value:
-                return f"{name}.{key} is not the config's"
-        if module.training and (getattr(module, "p", 0) or getattr(getattr(module, "dropout", None), "p", 0)):
-            return f"{name} is in training mode, with dropout"
-        for key, wanted in plan._parameters.items():
-            parameter = module._parameters.get(key)
-            if (parameter is None) != (wanted is None) or (wanted is not None and parameter.shape != wanted.shape):
-                return f"{name}.{key} is of another size than the config's"
-            if parameter is not None and not (
-                type(parameter) is nn.Parameter
-                and parameter.layout is torch.strided
-                and (parameter.dtype, parameter.device) == (model.dtype, model.device)
-            ):
-                return f"{name}.{key} is of {parameter.dtype} on {parameter.device}, unlike the embeddings"
+            wanted["length"] = cfg.vit_n_blocks if name.startswith("vision") else cfg.lm_n_blocks
+        for key, value in wanted.items():
+            if type(given.get(key)) is not type(value) or given[key] != value:
+                if hasattr(module, "lora_A"):
+                    return ADAPTERS
+                other = f"is a {type(module).__name__}, not a {type(plan).__name__}"
+                texts = {"class": other, "hooks": "has a hook", "dropping": "is in training mode, with dropout"}
+                return f"{name} {texts[key]}" if key in texts else f"{name}.{key} is not the config's"
+        for key in given.keys() - wanted.keys() - vars(plan).keys():
+            if key == "forward" or key in plan._modules or hasattr(type(plan), key):
+                return f"{name} has {key} of its own"
+        wanted_tensor = nn.Parameter, torch.strided, self._model.dtype, self._model.device
+        for key, p in module._parameters.items() if type(module) is not QuantizedLinear else ():
+            if p is not None and (type(p), p.layout, p.dtype, p.device) != wanted_tensor:
+                return f"{name}: {key} is a {type(p).__name__} of {p.dtype} on {p.device}, unlike the embeddings"
         return ""
+
+
+def _describe(module: Any) -> dict[str, Any]:
+    """All by which a module computes: its class, hooks, attributes, and the shapes of its parameters."""
+    given: dict[str, Any] = {"class": type(module)}
+    if type(module) is QuantizedLinear:
+        module.check()
+        like = nn.Linear(module.in_features, module.out_features, module.bias is not None, device="meta")
+        given = _describe(like)
+    elif isinstance(module, nn.Module):
+        given |= {key: value for key, value in vars(module).items() if key not in STANDARD}
+        given |= {key: None if p is None else tuple(p.shape) for key, p in module._parameters.items()}
+    if isinstance(module, nn.Module):
+        given["hooks"] = len(module._forward_hooks) + len(module._forward_pre_hooks)
+        given["length"] = len(module) if isinstance(module, nn.ModuleList) else None
+        p = getattr(module, "p", 0) or getattr(getattr(module, "dropout", None), "p", 0)
+        given["dropping"] = module.training and p > 0
+    return given
+
+
+def _pairs(model: nn.Module, plan: nn.Module) -> Iterator[tuple[str, Any, nn.Module]]:
+    """Name, module and plan of all modules, parents first."""
+    waiting: list[tuple[str, Any, nn.Module]] = [("the model", model, plan)]
+    while waiting:
+        name, module, plan = waiting.pop()
+        yield name, module, plan
+        for key, child_plan in plan._modules.items() if type(module) is type(plan) else ():
+            many = isinstance(plan, nn.ModuleList)
+            children = [*module._modules.items()] if many else [(key, module._modules.get(key))]
+            waiting += [(f"{name}.{key}".removeprefix("the model."), child, child_plan) for key, child in children]
 
 
 if __name__ == "__main__":

@@ -7,10 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import models.attention
 from models.attention import attention
 from models.inference.proof import Source
 
-ATTENTION = Source(attention)
+ATTENTION = Source(models.attention)
 MAX_MATMUL_KEYS = 512  # with more, the scores of all pairs of tokens take too much memory
 
 

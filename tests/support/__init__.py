@@ -6,10 +6,13 @@ import zlib
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from PIL import Image
+
+from models.inference.proof import ADAPTERS, Proof
 
 ROOT = Path(__file__).parents[2]
 
@@ -48,11 +51,12 @@ def randomize(model: torch.nn.Module) -> torch.nn.Module:
 
 @contextmanager
 def watch(module):
-    """Record the shape of the first input of every call of a module."""
+    """Record the shape of the first input of every call of a module, which kernels would replace."""
     shapes = []
     hook = module.register_forward_pre_hook(lambda module, inputs: shapes.append(tuple(inputs[0].shape)))
     try:
-        yield shapes
+        with mock.patch.object(Proof, "difference", lambda proof: ADAPTERS):  # by modules, in batches
+            yield shapes
     finally:
         hook.remove()
 

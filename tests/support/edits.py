@@ -12,6 +12,7 @@ import torch
 
 from nanovlm.bulk import caption_rows
 from nanovlm.captioner import Captioner
+from nanovlm.chat_session import ChatSession
 from nanovlm.options import CaptionOptions
 from nanovlm.synthetic import draw, random_scene
 from nanovlm.training.config import TrainConfig
@@ -33,6 +34,7 @@ class Edit:
     old: str
     new: str
     changes_training: bool = field(default=True, kw_only=True)
+    when_made: bool = field(default=False, kw_only=True)  # a model that is there already does not have it
 
     @property
     def module(self) -> types.ModuleType:
@@ -64,7 +66,7 @@ BLOCKS = """            x, block_kv_cache = block(x, cos, sin, mask, block_kv_ca
 LAST = "        return self.decoder.head(hidden[:, -1]), PrefillState(kv_cache, mask)\n"
 DECODED = "        return self.prefill_embeds(self.embed_tokens(ids[:, None]), None, prefix)\n"
 EDITS = {
-    "a sliding window": Edit("attention", "attention", SDPA, f"""    if causal or mask is not None or q.size(2) == 1:
+    "a sliding window": Edit("attention", "attention", when_made=True, old=SDPA, new=f"""    if causal or mask is not None or q.size(2) == 1:
         T, S = q.size(2), k.size(2)
         near = q.new_ones(T, S).bool().tril(S - T).triu(S - T - 23)
         mask, causal = near if mask is None else mask & near, False
@@ -122,20 +124,36 @@ EDITS = {
         "vision_language_model", "VisionLanguageModel.encode_images", "self.MP(self.vision_encoder(",
         "self.MP(0.5 * self.vision_encoder(",
     ),
+    "an edited constructor": Edit(
+        "vision_language_model", "VisionLanguageModel.__init__", "        self.decoder = LanguageModel(cfg)\n",
+        "        self.decoder = LanguageModel(cfg)\n        self.decoder.norm.eps = 5.0\n", when_made=True,
+    ),
+    "fainter embeddings of images": Edit(
+        "decoding", "GenerationMixin.embed", "self.encode_images(images).flatten(0, 1)",
+        "0.2 * self.encode_images(images).flatten(0, 1)",
+    ),
+    "a word never said": Edit("decoding", "generate_tokens", "        ids = sampler(logits)\n", """\
+        logits[:, 303] = -1e4
+        ids = sampler(logits)
+""", changes_training=False),
     "another norm": Edit("language_model", "RMSNorm.forward", "x.float()", "x.float() + 0.1"),
 }  # fmt: skip
 
 
 def scored(model, ids, images, answers, ends):
-    """Log-probabilities of answers by prefill and decode of a model, each alone."""
+    """Log-probabilities of answers by a model's own generation, each alone."""
     totals = []
     for answer in answers:
-        logits, state = model.prefill(ids, images)
-        total = 0.0
-        for token in answer:
-            total += logits[0].double().log_softmax(-1)[token].item()
-            logits, state = model.decode(torch.tensor([token]), state)
-        totals.append(total + logits[0].double().log_softmax(-1)[ends].logsumexp(0).item())
+        steps, total = [*([token] for token in answer), ends], []
+
+        def force(logits, steps=steps, total=total):
+            allowed = steps[len(total)]
+            total.append(logits[0].double().log_softmax(-1)[allowed].logsumexp(0).item())
+            return torch.full_like(logits, -torch.inf).index_fill(1, torch.tensor(allowed[:1]), 0)
+
+        for _ in model.stream(ids, images, max_new_tokens=len(steps), logits_processor=force):
+            pass
+        totals.append(sum(total))
     return totals
 
 
@@ -168,6 +186,7 @@ def check_doors(captioner: Captioner, images) -> list:
         options = CaptionOptions(prompts=(prompt,), choices=CHOICES)
         (row,) = caption_rows(captioner, [("a", image)], options)
         assert row["text"] == best[1] and abs(row["log_probability"] - best[0]) < 0.01
+        assert "".join(ChatSession(captioner, image).ask(prompt, **SETTINGS)) == text
         rows = caption_rows(captioner, [("a", image), ("b", image)], CaptionOptions(prompts=(prompt,), **SETTINGS))
         assert [str(row) if isinstance(row, Exception) else row["text"] for row in rows] == [
             text.strip() or "the model's caption is empty"

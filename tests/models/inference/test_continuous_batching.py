@@ -10,6 +10,7 @@ from models.errors import is_out_of_memory
 from models.inference import caches, continuous_batching
 from models.inference.caches import ImageCache, LRUCache, PrefixCache, TiledImage
 from models.inference.continuous_batching import ContinuousBatch, Request
+from models.inference.proof import ADAPTERS, Proof
 from models.options import GREEDY, SamplingParams
 from support import watch
 from support.generation import IMAGE, PER_IMAGE, only_row, prompt, run
@@ -39,16 +40,17 @@ def request(ids=PROMPT, n=5, **options):
 
 
 @pytest.fixture
-def refuse(tiny_model):
+def refuse(tiny_model, monkeypatch):
     """A model, and a list of (condition, error): a decoder step of ids for which the condition is true raises it."""
     model, rules = tiny_model(), []
+    monkeypatch.setattr(Proof, "difference", lambda proof: ADAPTERS)  # computed by modules, in batches
 
     def check(embed, inputs):
         for condition, error in rules:
             if condition(inputs[0]):
                 raise error
 
-    model.decoder.token_embedding.register_forward_pre_hook(check)  # for which the plain modules are used
+    model.decoder.token_embedding.register_forward_pre_hook(check)
     return model, rules
 
 
@@ -98,7 +100,7 @@ def test_prompts_that_begin_alike_are_computed_once(tiny_model):
     image = TiledImage(torch.rand(1, 3, 16, 16))
     expected = [alone(model, [*ids, *end], 5, image.tiles) for end in ([], [9], [8, 7])]
     requests = [request([*ids, *end], images=[image]) for end in ([], [9], [8, 7], [])]
-    with watch(model.decoder.blocks[0]) as shapes:  # for which the plain modules are used
+    with watch(model.decoder.blocks[0]) as shapes:
         assert run(ContinuousBatch(model), *requests) == [*expected, expected[0]]
     assert [one.n_cached for one in requests] == [0, 54, 54, 53]
     assert sum(rows * n for rows, n, _ in shapes if n != 1) <= 54 + 2 * 2
@@ -227,9 +229,10 @@ LARGE = 2**24  # bytes of a cache
 
 
 @pytest.fixture
-def computed(tiny_model):
+def computed(tiny_model, monkeypatch):
     """A model of 256 positions, and lists of how many tiles and how many new tokens it has computed each time."""
     model, tiles, tokens = tiny_model(lm_max_position_embeddings=256), [], []
+    monkeypatch.setattr(Proof, "difference", lambda proof: ADAPTERS)  # computed by modules, in batches
     model.vision_encoder.register_forward_pre_hook(lambda module, args: tiles.append(len(args[0])))
     model.decoder.blocks[0].register_forward_pre_hook(lambda module, args: tokens.append(args[0].size(1)))
     return model, tiles, tokens

@@ -271,7 +271,7 @@ def test_results_follow_the_weights(tiny_model, tmp_path, caplog, change, quanti
             assert len(running.output) == 2 and running.error is None
         got = logits_of(inference)
         logged = [record.message for record in caplog.records if record.levelno == logging.INFO]
-    assert logged == ["the model's weights have changed; rebuilding the inference model"]
+    assert logged == ["the model has changed; rebuilding the inference model"]
     assert torch.equal(got, logits_of(InferenceModel(copy.deepcopy(model), quantize=quantize)))
     if quantize is None:
         assert_same(inference, copy.deepcopy(model))

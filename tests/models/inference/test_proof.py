@@ -1,20 +1,26 @@
 """The kernels are used only for the lines of the core that they were written for."""
 
+import ast
 import compileall
 import copy
+import functools
 import logging
 import os
 import shutil
 import subprocess
 import sys
+import types
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
 
-from models import attention, cache, language_model, vision_transformer
+from models import attention, cache, decoding, language_model, vision_language_model, vision_transformer
 from models.errors import InputError
 from models.inference import proof
 from models.inference.inference_model import InferenceModel, PlainNetwork
@@ -52,6 +58,19 @@ def scaled(self, x, *args, **options):
 
 
 ORIGINAL_FORWARD = language_model.LanguageModel.forward
+
+
+def faked(function):
+    """A patch that has the name of what it replaces."""
+    return functools.wraps(function)(lambda x, *args, **options: function(0.3 * x, *args, **options))
+
+
+class Halved(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        return result / 2 if function is F.linear else result
+
+
 EDITS = [  # of a file of the core: where, and what stands there then
     (language_model.MLP, "forward", lambda self, x: self.down_proj(F.relu(self.gate_proj(x)) * self.up_proj(x))),
     (language_model.RMSNorm, "forward", lambda self, x: F.rms_norm(x, x.shape[-1:], eps=self.eps) * 1.5),
@@ -105,7 +124,7 @@ CHANGES = {  # of a model, and what the line names
     ),
     "projector": (mlp_projector, "MP.proj is a Sequential, not a Linear"),
     "number": (lambda m: setattr(last_block(m).norm1, "eps", 0.5), "decoder.blocks.1.norm1.eps is not the config's"),
-    "blocks": (lambda m: m.vision_encoder.blocks.append(m.vision_encoder.blocks[0]), "vision_encoder.blocks are 3"),
+    "blocks": (lambda m: m.vision_encoder.blocks.append(m.vision_encoder.blocks[0]), "vision_encoder.blocks.length is not the config's"),
     # the kernels would read and write beyond the memory that the config's sizes need
     "wider decoder": (
         replaced("decoder.blocks.0.mlp", gate_proj=WIDER, up_proj=WIDER, down_proj=nn.Linear(640, 24, bias=False)),
@@ -117,15 +136,15 @@ CHANGES = {  # of a model, and what the line names
     ),
     "bias": (  # which F.linear adds to all columns
         replaced("vision_encoder.blocks.0.mlp.fc1", bias=nn.Parameter(torch.tensor([0.5]))),
-        "vision_encoder.blocks.0.mlp.fc1.bias is of another size than the config's",
+        "vision_encoder.blocks.0.mlp.fc1.bias is not the config's",
     ),
     "vocabulary": (
         replaced("decoder.head", weight=nn.Parameter(torch.randn(4000, 24))),
-        "decoder.head.weight is of another size than the config's",
+        "decoder.head.weight is not the config's",
     ),
     "norm without bias": (
         replaced("vision_encoder.blocks.0", ln1=nn.LayerNorm(16, eps=1e-6, bias=False)),
-        "vision_encoder.blocks.0.ln1.bias is of another size than the config's",
+        "vision_encoder.blocks.0.ln1.bias is not the config's",
     ),
     "parametrization": (
         lambda m: nn.utils.parametrizations.spectral_norm(m.MP.proj), "MP.proj is a ParametrizedLinear"
@@ -192,6 +211,18 @@ def test_patches_and_hooks_of_all_modules_count_at_the_next_prefill_and_until_th
         (attention, "F", object(), True),
         (language_model.MLP, "forward", reloaded(language_model, "MLP", "F.silu(", "F.relu("), True),
         (cache.KVCache, "append", lambda self, key, value: self, False),
+        (vision_language_model.VisionLanguageModel, "__init__", lambda self, *args: None, True),
+        (decoding.GenerationMixin, "embed", lambda self, ids, images=None: None, True),
+        (decoding, "generate_tokens", lambda *args: iter(()), True),
+        (decoding.GenerationMixin.decode, "__defaults__", (None,), True),
+        (F, "scaled_dot_product_attention", faked(F.scaled_dot_product_attention), True),
+        (F, "silu", faked(F.silu), True),
+        (F, "linear", faked(F.linear), True),
+        (torch, "cat", torch.stack, True),
+        (torch.Tensor, "chunk", lambda x, *args, **options: torch.Tensor.split(x, 1), False),
+        (nn.Linear, "forward", faked(nn.Linear.forward), True),
+        (nn.LayerNorm, "forward", faked(nn.LayerNorm.forward), True),
+        (nn.Module, "__call__", faked(nn.Module.__call__), True),
     ]
     for holder, name, value, raising in patches:
         with monkeypatch.context() as context:
@@ -202,6 +233,11 @@ def test_patches_and_hooks_of_all_modules_count_at_the_next_prefill_and_until_th
     assert type(inferences[0].network) is PlainNetwork
     handle.remove()
     assert type(inferences[0].network) is KernelNetwork
+    for mode in (Halved(), torch.autocast("cpu", torch.bfloat16), FlopCounterMode(display=False)):
+        with mode:
+            assert type(inferences[0].network) is PlainNetwork, mode
+    with torch.device("cpu"):  # which makes tensors, and changes no function
+        assert type(inferences[0].network) is KernelNetwork
 
 
 def test_freed_weights_are_noticed(tiny_model):
@@ -219,13 +255,42 @@ def test_the_digests_are_those_of_the_core():
     )
 
 
-def test_comments_types_and_docstrings_change_no_digest():
-    a = 'def f(x: int = 2) -> int:\n    """One."""\n    return x  # two\n'
-    trees = [
-        proof._dump([*proof._nodes(text).values()])
-        for text in (a, "def f(x = 2):\n\n    return x", "def f(x=3): return x")
-    ]
-    assert trees[0] == trees[1] != trees[2]
+def as_module(name, path, text):
+    """A module of the core out of another text, in a file of its own."""
+    path.write_text(text, encoding="utf-8")
+    module = types.ModuleType(name)
+    module.__file__ = str(path)
+    with mock.patch.dict(sys.modules, {name: module}):  # where a dataclass looks
+        exec(compile(text, path, "exec"), module.__dict__)
+    return module
+
+
+@pytest.mark.parametrize("file", proof.CORE._files, ids=lambda file: file.__name__)
+def test_an_edit_of_any_function_is_a_difference_and_a_comment_is_none(file, tmp_path, monkeypatch):
+    text = Path(file.__file__).read_text(encoding="utf-8")
+    name = f"{file.__name__.replace('.', '/')}.py"
+    lines = text.splitlines(keepends=True)
+    tree = ast.parse(text)
+    classes = [(node.name, node.body) for node in tree.body if isinstance(node, ast.ClassDef)]
+    functions = [(holder, x) for holder, body in [("", tree.body), *classes] for x in body
+                 if isinstance(x, ast.FunctionDef)]  # fmt: skip
+    for i, (holder, node) in enumerate(functions):
+        at = node.body[0].lineno - 1  # the first line of the body, mostly its docstring
+        indent = " " * node.col_offset
+        harmless = [*lines[: node.lineno - 1], "\n", f"{indent}# a comment\n", *lines[node.lineno - 1 :]]
+        if node.decorator_list:
+            harmless = [*lines, "# a comment\n"]
+        real = [*lines[:at], f"{indent}    edited = 1\n", *lines[at:]]
+        if ast.unparse(node.body[0]) == "...":
+            real = [*lines[:at], lines[at].replace("...", "pass"), *lines[at + 1 :]]
+        assert not proof.Source(as_module(file.__name__, tmp_path / f"harmless{i}.py", "".join(harmless))).difference()
+        edited = as_module(file.__name__, tmp_path / f"real{i}.py", "".join(real))
+        assert proof.Source(edited).difference() == f"{name} is edited or patched", node.name
+        place, new = (getattr(module, holder) if holder else module for module in (file, edited))
+        with monkeypatch.context() as context:
+            context.setattr(place, node.name, vars(new)[node.name])
+            assert proof.CORE.difference() == f"{name} is edited or patched", (holder, node.name)
+        assert not proof.CORE.difference()
 
 
 def test_adapters_in_training_are_computed_by_modules_without_a_word(tiny_model, caplog):
