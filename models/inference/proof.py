@@ -13,7 +13,7 @@ import linecache
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, FunctionType, MemberDescriptorType, ModuleType
 from typing import Any
 
 import torch
@@ -50,7 +50,6 @@ LIBRARY = (nn.Module, nn.Linear, nn.Conv2d, nn.Embedding, nn.LayerNorm, nn.Dropo
 TORCH = os.path.dirname(torch.__file__) + os.sep
 NAMESPACES = (F, torch, torch._C._nn, Tensor, nn)  # in which a name of the core's code may be torch's
 STANDARD = frozenset(vars(nn.Module()))  # what every module has
-MEMBER = type(cache.KVCache.key)  # of an attribute in __slots__
 ADAPTERS = "it has adapters that are being trained"
 
 
@@ -116,7 +115,7 @@ class Source:
         """True if an object of a file is what its text makes: a function's code, a class's parts, another's value."""
         live, fresh = _function(live), _function(fresh)
         if type(live) is not type(fresh) or getattr(fresh, "__module__", None) != file.__name__:
-            return live is fresh or live == fresh or type(live) is type(fresh) is MEMBER
+            return live is fresh or live == fresh or type(live) is type(fresh) is MemberDescriptorType
         if isinstance(fresh, FunctionType):
             self._functions.append(live)
             is_same = _contents(live) == _contents(fresh)
@@ -282,9 +281,9 @@ def _describe(module: Any) -> dict[str, Any]:
     return given
 
 
-def _pairs(model: nn.Module, plan: nn.Module) -> Iterator[tuple[str, Any, nn.Module]]:
+def _pairs(model: nn.Module, plan: nn.Module) -> Iterator[tuple[str, Any, Any]]:
     """Name, module and plan of all modules, parents first."""
-    waiting: list[tuple[str, Any, nn.Module]] = [("the model", model, plan)]
+    waiting: list[tuple[str, Any, Any]] = [("the model", model, plan)]
     while waiting:
         name, module, plan = waiting.pop()
         yield name, module, plan

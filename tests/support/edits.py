@@ -66,7 +66,8 @@ BLOCKS = """            x, block_kv_cache = block(x, cos, sin, mask, block_kv_ca
 LAST = "        return self.decoder.head(hidden[:, -1]), PrefillState(kv_cache, mask)\n"
 DECODED = "        return self.prefill_embeds(self.embed_tokens(ids[:, None]), None, prefix)\n"
 EDITS = {
-    "a sliding window": Edit("attention", "attention", when_made=True, old=SDPA, new=f"""    if causal or mask is not None or q.size(2) == 1:
+    "a sliding window": Edit("attention", "attention", when_made=True, old=SDPA, new=f"""\
+    if causal or mask is not None or q.size(2) == 1:
         T, S = q.size(2), k.size(2)
         near = q.new_ones(T, S).bool().tril(S - T).triu(S - T - 23)
         mask, causal = near if mask is None else mask & near, False

@@ -124,7 +124,10 @@ CHANGES = {  # of a model, and what the line names
     ),
     "projector": (mlp_projector, "MP.proj is a Sequential, not a Linear"),
     "number": (lambda m: setattr(last_block(m).norm1, "eps", 0.5), "decoder.blocks.1.norm1.eps is not the config's"),
-    "blocks": (lambda m: m.vision_encoder.blocks.append(m.vision_encoder.blocks[0]), "vision_encoder.blocks.length is not the config's"),
+    "blocks": (
+        lambda m: m.vision_encoder.blocks.append(m.vision_encoder.blocks[0]),
+        "vision_encoder.blocks.length is not the config's",
+    ),
     # the kernels would read and write beyond the memory that the config's sizes need
     "wider decoder": (
         replaced("decoder.blocks.0.mlp", gate_proj=WIDER, up_proj=WIDER, down_proj=nn.Linear(640, 24, bias=False)),
