@@ -23,6 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from models import attention, cache, decoding, language_model, vision_language_model, vision_transformer
 from models.errors import InputError
 from models.inference import proof
+from models.inference.continuous_batching import ContinuousBatch, Request
 from models.inference.inference_model import InferenceModel, PlainNetwork
 from models.inference.kernel_network import KernelNetwork
 from models.lora import adapt
@@ -241,6 +242,41 @@ def test_patches_and_hooks_of_all_modules_count_at_the_next_prefill_and_until_th
             assert type(inferences[0].network) is PlainNetwork, mode
     with torch.device("cpu"):  # which makes tensors, and changes no function
         assert type(inferences[0].network) is KernelNetwork
+
+
+def test_a_generation_whose_state_has_two_rows_counts(tiny_model, monkeypatch):
+    """As classifier-free guidance has: the prompt, and the prompt without its first tokens."""
+    prefill, decode = decoding.GenerationMixin.prefill, decoding.GenerationMixin.decode
+
+    def guided(logits):
+        return 2 * logits[:1] - logits[1:]
+
+    def prefill_both(self, input_ids, images=None, attention_mask=None, prefix=None):
+        both = torch.cat([input_ids, input_ids])
+        mask = torch.ones_like(both)
+        mask[1, :4] = 0
+        logits, state = prefill(self, both, images, mask, prefix)
+        return guided(logits), state
+
+    def decode_both(self, ids, prefix):
+        logits, state = decode(self, torch.cat([ids, ids]), prefix)
+        return guided(logits), state
+
+    model = tiny_model()
+    batch = ContinuousBatch(model)
+    answers = []
+    for _ in range(2):
+        prompts = [[5, 6, 7, 8, 9, 10, 11], [9, 8, 7, 6, 5]]
+        requests = [Request(ids, max_new_tokens=8) for ids in prompts]
+        for request in requests:
+            batch.add(request)
+        while batch.running or batch.waiting:
+            batch.step()
+        answers.append([request.output for request in requests])
+        assert answers[-1] == [model.generate(torch.tensor([ids]), max_new_tokens=8)[0].tolist() for ids in prompts]
+        monkeypatch.setattr(decoding.GenerationMixin, "prefill", prefill_both)
+        monkeypatch.setattr(decoding.GenerationMixin, "decode", decode_both)
+    assert answers[0] != answers[1]
 
 
 def test_freed_weights_are_noticed(tiny_model):
