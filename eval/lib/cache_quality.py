@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from eval.captions import make_splits
 from eval.lib.cache_designs import Start, blocks, evicting
 from eval.lib.command import progress, relative_error
+from eval.lib.scenes import make_splits
 from eval.sort_task import splits
 from models.config import VLMConfig
 from models.decoding import TokenSampler, collect_tokens, generate_tokens

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from eval import speedup
-from eval.captions import make_splits
 from eval.lib import cache_quality
 from eval.lib.cache_designs import Sizes, language_model_designs, measure_designs, timeline
 from eval.lib.cache_quality import make_shared_model, small_config, sort_cached, speculation, train
+from eval.lib.scenes import make_splits
 from eval.speedup import main
 from models.kv_study.speculative import DraftModel, prompt_lookup, read_lm
 from models.vision_language_model import PrefillState
