@@ -193,7 +193,8 @@ def measure_images(args: argparse.Namespace, folder: Path) -> Measured:
     others: dict[str, Any] = {}
     lines = []
     if args.digits is None:
-        splits = make_splits(args.scenes or (N_COMPARED if args.compare else 1000))
+        n, seed = (N_COMPARED, "quantised 1") if args.compare else (1000, "eval 1")
+        splits = make_splits(args.scenes or n, seed=seed)
     else:
         learned, tested = write_digits(folder)
         splits = {"digits": [Example(path, None, label, label) for path, label in zip(*tested)]}

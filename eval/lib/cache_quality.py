@@ -64,7 +64,7 @@ class Batch:
     truths: Sequence[str]
 
 
-def make_batches(captioner: Captioner, n_scenes: int, seed: str = "answers") -> list[Batch]:
+def make_batches(captioner: Captioner, n_scenes: int, seed: str = "eval answers") -> list[Batch]:
     """A caption and a question about each of n_scenes drawn scenes, prompts of equal length together: no padding."""
     examples = make_splits(n_scenes, 1, seed)
     batches = []

@@ -46,13 +46,13 @@ def png(scene: Scene, rng: Random) -> bytes:
     return file.getvalue()
 
 
-def make_splits(n_scenes: int, n_questions: int = N_QUESTIONS, seed: str = "1") -> dict[str, list[Example]]:
+def make_splits(n_scenes: int, n_questions: int = N_QUESTIONS, seed: str = "eval 1") -> dict[str, list[Example]]:
     """Captions of n_scenes scenes, captions of as many withheld ones, and questions about the former.
 
     "questions" has n_questions of all kinds about each scene, "relations" and "neighbors" up to N_QUESTIONS of their
     kind about each scene of two objects or more; without any, they are left out.
     """
-    rng = Random(f"eval {seed}")
+    rng = Random(seed)
     scenes = [random_scene(rng) for _ in range(n_scenes)]
     images = [png(scene, rng) for scene in scenes]
     withheld = [random_scene(rng, withheld=True) for _ in range(n_scenes)]

@@ -93,7 +93,7 @@ def test_the_report_is_one_json_object_and_the_printed_one_is_kept(results_of, t
 def test_exact_answers_are_those_of_the_captioner_where_the_whole_cache_is_held(results_of):
     plain, *rows = results_of(main, "--quality", "evict", "--scenes", "6", "--device", "cpu")["evict"]
     captioner = Captioner.from_pretrained(EMBEDDED, "cpu", "float32")
-    for split, examples in make_splits(6, 1, "answers").items():
+    for split, examples in make_splits(6, 1, "eval answers").items():
         if split in plain["right"]:
             right = [captioner.caption(e.image, e.prompt) == e.truth for e in examples]
             assert plain["right"][split] == sum(right) / 6
