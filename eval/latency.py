@@ -345,13 +345,6 @@ def results_table(results: Sequence[Result], ids: Ids) -> str:
     return "\n".join(blocks)
 
 
-def level_here(text: str) -> str:
-    """argparse type: one of `levels_here`."""
-    if text not in (levels := command.levels_here()):
-        raise argparse.ArgumentTypeError(f"this CPU has no level {text}; use {', '.join(levels) or 'another one'}")
-    return text
-
-
 def lowering(levels: Sequence[str]) -> dict[str, str]:
     """Environment variables that hold all engines that can be held to the level, if it is one below this CPU's best."""
     if len(levels) > 1 or levels[0] not in ISAS or levels[0] == command.levels_here()[-1]:
@@ -369,7 +362,7 @@ def add_flags(parser: Parser) -> None:
     add("--quantize", choices=QUANTIZATIONS, help="also measure quantized weights")
     add("--device", default="cpu", choices=("cpu", "cuda"), help="where to compute (default: cpu)")
     levels = "avx2, avx2-vnni, vnni, bf16 or amx (default: the highest)"
-    add("--level", nargs="+", type=level_here, metavar="LEVEL", help=levels)
+    add("--level", nargs="+", type=command.level_here, metavar="LEVEL", help=levels)
     add("--baselines", nargs="*", default=["plain"], choices=BASELINES, help="other engines (default: plain)")
     add("--stages", nargs="+", default=STAGES, choices=("train", *STAGES), help=f"(default: {' '.join(STAGES)})")
     add("--image-size", nargs="+", type=positive, default=[512], metavar="N", help="pixels of a side (default: 512)")

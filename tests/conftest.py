@@ -1,5 +1,6 @@
 """Models for all tests, made once a session: small, with random weights large enough that any mistake shows."""
 
+import os
 import shutil
 
 import pytest
@@ -11,6 +12,7 @@ from support import TINY, randomize
 from support.deadline import limited
 
 torch.set_num_threads(1)  # two threads slow each other tenfold under load
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # in processes that tests start, too
 
 
 @pytest.hookimpl(wrapper=True)

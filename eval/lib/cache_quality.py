@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from eval.captions import make_splits
 from eval.lib.cache_designs import Start, blocks, evicting
 from eval.lib.command import progress, relative_error
+from eval.lib.scenes import make_splits
 from eval.sort_task import splits
 from models.config import VLMConfig
 from models.decoding import TokenSampler, collect_tokens, generate_tokens
@@ -64,7 +64,7 @@ class Batch:
     truths: Sequence[str]
 
 
-def make_batches(captioner: Captioner, n_scenes: int, seed: str = "answers") -> list[Batch]:
+def make_batches(captioner: Captioner, n_scenes: int, seed: str = "eval answers") -> list[Batch]:
     """A caption and a question about each of n_scenes drawn scenes, prompts of equal length together: no padding."""
     examples = make_splits(n_scenes, 1, seed)
     batches = []

@@ -91,6 +91,13 @@ def levels_here() -> list[str]:
     return levels if levels and load_library(levels[-1]) is not None else []
 
 
+def level_here(text: str) -> str:
+    """argparse type: one of `levels_here`."""
+    if text not in (levels := levels_here()):
+        raise argparse.ArgumentTypeError(f"this CPU has no level {text}; use {', '.join(levels) or 'another one'}")
+    return text
+
+
 def current_level() -> str:
     """The level of an InferenceModel made now; "none" is PyTorch's own operations."""
     level = chosen_level()

@@ -38,7 +38,8 @@ def test_whole_outputs_are_counted_and_so_are_different_ones():
     assert compare(Oracle(), Oracle(fails_on=2), inputs, sampled=False)[0] == 18
 
 
-def test_a_short_sorting_task_is_learned_on_its_threads_and_keeps_the_random_state(request):
+def test_a_short_sorting_task_is_learned_on_its_threads_and_keeps_the_random_state(request, monkeypatch):
+    monkeypatch.setattr("eval.sort_task.EVAL_INTERVAL", 25)
     counts = []
     request.addfinalizer(partial(torch.set_num_threads, torch.get_num_threads()))
     torch.set_num_threads(2)  # and not in the task: two threads that share a core wait for each other at every step

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from eval import speedup
-from eval.captions import make_splits
 from eval.lib import cache_quality
 from eval.lib.cache_designs import Sizes, language_model_designs, measure_designs, timeline
 from eval.lib.cache_quality import make_shared_model, small_config, sort_cached, speculation, train
+from eval.lib.scenes import make_splits
 from eval.speedup import main
 from models.kv_study.speculative import DraftModel, prompt_lookup, read_lm
 from models.vision_language_model import PrefillState
@@ -93,7 +93,7 @@ def test_the_report_is_one_json_object_and_the_printed_one_is_kept(results_of, t
 def test_exact_answers_are_those_of_the_captioner_where_the_whole_cache_is_held(results_of):
     plain, *rows = results_of(main, "--quality", "evict", "--scenes", "6", "--device", "cpu")["evict"]
     captioner = Captioner.from_pretrained(EMBEDDED, "cpu", "float32")
-    for split, examples in make_splits(6, 1, "answers").items():
+    for split, examples in make_splits(6, 1, "eval answers").items():
         if split in plain["right"]:
             right = [captioner.caption(e.image, e.prompt) == e.truth for e in examples]
             assert plain["right"][split] == sum(right) / 6

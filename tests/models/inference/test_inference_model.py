@@ -21,10 +21,7 @@ from models.lora.files import read_adapters, write_adapters
 from models.options import SamplingParams
 from models.vision_language_model import VisionLanguageModel
 from support.generation import IDS, IMAGES, logits_of, only_row, prompt, run
-from support.kernels import LEVELS
 
-ALL_LEVELS = [*(pytest.param(x, marks=pytest.mark.full) for x in LEVELS[:-1]), *LEVELS[-1:], "none"]
-few_levels = pytest.mark.parametrize("level", ALL_LEVELS, indirect=True)  # where all would add nothing but time
 by_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 pytestmark = pytest.mark.usefixtures("level")
 
@@ -49,7 +46,6 @@ def test_a_layer_may_have_another_format_than_those_beside_it(tiny_model, name, 
     assert_same(InferenceModel(model), model, 0.05)
 
 
-@few_levels
 @pytest.mark.parametrize("name", ["encode_images", "embed_tokens", "prefill_embeds"])
 def test_a_subclass_is_computed_by_its_own_methods(tiny_model, name):
     def doubled(self, *args):
@@ -97,7 +93,6 @@ def test_a_token_is_the_same_on_more_threads_than_keys_have_heads(tiny_model, re
     torch.testing.assert_close(*logits)
 
 
-@few_levels
 @torch.inference_mode()
 @by_dtype
 @pytest.mark.parametrize("heads", [{}, {"lm_n_heads": 5, "lm_n_kv_heads": 1, "lm_hidden_dim": 420}])  # of 4 and 84
@@ -159,7 +154,6 @@ def test_quantized_logits_are_those_of_the_dequantized_model(tiny_model, dtype, 
     assert (got - logits_of(model)).norm() > 1e-3 * wanted.norm()
 
 
-@few_levels
 def test_the_model_is_never_changed_nor_its_floating_point_weights_copied(tiny_model):
     def fingerprint(model):
         modules = {name: (type(module), list(vars(module))) for name, module in model.named_modules()}
@@ -177,7 +171,6 @@ def test_the_model_is_never_changed_nor_its_floating_point_weights_copied(tiny_m
     assert all(p.grad is not None for p in model.parameters())
 
 
-@few_levels
 @torch.inference_mode()
 def test_shapes_that_do_not_fit_are_refused(tiny_model):
     """The kernels read and write where a wrong shape points."""
@@ -202,7 +195,6 @@ def test_shapes_that_do_not_fit_are_refused(tiny_model):
         network.encode_images(torch.rand(1, 3, 20, 20))
 
 
-@few_levels
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_torchs_default_dtype_and_device_change_nothing(tiny_model, dtype):
     """The kernels write float32, whatever the default dtype of the memory that is made for them."""
@@ -253,9 +245,8 @@ CHANGES = [
 ]  # fmt: skip
 
 
-@few_levels
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("quantize", [None, "int8", "int4"])
+@pytest.mark.parametrize("quantize", [None, "int8", pytest.param("int4", marks=pytest.mark.full)])
 def test_results_follow_the_weights(tiny_model, tmp_path, caplog, change, quantize):
     inference = InferenceModel(model := tiny_model(), quantize=quantize)
     only_rounds, logged = change in CHANGES[-4:], []
@@ -317,7 +308,6 @@ def test_attention_of_images_in_an_int8_model(tiny_model, factor, level):
     assert (got - wanted).norm() < (0.02 if factor == 1 else 0.05) * wanted.norm()
 
 
-@few_levels
 def test_a_released_model_goes_on_without_its_source(tiny_model):
     inference = InferenceModel(model := tiny_model(lm_tie_weights=False))
     assert inference.model is model

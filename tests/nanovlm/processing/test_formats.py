@@ -208,7 +208,7 @@ def recomputed_answer(format_version, model, reference, image_set, max_new_token
     return answer
 
 
-@pytest.mark.parametrize("penalty", [1.0, 1.5])
+@pytest.mark.parametrize("penalty", [pytest.param(1.0, marks=pytest.mark.full), 1.5])
 def test_answers_match_a_plain_recomputation(format_version, captioner, reference, penalty):
     answers = []
     for image_set in IMAGE_SETS:

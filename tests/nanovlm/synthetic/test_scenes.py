@@ -15,9 +15,9 @@ from nanovlm.synthetic.scene import SIZES
 POSITIONS = [["top left", "top", "top right"], ["left", "middle", "right"], ["bottom left", "bottom", "bottom right"]]
 
 
-@pytest.fixture(scope="module")
-def scenes():
-    return [make_scene(Random(seed)) for seed in range(2000)]
+@pytest.fixture(scope="module", params=[500, pytest.param(2000, marks=pytest.mark.full)])
+def scenes(request):
+    return [make_scene(Random(seed)) for seed in range(request.param)]
 
 
 def test_shapes_are_inside_overlap_little_and_are_named_in_reading_order(scenes):
@@ -56,7 +56,7 @@ def test_withheld_pairs_are_shown_and_asked_about_only_where_wanted(scenes, aske
     for scene, pairs in zip(scenes, asked):
         text = " ".join([caption(scene), *(f"{question} {answer}" for question, answer in pairs)])
         assert not names_withheld(scene) and not any(name in text for name in names)
-    for seed in range(500):
+    for seed in range(len(scenes) // 4):
         scene = make_scene(Random(seed), withheld=True)
         assert names_withheld(scene) and any(name in caption(scene) for name in names)
 
@@ -132,7 +132,7 @@ def test_backgrounds_differ_from_all_colors():
 @pytest.mark.parametrize("size", [(160, 160), (48, 48), (97, 161)])
 def test_center_pixels_have_the_color_of_their_shape(scenes, size):
     right = []
-    for scene in scenes[:300]:
+    for scene in scenes[: len(scenes) // 7]:
         image = draw(scene, *size)
         assert image.size == size and image.mode == "RGB"
         for t in scene.shapes:
