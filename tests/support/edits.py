@@ -52,7 +52,11 @@ class Edit:
         exec(compile(self.apply(Path(path).read_text(encoding="utf-8")), path, "exec"), edited.__dict__)
         holder, _, name = self.function.rpartition(".")
         if holder:
-            monkeypatch.setattr(getattr(self.module, holder), name, vars(getattr(edited, holder))[name])
+            live = getattr(self.module, holder)
+            method = vars(getattr(edited, holder))[name]
+            if getattr(method, "__closure__", None) and method.__code__.co_freevars == ("__class__",):  # of super()
+                method.__closure__[0].cell_contents = live
+            monkeypatch.setattr(live, name, method)
             return
         original = getattr(self.module, name)
         for module in [module for key, module in sys.modules.items() if key.startswith("models.")]:
