@@ -12,7 +12,7 @@ from torch import Tensor
 from models.language_model import PACK_STRIDE
 from models.vision_language_model import IGNORE_INDEX
 from nanovlm.errors import DataError, ImageError, InputError
-from nanovlm.processing.conversation import Chat, with_images
+from nanovlm.processing.conversation import Chat, images_first, images_of, with_images
 from nanovlm.processing.image_loading import load_image
 from nanovlm.processing.processor import Processor
 
@@ -30,7 +30,7 @@ class ExampleError(DataError):
 class Example:
     """Images and conversations, each about all of the images, which are opened when the example is encoded.
 
-    The conversations do not see each other. In their turns None marks the place of an image.
+    The conversations do not see each other. In their turns None marks the place of an image; images are in that order.
     """
 
     images: Sequence[ImageSource]
@@ -77,8 +77,9 @@ class EncodedExample:
 def encode(example: Example, processor: Processor, augment: Augment | None = None) -> EncodedExample:
     """Encode an example so that each answer is predicted from exactly the ids that generation would have seen.
 
-    What precedes the end of the last image is the shared prefix (mask 1); each conversation continues it (mask 2, 3,
-    ...) and does not see the others. augment, if given, is applied to each image. ExampleError if an image cannot be
+    Images stay in their places if the layout has images in turns; else all come first. What precedes the end of the
+    last image is the shared prefix (mask 1); each conversation continues it (mask 2, 3, ...) and does not see the
+    others. augment, if given, is applied to each image. ExampleError if an image cannot be
     read, an answer is missing, or the row is too long.
     """
     check_answers(example)
@@ -90,7 +91,8 @@ def encode(example: Example, processor: Processor, augment: Augment | None = Non
         for number, chat in enumerate(example.chats):
             if not any(turn.learned for turn in chat if turn.role == "assistant"):
                 continue
-            ids, targets = _encode_chat(with_images(chat, shown), processor)
+            placed = with_images(chat, shown)
+            ids, targets = _encode_chat(placed if processor.layout.images_in_turns else images_first(placed), processor)
             n = len(ids) - ids[::-1].index(image_token) if image_token in ids else 0
             if not row.ids:
                 row.add(ids[:n], targets[:n], [1] * n)
@@ -193,9 +195,10 @@ def questions(examples: Iterable[tuple[str, Example]]) -> list[Question]:
     """
     asked: dict[Any, Question] = {}
     for number, (source, example) in enumerate(examples):
-        images = tuple(number if isinstance(image, Image.Image) else image for image in example.images)
         for before, answer in example.learned():
-            key = (source, images or number, tuple((turn.role, turn.text) for turn in before))
-            question = Question(source, example.name, example.images, before, [])
+            images = example.images[: len(images_of(before))]
+            named = tuple(number if isinstance(image, Image.Image) else image for image in images)
+            key = (source, named or number, tuple((turn.role, *turn.parts) for turn in before))
+            question = Question(source, example.name, images, before, [])
             asked.setdefault(key, question).references.append(answer)
     return list(asked.values())

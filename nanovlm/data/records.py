@@ -36,13 +36,12 @@ OPTIONS = {"image": "image_column", "question": "prompt_column", "answer": "text
 ROLES = {"human": "user", "gpt": "assistant", "model": "assistant"}  # of ShareGPT and Gemma
 LOSS_KEYS = ("weight", "loss", "train", "training", "trainable")  # keys of a message that say whether it is learned
 MARK = re.compile("<image>")  # an image's position in the text of LLaVA and its followers
-OUTER_MARKS = re.compile(r"^(\s*<image>)+|(<image>\s*)+$")
 OTHER_MARKS = re.compile(
     r"<\|?(?:image|img|video|audio|vision|picture)[ _-]?(?:\d+|pad|start|here)?\|?>|\[IMG\]|<start_of_image>",
     re.IGNORECASE,
 )
-MOVED = "not read: position of an image within the text or in a later turn: all images come first"
-NO_IMAGE = "without an image"  # notes of examples
+INSIDE = "with an image behind text: SmolVLM's layout reads it there, nanoVLM's before all text"  # notes of examples
+NO_IMAGE = "without an image"
 ASKED_PROMPT = "question from --prompt"  # part of one
 
 
@@ -171,12 +170,14 @@ def _read(row: Row, columns: _Columns, options: ReadOptions) -> Example:
         if "question" in columns.read and is_empty(question):
             raise ExampleError(f"has no question in {columns.read['question']}; write one, or remove it")
         question = question if "question" in columns.read else options.question
-        answer = [
-            {"role": "user", "content": question},
-            {"role": "assistant", "content": clean_text((*answers, "")[0])},
-        ]
     system = columns.find("system")
-    turns, marked, is_moved = _read_chat(answer, [clean_text(columns.row[column]) for column in system])
+    turns = [Turn("system", (text,)) for column in system if (text := clean_text(columns.row[column]))]
+    if is_chat:
+        said, marked = _read_chat(answer)
+        turns += said
+    else:
+        parts, marked = _read_parts(question)
+        turns += [Turn("user", parts), Turn("assistant", (clean_text((*answers, "")[0]),))]
     named = [_locate(image, row.folder) for image in marked if not isinstance(image, int | None)]
     if named and images and named != images:
         raise ExampleError(f"names images in its messages and in {columns.read['image']}; remove either")
@@ -188,7 +189,9 @@ def _read(row: Row, columns: _Columns, options: ReadOptions) -> Example:
             raise ExampleError(f"numbers its images {numbers}, which must name each of {len(images)} once, from 0")
         images = [images[number] for number in numbers]
     first = next((turn for turn in turns if turn.role == "user"), None)
-    turns = [Turn("user", (*[None] * len(images), turn.text)) if turn is first else turn for turn in turns]
+    places = [None] * len(images)
+    if not marked:
+        turns = [replace(turn, parts=[*places, *turn.parts]) if turn is first else turn for turn in turns]
     others = [[*turns[:-1], Turn("assistant", (clean_text(text),))] for text in answers[1:]]
     example = Example(images, [turns, *others], row.name)
     notes = _notes_on_answers(example, columns)
@@ -201,7 +204,8 @@ def _read(row: Row, columns: _Columns, options: ReadOptions) -> Example:
     notes.append("reading " + ", ".join(f"{role} from {places[role]}" for role in OPTIONS))
     left = [column for column in columns.row if column not in (*columns.read.values(), *system)]
     notes += [f"not read: column {column}" for column in left if not is_empty(columns.row[column])]
-    notes += [MOVED] * is_moved + [NO_IMAGE] * (not images)
+    is_inside = first is not None and [*first.parts][: len(images)] != places
+    notes += [INSIDE] * (bool(marked) and is_inside) + [NO_IMAGE] * (not images)
     return replace(example, notes=tuple(notes))
 
 
@@ -262,17 +266,16 @@ def _locate(image: Any, folder: str) -> Any:
     return os.path.normpath(os.path.join(folder, image.removeprefix("file://")))
 
 
-def _read_chat(chat: Any, system: list[str]) -> tuple[list[Turn], list[Any], bool]:
-    """Return the turns of a chat behind the system's, as text alone; its images; and whether one was moved.
+def _read_chat(chat: Any) -> tuple[list[Turn], list[Any]]:
+    """The turns of a chat, with None in the places of images, and these in order, see `_read_parts`.
 
-    An image is None where the chat has only a mark, and a number where it has the position in the row's images. The
-    chat is the_cauldron's, LLaVA's and ShareGPT's, or OpenAI's.
+    The chat is the_cauldron's, LLaVA's and ShareGPT's, or OpenAI's.
     """
     if not isinstance(chat, (list, tuple)):
         raise ExampleError(f"has {type(chat).__name__}, which must be a list of messages")
-    said: list[Turn] = []  # by user and assistant
+    turns: list[Turn] = []
     images: list[Any] = []
-    is_moved = False
+    n_said = 0  # by user and assistant
     cauldron = [
         {"role": role, "content": turn[role]} for turn in chat for role in ("user", "assistant") if role in turn
     ]
@@ -282,51 +285,62 @@ def _read_chat(chat: Any, system: list[str]) -> tuple[list[Turn], list[Any], boo
         content = message.get("content") if message.get("content") is not None else message.get("value")
         if message.get("tool_calls") or message.get("function_call"):
             raise ExampleError("calls a tool, which is not trained on; remove it")
-        text, found = _read_parts(content)
-        if role != "assistant":
-            images += found
-            within = MARK.search(OUTER_MARKS.sub("", text))
-            is_moved = is_moved or bool(within or (found and (said or role == "system")))
-            text = MARK.sub("", text).strip()
-            if mark := OTHER_MARKS.search(text):
-                raise ExampleError(f"has the mark {mark[0]} in its question; write <image>, or remove it")
-        if role == "system" and not said:
-            system = [*system, text]
+        parts, found = _read_parts(content, role == "assistant")
+        if found and role != "user":
+            raise ExampleError(f"has an image in a message of {role!r}; only the user shows images")
+        images += found
+        if role == "system" and not n_said:
+            turns += [Turn(role, parts)] if parts else []
             continue
-        if role != ("assistant" if len(said) % 2 else "user"):
-            n = len(said) + 1
-            raise ExampleError(f"has a message {n} of {role!r}; user and assistant must alternate, the user first")
+        n_said += 1
+        if role != ("user" if n_said % 2 else "assistant"):
+            raise ExampleError(f"has a message {n_said} of {role!r}; user and assistant must alternate, the user first")
         learned = True
         if role == "assistant":
-            if isinstance(content, list) and any("image" in str(part.get("type")) for part in content):
-                raise ExampleError("has an image in an answer; remove it")
             weights = [message[key] for key in LOSS_KEYS if message.get(key) is not None]
             if odd := [weight for weight in weights if weight not in (0, 1)]:
                 raise ExampleError(f"has the weight {odd[0]!r}; only 0 and 1, or false and true, are read")
             learned = all(weights)
-        said.append(Turn(role, (text,), learned))
-    if len(said) % 2:
+            parts = ["".join(parts)]
+        turns.append(Turn(role, parts, learned))
+    if n_said % 2:
         raise ExampleError("ends with a question; its answer is missing")
-    if said and not any(turn.learned for turn in said[1::2]):
+    if n_said and not any(turn.learned for turn in turns if turn.role == "assistant"):
         raise ExampleError("learns none of its answers, as all have a weight of 0; remove it")
-    return [*(Turn("system", (text,)) for text in system if text), *said], images, is_moved
+    return turns, images
 
 
-def _read_parts(content: Any) -> tuple[str, list[Any]]:
-    """The text of a message, with <image> for each of its images, and these, see `_read_chat`."""
-    texts: list[str] = []
+def _read_parts(content: Any, is_answer: bool = False) -> tuple[list[str | None], list[Any]]:
+    """The parts of a message, None in the places of images, and these; marks in an answer are text.
+
+    An image is None where there is only a mark, and a number where it has the position in the row's images.
+    """
+    parts: list[str | None] = []
     images: list[Any] = []
-    for part in content if isinstance(content, list) else [content]:
-        part = part if isinstance(part, Mapping) and isinstance(content, list) else {"type": "text", "text": part}
+    is_list = isinstance(content, list)
+    for part in content if is_list else [content]:
+        part = part if isinstance(part, Mapping) and is_list else {"type": "text", "text": part}
         kind = str(part.get("type") or ("text" if part.get("text") is not None else "image"))
         if kind == "text":
-            texts.append(clean_text(part.get("text")))
-            images += [None] * len(MARK.findall(texts[-1]))
+            text = clean_text(part.get("text"), strip=False)
+            pieces = [text] if is_answer else MARK.split(text)
+            parts += [piece for at, text in enumerate(pieces) for piece in (None, text)[at == 0 :]]
+            images += [None] * (len(pieces) - 1)
         elif "image" in kind:
             # `datasets` fills every key of each part
             names = (f"{kind}_url", kind, "image_url", "image", "url", "path")
             images.append(next((part[name] for name in names if not is_empty(part.get(name))), part.get("index")))
-            texts.append("<image>")
+            parts.append(None)
         else:
             raise ExampleError(f"has a part of type {kind!r}; only text and images can be read")
-    return "\n".join(filter(None, texts)), images
+    if not is_list:  # white space beside a mark separates it from the text
+        parts = [part for part in parts if part is None or part.strip()]
+    texts = [at for at, part in enumerate(parts) if part is not None]
+    for at in texts[:1] if not is_list or texts[:1] == [0] else ():
+        parts[at] = str(parts[at]).lstrip()
+    for at in texts[-1:] if not is_list or texts[-1:] == [len(parts) - 1] else ():
+        parts[at] = str(parts[at]).rstrip()
+    said = "".join(part for part in parts if part)
+    if not is_answer and (mark := OTHER_MARKS.search(said)):
+        raise ExampleError(f"has the mark {mark[0]} in its question; write <image>, or remove it")
+    return [part for part in parts if part != ""], images

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from models.config import CHATML
-from nanovlm.data.examples import IGNORE_INDEX, EncodedExample, Example, ExampleError, collate, encode, pack
+from nanovlm.data.examples import IGNORE_INDEX, EncodedExample, Example, ExampleError, collate, encode, pack, questions
 from nanovlm.processing.conversation import Turn, dialogue
 from nanovlm.processing.convert import convert_layout
 from nanovlm.processing.processor import Processor
@@ -46,6 +46,22 @@ def test_a_masked_answer_is_read_but_not_learned(processor):
     assert left == [i for k in (1, 5) for i in processor.tokenizer.encode_answer(TURNS[k])]
     alone = encode(about(ONE, PAIRS[0]), processor)
     assert encode(mask(about(ONE, *PAIRS[:2]), ["one"]), processor).ids == alone.ids
+
+
+def test_nanovlms_layout_reads_images_before_all_text(processor):
+    """Images of a later turn move to the first, behind the system's text, and masks stay."""
+    chats = [
+        [Turn("system", ["S."]), Turn("user", [*first, "Hi"]), Turn("assistant", ["Ho"]), Turn("user", [*then, "Q?"])]
+        for first, then in (([None], ()), ((), [None]), ((), ()))
+    ]
+    first, later, none = ([*chat, Turn("assistant", ["A."])] for chat in chats)
+    later[2] = replace(later[2], learned=False)
+    rows = [encode(Example(ONE * bool(chat is not none), [chat]), processor) for chat in (first, later)]
+    assert rows[0].ids == rows[1].ids and rows[0].targets != rows[1].targets
+    asked = questions([("x", Example(ONE, [later]))])
+    assert [(len(one.images), one.prompt) for one in asked] == [(1, "Q?")]
+    with pytest.raises(ExampleError, match="1 images for a conversation that has places for 0"):
+        encode(Example(ONE, [none]), processor)
 
 
 REFUSED = {
