@@ -37,6 +37,7 @@ class Example:
     chats: Sequence[Chat]
     name: str = "example"
     notes: tuple[str, ...] = ()  # which columns of its row were read, and which were not
+    split: str = ""  # that its row names
 
     def learned(self) -> list[tuple[Chat, str]]:
         """The answers that are trained on, each with the turns before it."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovlm.data.examples import Example, ExampleError, check_answers
+from nanovlm.data.splits import split_named, split_of_path
 from nanovlm.data.values import MISSING, MISSING_IN_CSV, clean_text, has_names, is_empty, plain_value
 from nanovlm.errors import ImageError, first_line
 from nanovlm.options import ReadOptions
@@ -25,6 +26,7 @@ CHAT = r"messages|conversations?|texts"
 ANSWER = r"answers?|response|output"
 CAPTION = rf"text|captions?|{FOLDER_NAME.replace(' ', '_')}"
 QUESTION = r"question|prompt|query|instruction"
+SPLIT_COLUMN = r"(data_?set_?)?(split|subset|partition)s?"
 REFUSED = {  # unless --text-column says what to learn
     r"(video|audio)s?": "names a {}; save frames of it, and name these as its images",
     r"chosen|rejected(_response)?": "is preference data, with the column {}; use trl's DPOTrainer on the exported "
@@ -150,7 +152,8 @@ def _read(row: Row, columns: _Columns, options: ReadOptions) -> Example:
     for names, why in {} if options.text_column else REFUSED.items():
         if found := columns.find(names):
             raise ExampleError(why.format(" and ".join(found)))
-    images = [_locate(image, row.folder) for image in _images_of(columns, row.is_sample)]
+    written = _images_of(columns, row.is_sample)
+    images = [_locate(image, row.folder) for image in written]
     chats = columns.find(CHAT)
     asked = columns.find(QUESTION, filled=False)
     tiers = [columns.find(f"{ANSWER}|{CAPTION}")]
@@ -202,11 +205,15 @@ def _read(row: Row, columns: _Columns, options: ReadOptions) -> Example:
     if isinstance(columns.written[columns.read["answer"]], Path):
         places["answer"] = "the text file"
     notes.append("reading " + ", ".join(f"{role} from {places[role]}" for role in OPTIONS))
+    split = next(filter(None, (split_named(str(columns.row[column])) for column in columns.find(SPLIT_COLUMN))), "")
+    path = row.values.get("__key__") if row.is_sample else next(iter(written), None)
+    if not split and isinstance(path, str) and columns.read.get("image") != IMAGE_FILE:
+        split = split_of_path(path)
     left = [column for column in columns.row if column not in (*columns.read.values(), *system)]
     notes += [f"not read: column {column}" for column in left if not is_empty(columns.row[column])]
     is_inside = first is not None and [*first.parts][: len(images)] != places
     notes += [INSIDE] * (bool(marked) and is_inside) + [NO_IMAGE] * (not images)
-    return replace(example, notes=tuple(notes))
+    return replace(example, notes=tuple(notes), split=split)
 
 
 def _notes_on_answers(example: Example, columns: _Columns) -> list[str]:

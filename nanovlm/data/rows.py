@@ -30,6 +30,7 @@ from nanovlm.data.records import (
     to_example,
 )
 from nanovlm.data.source import DESCRIBED, Source, StreamedSource
+from nanovlm.data.splits import Splits
 from nanovlm.errors import DataError, first_line, needs_extra
 from nanovlm.options import ReadOptions
 
@@ -40,8 +41,6 @@ KINDS = (
     "images with a .txt beside each, one folder of images per label, metadata.jsonl, .csv or .parquet, a .csv, a .json "
     "or .jsonl of records, chats or COCO's captions, .tar, .parquet or .arrow files, or a Hub data set owner/name"
 )
-# As the datasets library finds splits in the names of files and folders; VOC has trainval
-SPLITS = re.compile(r"(?<![a-z])(train(?:ing|val)?|test(?:ing)?|eval|evaluation|val|valid|validation|dev)(?![a-z])")
 HUB_DATASET = re.compile(r"[\w-][\w.-]*/[\w.-]+(:[\w.,() -]+)?")  # owner/name or owner/name:subset
 JOIN_VQA = (  # VQA v1 and v2 keep them in two files
     "join the files of questions and annotations by question_id, and write a list of records with image "
@@ -58,8 +57,7 @@ def open_source(path: str, options: ReadOptions) -> Source:
         return scene_source()
     source = _open(path, options)
     if source.folder and not source.listed:
-        names, _ = _training_split(all_files(source.folder))
-        source.listed = [os.path.join(source.folder, name) for name in names if is_image(name)]
+        source.listed = [os.path.join(source.folder, name) for name in filter(is_image, all_files(source.folder))]
     if isinstance(source, StreamedSource):
         source.scan(list(islice(source.all_rows(), DESCRIBED)), options.skip_errors)
     else:
@@ -111,7 +109,10 @@ def _open_folder(path: str, options: ReadOptions) -> Source:
         raise DataError(f"{path} holds a model, not data; pass it as --model {path}, and name the data")
     if here & {"dataset_dict.json", "state.json"}:  # of save_to_disk
         return _read_dataset(path, [], options)
-    names, split_lines = _training_split(found)
+    splits = Splits(found, is_image, _reader_of)
+    named = {name: splits.of(name) for name in found}
+    has_training = "train" in named.values()
+    names = [name for name in found if not has_training or named[name] in ("", "train")]
     images = list(filter(is_image, names))
     stems = {os.path.splitext(name)[0] for name in images}
     texts = [name for name in names if suffix(name) == ".txt" and os.path.splitext(name)[0] in stems]
@@ -121,42 +122,19 @@ def _open_folder(path: str, options: ReadOptions) -> Source:
     files = next(filter(None, kinds), images)
     if not files:
         raise DataError(f"no images found in {path}; data is {KINDS}")
-    reader = _reader_of(files[0]) or (_read_captions if texts else _read_labels)
+    reader = _reader_of(files[0])
+    if reader:  # the rows, not the folders, say which images are read
+        names = [name for name in found if is_image(name) or name in names]
+    others = sorted(set(found).difference(names))
+    reader = reader or (_read_captions if texts else partial(_read_labels, splits=splits))
     source = reader(path, [os.path.join(path, name) for name in files], options)
     read = set(files).difference(images)
     source.listed = [os.path.join(path, name) for name in names if name not in read]
-    source.lines += split_lines
+    if others:
+        source.lines.append(f"reading the training split; not read: {len(others)} files, {others[0]} ...")
+    elif len(found := sorted({named[name] for name in files} - {""})) > 1:
+        source.lines.append(f"there is no training split: reading {' and '.join(found)}")
     return source
-
-
-def _training_split(names: list[str]) -> tuple[list[str], list[str]]:
-    """Names of files of the training split, if there is one, and of no split; and lines about the others."""
-    level = _split_level(names)
-    splits = {name: _split_of(name, level) for name in names}
-    if "train" not in splits.values():
-        found = sorted(set(splits.values()).difference([""]))
-        return names, [f"there is no training split: reading {' and '.join(found)}"] if len(found) > 1 else []
-    others = [name for name in names if splits[name] not in ("", "train")]
-    lines = [f"reading the training split; not read: {len(others)} files, {others[0]} ..."] if others else []
-    return [name for name in names if splits[name] in ("", "train")], lines
-
-
-def _split_level(names: list[str]) -> int | None:
-    """The first level of folders at which every image's folder names a split: a class would not do so for all."""
-    folders = [os.path.dirname(name).split(os.sep) for name in names if is_image(name)]
-    return next((level for level, here in enumerate(zip(*folders)) if all(map(_split_named, here))), None)
-
-
-def _split_of(name: str, level: int | None) -> str:
-    """The split of a file, or "": the outermost folder that names one decides, else the name of a table or shard."""
-    *folders, file = name.split(os.sep)
-    stem = [os.path.splitext(file)[0]] if suffix(file) in (*PARSERS, *BUILDERS) else []
-    return next(filter(None, map(_split_named, [*folders[level or 0 :], *stem])), "")
-
-
-def _split_named(name: str) -> str:
-    found = SPLITS.search(name.lower())
-    return ("train" if found[1].startswith("train") else found[1]) if found else ""
 
 
 def _read_captions(path: str, files: list[str], options: ReadOptions) -> Source:
@@ -173,16 +151,9 @@ def _read_captions(path: str, files: list[str], options: ReadOptions) -> Source:
     return _source(path, rows, options, path)
 
 
-def _read_labels(path: str, images: list[str], options: ReadOptions) -> Source:
+def _read_labels(path: str, images: list[str], options: ReadOptions, splits: Splits) -> Source:
     """Images in one folder per label, whose name is the answer."""
-    names = {image: os.path.relpath(image, path) for image in images}
-    level = _split_level(list(names.values()))
-    labels = {}
-    for image, name in names.items():
-        folders = name.split(os.sep)[:-1]
-        named = [k for k, folder in enumerate(folders) if SPLITS.fullmatch(folder.lower())]
-        place = level if level is not None else next(iter(named), None)
-        labels[image] = [folder for k, folder in enumerate(folders) if k != place] or folders
+    labels = {image: splits.classes(os.path.relpath(image, path)) for image in images}
     unlabeled = [image for image, folders in labels.items() if len(folders) != 1]
     classes = sorted({folders[0] for folders in labels.values() if folders})
     if unlabeled or len(classes) < 2:

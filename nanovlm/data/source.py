@@ -1,7 +1,7 @@
 """Source: examples by index, all read once at opening. StreamedSource: examples in sequence, resumed from a state."""
 
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -75,6 +75,10 @@ def limit_of(share: float) -> str:
     return f"{int(share * 16**24):024x}"
 
 
+def _of_other_split(name: str, split: str) -> ExampleError:
+    return ExampleError(f"{name} is of the split {split!r} among others; write each split to a file of its own")
+
+
 @dataclass(eq=False)
 class Source:
     """Examples by index: source[i] makes one from its row; its images are opened only when it is encoded."""
@@ -91,6 +95,7 @@ class Source:
     folder: str = ""  # of the images, if the rows name files
     columns: Iterable[str] = ()
     listed: Sequence[str] = ()  # files of the folder; a line names each that is no image of an example
+    split: str = ""  # of its examples, where rows name it
     weight: float | None = None  # its share of a mixture, if given
 
     def __len__(self) -> int:
@@ -117,6 +122,8 @@ class Source:
         for row in rows:
             try:
                 example = self.make_example(row)
+                if self.split and example.split not in ("", self.split):
+                    raise _of_other_split(example.name, example.split)
                 yield example, keys_of(example, known)
             except ExampleError as error:
                 yield error
@@ -126,9 +133,8 @@ class Source:
 
         DataError if some are none, unless they are to be skipped.
         """
-        notes: dict[str, list[str]] = defaultdict(list)
         known: dict[str, str] = {}
-        usable = []
+        read: list[tuple[Any, str, Keys, str, list[str], tuple[str, ...], str]] = []
         with progress_bar(len(rows), "row", self.path, delay=2, leave=False) as bar:
             for row, found in zip(rows, self.examples_of(rows, known)):
                 bar.update()
@@ -136,17 +142,27 @@ class Source:
                     self.errors.append(str(found))
                     continue
                 example, keys = found
-                usable.append(row)
-                self.keys.append(keys)
-                self.digests.append(text_digest(example, *keys))
-                self.answers.append([answer[:MAX_LABEL] for _, answer in example.learned()])
-                for note in example.notes:
-                    notes[note].append(example.name)
+                answers = [answer[:MAX_LABEL] for _, answer in example.learned()]
+                digest = text_digest(example, *keys)
+                read.append((row, example.name, keys, digest, answers, example.notes, example.split))
+        splits = Counter(split for *_, split in read if split)
+        self.split = "train" if "train" in splits else next(iter(splits), "") if len(splits) == 1 else ""
+        if self.split == "train":
+            others = [(name, split) for _, name, *_, split in read if split not in ("", "train")]
+            self.errors += [str(_of_other_split(*other)) for other in others]
+            read = [one for one in read if one[-1] in ("", "train")]
+        elif len(splits) > 1:
+            counts = " and ".join(f"{split} ({n:,})" for split, n in splits.items())
+            self.lines.append(f"there is no training split: reading rows of {counts}")
+        usable, names, self.keys, self.digests, self.answers, noted, _ = map(list, zip(*read)) if read else [[]] * 7
+        notes: dict[str, list[str]] = defaultdict(list)
+        for name, of_row in zip(names, noted):
+            for note in of_row:
+                notes[note].append(name)
         n = len(usable)
         errors = self.errors
         if not n:
-            reason = f"can be used, the first: {errors[0]}" if errors else "is there"
-            raise DataError(f"no images found: no record of {self.path} {reason}")
+            raise DataError(f"{errors[0]}; no record of {self.path} can be used" if errors else f"{self.path} is empty")
         if len(notes.get(NO_IMAGE, ())) == n:
             seen = "; ".join(notes)
             raise DataError(f"no images found: no record of {self.path} names one, {seen}; --image-column names it")

@@ -13,6 +13,7 @@ import pytest
 from nanovlm import PROMPT
 from nanovlm.data import ExampleError, ReadOptions, open_source
 from nanovlm.data.records import Row, to_example
+from nanovlm.data.splits import split_named, split_of_path
 from support import ROOT
 from support.data import OPTIONS, check_refused, llava, message, pairs_of, png, read_all, text, write, write_tar
 
@@ -55,6 +56,7 @@ def classes(bus, train):
     return [([bus], [("What?", "bus")]), ([train], [("What?", "train")])]
 
 
+SPLIT_ROWS = {"train/a.png": A, "test/a.png": B, "metadata.csv": "file_name,text\ntrain/a.png,x\ntest/a.png,y\n"}
 COCO = {"images": [{"id": 1, "file_name": "a.png"}], "annotations": [{"image_id": 1, "caption": c} for c in ("x", "y")]}
 ONE = [([1], [("Q?", "A.")])]
 CAPTION = [([1], [("What?", "x")])]
@@ -163,6 +165,28 @@ READ = {
     "a whole one": (table(b'[{"image": "a.png", "text": "\\ud83d\\ude00"}]', "d.json"), "d.json", {}, [([1], [("What?", "\U0001f600")])], []),
     "numbered images": (chat(message("user", {"type": "image", "index": 1}, text("Q?"), {"type": "image", "index": 0}), SAY,
                              image=["a.png", "b.png"]), "d.json", {}, [([2, 1], [("Q?", "A.")])], []),
+    "a part of a name is no split": (labels("train_station", "house", "test_tube"), ".", {},
+                                     [([1], [("What?", "house")]), ([2], [("What?", "test_tube")]), ([3], [("What?", "train_station")])],
+                                     ["answer: house, test_tube, train_station"]),
+    "a folder of another word": (captions("x/train_test_split/a", "pretrain/b", "val d'isere/c"), ".", {},
+                                 [([2], [("What?", "pretrain/b!")]), ([3], [("What?", "val d'isere/c!")]), ([1], [("What?", "x/train_test_split/a!")])],
+                                 ["3 examples"]),
+    "splits whose names differ in the word alone": (captions("train_images/a", "val_images/a"), ".", {}, [([1], [("What?", "train_images/a!")])],
+                                                    ["training split; not read: 2 files, val_images/a.png"]),
+    "labels in splits of such names": (labels("my-train/bus", "my-train/car", "my-test/bus"), ".", {}, classes(2, 3)[:1] + [([3], [("What?", "car")])],
+                                       ["answer: bus, car", "not read: 1 files, my-test"]),
+    "tables of years": (table("file_name,text\na.png,x\n", "captions_train2014.csv") | {"captions_val2014.csv": "a\n"}, ".", {}, CAPTION,
+                        ["training split; not read: 1 files, captions_val2014.csv"]),
+    "rows of another split left out": (SPLIT_ROWS, ".", {"on_error": "skip"}, CAPTION,
+                                       ["left out (1, the first ./metadata.csv[1] is of the split 'test' among others"]),
+    "rows of the training split alone": (SPLIT_ROWS | {"metadata.csv": "file_name,text\ntrain/a.png,x\n"}, ".", {}, CAPTION,
+                                         ["1 example, 1 different image", "not read: .png files (1, the first ./test/a.png)"]),
+    "rows of the test split alone": (SPLIT_ROWS | {"metadata.csv": "file_name,text\ntest/a.png,x\n"}, ".", {}, [([2], [("What?", "x")])],
+                                     ["not read: .png files (1, the first ./train/a.png)"]),
+    "rows of no training split": (rows({"image": "a.png", "text": "x", "split": "val"}, {"image": "a.png", "text": "y", "split": "test"}), "d.json",
+                                  {}, [*CAPTION, ([1], [("What?", "y")])], ["there is no training split: reading rows of val (1) and test (1)"]),
+    "a column of one split": (rows({"image": "a.png", "text": "x", "split": "test"}), "d.json", {}, CAPTION, ["1 example"]),
+    "a column split of other words": (rows({"image": "a.png", "text": "x", "subset": "birds"}), "d.json", {}, CAPTION, ["not read: column subset"]),
     "hidden files": (captions("a") | {".captions.jsonl": [{"file_name": "a.png", "text": "no"}], ".nanovlm-part-1/b.png": B, "._a.png": B},
                      ".", {}, [([1], [("What?", "a!")])], ["1 example, 1 different image"]),
     "numbers": (rows({"image": "a.png", "text": 7}, {"image": "a.png", "text": 0.1}, {"image": "a.png", "text": 12345678901234567890}),
@@ -182,9 +206,30 @@ def test_read(files, path, options, expected, words):
     assert all(part in lines for part in words), lines
 
 
+OTHER_SPLIT = (
+    "1 of 2 records of {} cannot be used, the first: {}[1] is of the split {!r} among others; write each split to"
+)
+NAMES = {
+    "train": "train", "Training": "train", "trainval": "train", "val2017": "val", "test_0": "test", "dev-3": "dev",
+    "train-00000-of-00001": "train", "train-00000-of-00001-0f1e2d3c4b5a6978": "train", "valid.part2": "valid",
+    "train_station": "", "pretrain": "", "contest": "", "test tube": "", "latest": "", "vale": "", "evaluate": "",
+}  # fmt: skip
+
+
+def test_a_split_is_a_name_and_not_a_part_of_one():
+    assert {name: split_named(name) for name in NAMES} == NAMES
+    paths = {"train/test/a.png": "train", "a/val/b.png": "val", "train.png": "", "/data/test/train/a.png": "train"}
+    assert {path: split_of_path(path) for path in paths} == paths
+
+
 TWICE = coco([(1, "a.png"), (1, "b.png")], [(1, "x")])[1]
 # id: files, path, words of the refusal
 REFUSED = {
+    "splits named by images": (SPLIT_ROWS, ".", OTHER_SPLIT.format(".", "./metadata.csv", "test")),
+    "a column split": (rows({"image": "a.png", "text": "x", "split": "train"}, {"image": "b.png", "text": "y", "split": "val"}), "d.json",
+                       OTHER_SPLIT.format("d.json", "d.json", "val")),
+    "a column subset": (rows({"image": "a.png", "text": "x", "Subset": "Training"}, {"image": "b.png", "text": "y", "Subset": "Testing"}), "d.json",
+                        OTHER_SPLIT.format("d.json", "d.json", "testing")),
     "two answers": (rows({"image": "a.png", "text": "x", "caption": "y"}), "d.json",
                     "'text' and 'caption', each may be the answer; --text-column names it"),
     "two questions": (qa(prompt="P?"), "d.json", "may be the question; --prompt-column names it"),
@@ -206,7 +251,7 @@ REFUSED = {
     "a deep line": (table(b'{"a":' * 100_000, "d.jsonl"), "d.jsonl", "line 1, cannot be read"),
     "no object": (table([[1]], "d.jsonl"), "d.jsonl", "not a list of objects"),
     "UTF-16": (table("a,b\n".encode("utf-16")), ".", "save it as UTF-8"),
-    "nothing": (table([], "d.json"), "d.json", "no images found: no record of d.json is there"),
+    "nothing": (table([], "d.json"), "d.json", "d.json is empty"),
     "an unknown id": (table(coco([(1, "a.png")], [(2, "x")])[1], "d.json"), "d.json", "captions but no images with the id 2"),
     "preferences": (qa(rejected_response="B."), "d.json", "is preference data"),
     "a video": (qa(video="a.mp4"), "d.json", "names a video"),
@@ -357,6 +402,11 @@ TARS = {
     "pages": ({f"0.page.{i}.png": png(i) for i in (10, 2)} | {"0.txt": b"x"}, [([2, 10], [("What?", "x")])], "images"),
     "a mask": ({"0.jpg": A, "0.mask.png": B, "0.txt": b"x"}, CAPTION, "not read: column mask.png"),
     "a later mask": (FIVE | {"5.mask.png": A, "5.png": A, "5.txt": b"x"}, 6, "not read: 1 files of types that"),
+    "splits": (
+        {"train/0.png": A, "train/0.txt": b"x", "test/0.png": B, "test/0.txt": b"y"},
+        "1 of 2 records of a.tar cannot be used, the first: a.tar[1] test/0 is of the split 'test'",
+        "",
+    ),
     "two images": ({"0.left.png": A, "0.right.png": B, "0.txt": b"x"}, "--image-column names it", ""),
     "a name twice": ([("0.png", A), ("0.txt", b"x"), ("0.png", B), ("0.txt", b"y")], "Duplicate field 'png'", ""),
     "no image": ({"0.txt": b"x"}, "has no image", ""),

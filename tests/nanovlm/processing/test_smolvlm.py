@@ -231,7 +231,7 @@ PLACES = {
     "a later turn": (None, [asked("Hello."), SAID, asked(0, "What?"), SAID]),
     "a later turn, behind its text": (None, [asked("Hello."), SAID, asked("What?", 0), SAID]),
     "one in each of two turns": (None, [asked(0, "What?"), SAID, asked("And ", 1, "?"), SAID]),
-    "several": (None, [("system", [text_part("Be brief.")]), asked(0, 1, "Which"), SAID, asked("Or ", 0, " or ", 1), SAID]),
+    "several": (None, [("system", SAID[1]), asked(0, 1, "Which"), SAID, asked("Or ", 0, " or ", 1), SAID]),
     "marks": ({"question": "In <image> or\n<image>", "answer": "Two dogs."}, [asked("In ", 0, " or", 1), SAID]),
     "LLaVA's": (llava("<image>\nWhat?", "Two dogs.", "And <image> ?", "Two dogs."),
                 [asked(0, "What?"), SAID, asked("And ", 1, " ?"), SAID]),
