@@ -12,7 +12,7 @@ from nanovlm.data.splits import split_named, split_of_path
 from nanovlm.data.values import MISSING, MISSING_IN_CSV, clean_text, has_names, is_empty, plain_value
 from nanovlm.errors import ImageError, first_line
 from nanovlm.options import ReadOptions
-from nanovlm.processing.conversation import Turn
+from nanovlm.processing.conversation import Chat, Turn, images_of
 from nanovlm.processing.image_loading import decode_data_url, readable_extensions
 
 TableRow = tuple[Any, str]  # an Arrow table of one row, and the row's name
@@ -23,17 +23,35 @@ IMAGE_FILE = "image file"
 IMAGE = r"(image|img|picture|photo)s?(_(path|file|name|url|bytes)s?)?"
 FILE = r"file(_?name|_?path)?|path"  # of the image, unless another column has it
 CHAT = r"messages|conversations?|texts"
-ANSWER = r"answers?|response|output"
+ANSWER = r"answers?|responses?|outputs?|completions?"
 CAPTION = rf"text|captions?|{FOLDER_NAME.replace(' ', '_')}"
-QUESTION = r"question|prompt|query|instruction"
+QUESTION = r"questions?|prompts?|query|queries|instructions?"
+SYSTEM = r"system(_(prompt|message))?"
+LETTERS = "[a-h]"  # of answers to choose from, if there are several such columns
 SPLIT_COLUMN = r"(data_?set_?)?(split|subset|partition)s?"
-REFUSED = {  # unless --text-column says what to learn
-    r"(video|audio)s?": "names a {}; save frames of it, and name these as its images",
-    r"chosen|rejected(_response)?": "is preference data, with the column {}; use trl's DPOTrainer on the exported "
-    "folder, or name the answers to learn with --text-column",
-    r"choices|options|candidates": "has {} beside its answer; write them into the question, or leave them out by "
-    "naming the answer with --text-column",
+LEFT_OUT = (
+    "text_column", "has {} beside its answer; write it into the question, or leave it out by naming the answer with "
+    "--text-column",
+)  # fmt: skip
+REFUSED = {  # columns that change what the others mean, unless a flag says what to read
+    r"(video|audio)s?": ("text_column", "names a {}; save frames of it, and name these as its images"),
+    r"chosen|rejected(_response)?": (
+        "text_column", "is preference data, with the column {}; use trl's DPOTrainer on the exported folder, or name "
+        "the answers to learn with --text-column",
+    ),
+    r"(multiple_)?(choice|option|candidate)s?(_?\w)?": LEFT_OUT,
+    r"inputs?|history|contexts?|hints?|passages?|backgrounds?|tools": LEFT_OUT,
+    LETTERS: LEFT_OUT,
+    r"(image|img|picture|photo)_?\d+": (
+        "image_column", "has {}; name all of its images in one list, or the one to read with --image-column"
+    ),
+}  # fmt: skip
+REFUSED_KEYS = {  # of messages
+    "tool_calls|function_call": "calls a tool, which is not trained on; remove it",
+    rf"{IMAGE}|(video|audio)s?": "has the key {} in a message; write parts, or the row's column images",
+    ".*_detail": "has {} in a message; only weights of whole messages are read",
 }
+CAULDRON = ("system", "user", "assistant")  # keys of a turn
 OPTIONS = {"image": "image_column", "question": "prompt_column", "answer": "text_column"}  # by a column's role
 ROLES = {"human": "user", "gpt": "assistant", "model": "assistant"}  # of ShareGPT and Gemma
 LOSS_KEYS = ("weight", "loss", "train", "training", "trainable")  # keys of a message that say whether it is learned
@@ -120,6 +138,7 @@ class _Columns:
         self.row = {column: None if self.is_missing(column) else value for column, value in self.written.items()}
         self.usual = {column: re.sub(r"[\s-]+", "_", str(column).strip().lower()) for column in self.row}
         self.options = options
+        self.named = [getattr(options, name) for name in OPTIONS.values()]
         self.read: dict[str, str] = {}
 
     def is_missing(self, column: str) -> bool:
@@ -149,60 +168,53 @@ class _Columns:
 
 
 def _read(row: Row, columns: _Columns, options: ReadOptions) -> Example:
-    for names, why in {} if options.text_column else REFUSED.items():
-        if found := columns.find(names):
+    for names, (flag, why) in REFUSED.items():
+        found = [column for column in columns.find(names) if column not in columns.named]
+        if found and getattr(options, flag) is None and (len(found) > 1 or names != LETTERS):
             raise ExampleError(why.format(" and ".join(found)))
     written = _images_of(columns, row.is_sample)
     images = [_locate(image, row.folder) for image in written]
-    chats = columns.find(CHAT)
+    chat = columns.find(CHAT)
     asked = columns.find(QUESTION, filled=False)
     tiers = [columns.find(f"{ANSWER}|{CAPTION}")]
-    if chats:
+    if chat:
         tiers = [columns.find(f"{CHAT}|{ANSWER}|{CAPTION}|{QUESTION}")]  # one beside a chat can be read in two ways
     elif asked or options.prompt_column:
         tiers = [columns.find(ANSWER), columns.find(CAPTION)]
     columns.choose("answer", *tiers, columns.find(f"{ANSWER}|{CAPTION}", filled=False)[:1])
     answer = columns.written[columns.read["answer"]]
-    is_chat = columns.read["answer"] in chats
-    if is_chat and not is_empty(columns.row.get(str(options.prompt_column))):
-        raise ExampleError("is a chat, on which --prompt-column has no effect; omit it")
-    answers = answer if isinstance(answer, (list, tuple)) and not is_chat else [answer]
-    if not is_chat:
+    is_chat = columns.read["answer"] in chat
+    system = columns.find(SYSTEM)
+    before = [Turn("system", (text,)) for column in system if (text := clean_text(columns.row[column]))]
+    notes: list[str] = []
+    if is_chat:
+        if not is_empty(columns.row.get(str(options.prompt_column))):
+            raise ExampleError("is a chat, on which --prompt-column has no effect; omit it")
+        turns, marked, keys = _read_chat(answer)
+        chats = [[*before, *turns]]
+        notes += [f"not read: key {key} of messages" for key in keys]
+    else:
         asked = [column for column in asked if column != columns.read["answer"]]
         question = columns.choose("question", [name for name in asked if not is_empty(columns.row[name])], asked[:1])
         if "question" in columns.read and is_empty(question):
             raise ExampleError(f"has no question in {columns.read['question']}; write one, or remove it")
-        question = question if "question" in columns.read else options.question
-    system = columns.find("system")
-    turns = [Turn("system", (text,)) for column in system if (text := clean_text(columns.row[column]))]
-    if is_chat:
-        said, marked = _read_chat(answer)
-        turns += said
-    else:
-        parts, marked = _read_parts(question)
-        turns += [Turn("user", parts), Turn("assistant", (clean_text((*answers, "")[0]),))]
+        pairs, marked = _pairs(question if "question" in columns.read else options.question, answer)
+        chats = [[*before, *pair] for pair in pairs]
     named = [_locate(image, row.folder) for image in marked if not isinstance(image, int | None)]
     if named and images and named != images:
         raise ExampleError(f"names images in its messages and in {columns.read['image']}; remove either")
     images = named or images
-    if marked and len(marked) != len(images):
-        raise ExampleError(f"marks the positions of {len(marked)} images, but has {len(images)}; correct either")
     if numbers := [mark for mark in marked if isinstance(mark, int)]:
         if sorted(numbers) != list(range(len(images))):
             raise ExampleError(f"numbers its images {numbers}, which must name each of {len(images)} once, from 0")
         images = [images[number] for number in numbers]
-    first = next((turn for turn in turns if turn.role == "user"), None)
-    places = [None] * len(images)
-    if not marked:
-        turns = [replace(turn, parts=[*places, *turn.parts]) if turn is first else turn for turn in turns]
-    others = [[*turns[:-1], Turn("assistant", (clean_text(text),))] for text in answers[1:]]
-    example = Example(images, [turns, *others], row.name)
-    notes = _notes_on_answers(example, columns)
+    example = Example(images, [_with_places(chat, len(images)) for chat in chats], row.name)
+    notes += _notes_on_answers(example, columns)
     places = {"image": "the chat" if named else "nowhere", "question": "the chat" if is_chat else "--prompt"}
     for role, column in columns.read.items():
         is_file = column in (FOLDER_NAME, IMAGE_FILE)
         places[role] = f"the {column}" if is_file else f"column {column}"
-    if isinstance(columns.written[columns.read["answer"]], Path):
+    if isinstance(answer, Path):
         places["answer"] = "the text file"
     notes.append("reading " + ", ".join(f"{role} from {places[role]}" for role in OPTIONS))
     split = next(filter(None, (split_named(str(columns.row[column])) for column in columns.find(SPLIT_COLUMN))), "")
@@ -211,9 +223,36 @@ def _read(row: Row, columns: _Columns, options: ReadOptions) -> Example:
         split = split_of_path(path)
     left = [column for column in columns.row if column not in (*columns.read.values(), *system)]
     notes += [f"not read: column {column}" for column in left if not is_empty(columns.row[column])]
-    is_inside = first is not None and [*first.parts][: len(images)] != places
-    notes += [INSIDE] * (bool(marked) and is_inside) + [NO_IMAGE] * (not images)
+    notes += [INSIDE] * any(map(_is_inside, example.chats)) + [NO_IMAGE] * (not images)
     return replace(example, notes=tuple(notes), split=split)
+
+
+def _pairs(question: Any, answer: Any) -> tuple[list[list[Turn]], list[Any]]:
+    """Conversations of a question with each of its answers, or of each of several questions with its own; and marks."""
+    answers = answer if isinstance(answer, (list, tuple)) else [answer]
+    questions = question if isinstance(question, (list, tuple)) else [question]
+    questions = questions * max(1, len(answers)) if len(questions) == 1 else questions
+    if len(questions) != max(1, len(answers)):
+        counts = f"{len(questions)} questions, but {len(answers)} answers"
+        raise ExampleError(f"has {counts}; write one for each, or a row for each question")
+    read = [_read_parts(one) for one in questions]
+    answers = [clean_text(text) for text in answers or [""]]
+    turns = [[Turn("user", parts), Turn("assistant", (text,))] for (parts, _), text in zip(read, answers)]
+    return turns, max((marks for _, marks in read), key=len)
+
+
+def _with_places(chat: list[Turn], n: int) -> list[Turn]:
+    """The chat with n places of images: its own, or without any the beginning of the user's first turn."""
+    if (n_marked := len(images_of(chat))) not in (0, n):
+        raise ExampleError(f"marks the positions of {n_marked} images, but has {n}; correct either")
+    first = next((turn for turn in chat if turn.role == "user" and n_marked < n), None)
+    return [replace(turn, parts=[*[None] * n, *turn.parts]) if turn is first else turn for turn in chat]
+
+
+def _is_inside(chat: Chat) -> bool:
+    """True if a text of the user precedes an image."""
+    parts = [part for turn in chat if turn.role == "user" for part in turn.parts]
+    return None in parts[parts.count(None) :]
 
 
 def _notes_on_answers(example: Example, columns: _Columns) -> list[str]:
@@ -273,48 +312,58 @@ def _locate(image: Any, folder: str) -> Any:
     return os.path.normpath(os.path.join(folder, image.removeprefix("file://")))
 
 
-def _read_chat(chat: Any) -> tuple[list[Turn], list[Any]]:
-    """The turns of a chat, with None in the places of images, and these in order, see `_read_parts`.
+def _read_chat(chat: Any) -> tuple[list[Turn], list[Any], list[str]]:
+    """The turns of a chat, its images in order, see `_read_parts`, and the keys of messages that are not read.
 
-    The chat is the_cauldron's, LLaVA's and ShareGPT's, or OpenAI's.
+    The chat is LLaVA's and ShareGPT's, or OpenAI's, or, where no message has a role, the_cauldron's.
     """
     if not isinstance(chat, (list, tuple)):
         raise ExampleError(f"has {type(chat).__name__}, which must be a list of messages")
     turns: list[Turn] = []
     images: list[Any] = []
-    n_said = 0  # by user and assistant
-    cauldron = [
-        {"role": role, "content": turn[role]} for turn in chat for role in ("user", "assistant") if role in turn
-    ]
-    for message in cauldron or chat:
+    said: list[str] = []
+    has_roles = any(message.get("role") or message.get("from") for message in chat)
+    keys = {key: None for message in chat for key, value in message.items() if not is_empty(value)}
+    known = {"role", "from", "content", "value", *LOSS_KEYS} if has_roles else CAULDRON
+    unread = [str(key) for key in keys if key not in known]
+    for names, why in REFUSED_KEYS.items():
+        if found := [key for key in unread if re.fullmatch(names, key.lower())]:
+            raise ExampleError(why.format(found[0]))
+    cauldron = ({"role": role, "content": turn[role]} for turn in chat for role in CAULDRON if role in turn)
+    for message in chat if has_roles else cauldron:
         role = message.get("role") or message.get("from")
         role = ROLES.get(role, role)  # type: ignore[arg-type]  # JSON may hold any type
         content = message.get("content") if message.get("content") is not None else message.get("value")
-        if message.get("tool_calls") or message.get("function_call"):
-            raise ExampleError("calls a tool, which is not trained on; remove it")
         parts, found = _read_parts(content, role == "assistant")
         if found and role != "user":
             raise ExampleError(f"has an image in a message of {role!r}; only the user shows images")
         images += found
-        if role == "system" and not n_said:
+        if role == "system" and not said:
             turns += [Turn(role, parts)] if parts else []
             continue
-        n_said += 1
-        if role != ("user" if n_said % 2 else "assistant"):
-            raise ExampleError(f"has a message {n_said} of {role!r}; user and assistant must alternate, the user first")
-        learned = True
-        if role == "assistant":
-            weights = [message[key] for key in LOSS_KEYS if message.get(key) is not None]
-            if odd := [weight for weight in weights if weight not in (0, 1)]:
-                raise ExampleError(f"has the weight {odd[0]!r}; only 0 and 1, or false and true, are read")
-            learned = all(weights)
-            parts = ["".join(parts)]
-        turns.append(Turn(role, parts, learned))
-    if n_said % 2:
+        said.append(role)
+        if role != ("user" if len(said) % 2 else "assistant"):
+            n = len(said)
+            raise ExampleError(f"has a message {n} of {role!r}; user and assistant must alternate, the user first")
+        learned = role != "assistant" or _is_learned(message)
+        turns.append(Turn(role, ["".join(parts)] if role == "assistant" else parts, learned))  # type: ignore[arg-type]
+    if len(said) % 2:
         raise ExampleError("ends with a question; its answer is missing")
-    if n_said and not any(turn.learned for turn in turns if turn.role == "assistant"):
+    if said and not any(turn.learned for turn in turns if turn.role == "assistant"):
         raise ExampleError("learns none of its answers, as all have a weight of 0; remove it")
-    return turns, images
+    return turns, images, unread
+
+
+def _is_learned(message: Mapping[str, Any]) -> bool:
+    """False for an answer with a weight of 0; ExampleError for weights that are not read, such as a part's."""
+    content = message.get("content")
+    parts = [part for part in content if isinstance(part, Mapping)] if isinstance(content, list) else []
+    if any(part.get(key) not in (None, 1) for part in parts for key in LOSS_KEYS):
+        raise ExampleError("has a weight of its own at a part of an answer; give it to the whole message, or remove it")
+    weights = [message[key] for key in LOSS_KEYS if message.get(key) is not None]
+    if odd := [weight for weight in weights if weight not in (0, 1)]:
+        raise ExampleError(f"has the weight {odd[0]!r}; only 0 and 1, or false and true, are read")
+    return all(weights)
 
 
 def _read_parts(content: Any, is_answer: bool = False) -> tuple[list[str | None], list[Any]]:
