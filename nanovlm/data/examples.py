@@ -36,22 +36,28 @@ class Example:
     images: Sequence[ImageSource]
     chats: Sequence[Chat]
     name: str = "example"
-    notes: tuple[str, ...] = ()  # which columns of its row were read, and which were not
+    read: str = ""  # which columns of its row were read
+    used: frozenset[str] = frozenset()  # fields of `ReadOptions` that it needed
+    notes: tuple[str, ...] = ()  # which columns were not read, and what else is worth a line
     split: str = ""  # that its row names
 
-    def learned(self) -> list[tuple[Chat, str]]:
-        """The answers that are trained on, each with the turns before it."""
-        turns = ((chat[:i], turn) for chat in self.chats for i, turn in enumerate(chat))
-        return [(before, turn.text) for before, turn in turns if turn.role == "assistant" and turn.learned]
+    def learned(self) -> list[tuple[Chat, int]]:
+        """Each answer that is trained on, as its conversation and its place there."""
+        turns = ((chat, i, turn) for chat in self.chats for i, turn in enumerate(chat))
+        return [(chat, i) for chat, i, turn in turns if turn.role == "assistant" and turn.learned]
+
+    def answers(self) -> list[str]:
+        """The texts of the answers that are trained on."""
+        return [chat[i].text for chat, i in self.learned()]
 
 
 def check_answers(example: Example) -> None:
     """Raise ExampleError if an answer is missing or empty: it teaches nothing and is no reference."""
     if not example.learned():
         raise ExampleError(f"{example.name} has no answer to learn; write one, or remove it")
-    for before, answer in example.learned():
-        if not answer.strip():
-            prompt = before[-1].text
+    for chat, i in example.learned():
+        if not chat[i].text.strip():
+            prompt = chat[i - 1].text
             raise ExampleError(f"{example.name} has an empty answer to {prompt!r}; write it, or remove the example")
 
 
@@ -84,27 +90,38 @@ def encode(example: Example, processor: Processor, augment: Augment | None = Non
     read, an answer is missing, or the row is too long.
     """
     check_answers(example)
-    images = [_load(image, example.name) for image in example.images]
-    shown = processor.prepare(images if augment is None else list(map(augment, images)))
-    row = EncodedExample(images=[image.tiles for image in shown])
     image_token = processor.tokenizer.image_token_id
+    row = EncodedExample()
+
+    def check_length(n: int) -> None:
+        n_image_tokens = sum(map(len, row.images)) * processor.cfg.mp_image_token_length
+        what = f"{n} tokens, {n_image_tokens} of them for images,"
+        processor.cfg.validate_length(n, 1, what, "shorten its text or split it")
+
     try:
+        processor.check_bytes((turn.text for chat in example.chats for turn in chat), len(example.images))
+        names = [None if isinstance(image, (str, os.PathLike)) else example.name for image in example.images]
+        images = list(map(load_image, example.images, names))
+        shown = processor.prepare(images if augment is None else list(map(augment, images)))
+        row.images = [image.tiles for image in shown]
         for number, chat in enumerate(example.chats):
             if not any(turn.learned for turn in chat if turn.role == "assistant"):
                 continue
-            placed = with_images(chat, shown)
-            ids, targets = _encode_chat(placed if processor.layout.images_in_turns else images_first(placed), processor)
+            chat = with_images(chat, shown)
+            chat = chat if processor.layout.images_in_turns else images_first(chat)
+            if len(chat) > 3:  # encoded turn by turn, which takes long for more than fit
+                check_length(len(processor.encode(chat[:-1])))
+            ids, targets = _encode_chat(chat, processor)
             n = len(ids) - ids[::-1].index(image_token) if image_token in ids else 0
             if not row.ids:
                 row.add(ids[:n], targets[:n], [1] * n)
             elif ids[:n] != row.ids[:n]:
                 raise ExampleError("its conversations begin differently; split it")
             row.add(ids[n:], targets[n:], [number + 2] * len(ids[n:]))
-        n_image_tokens = sum(map(len, row.images)) * processor.cfg.mp_image_token_length
-        what = f"{len(row.ids)} tokens, {n_image_tokens} of them for images,"
-        processor.cfg.validate_length(len(row.ids), 1, what, "shorten its text or split it")
-    except (ExampleError, InputError) as error:
-        raise ExampleError(f"{example.name}: {error}") from None
+            check_length(len(row.ids))
+    except (ExampleError, ImageError, InputError) as error:
+        message = str(error)
+        raise ExampleError(message if message.startswith(example.name) else f"{example.name}: {message}") from None
     return row
 
 
@@ -126,13 +143,6 @@ def _encode_chat(chat: Chat, processor: Processor) -> tuple[list[int], list[int]
         labels += answer if turn.learned else [IGNORE_INDEX] * len(answer)
         ids = prompt + answer
     return ids[:-1], labels[1:]
-
-
-def _load(image: ImageSource, name: str) -> Image.Image:
-    try:
-        return load_image(image, None if isinstance(image, (str, os.PathLike)) else name)
-    except ImageError as error:
-        raise ExampleError(str(error) if str(error).startswith(name) else f"{name}: {error}") from None
 
 
 def collate(rows: Sequence[EncodedExample], pad_id: int = 0, max_length: int | None = None) -> dict[str, Tensor | None]:
@@ -196,10 +206,11 @@ def questions(examples: Iterable[tuple[str, Example]]) -> list[Question]:
     """
     asked: dict[Any, Question] = {}
     for number, (source, example) in enumerate(examples):
-        for before, answer in example.learned():
+        for chat, i in example.learned():
+            before = chat[:i]
             images = example.images[: len(images_of(before))]
             named = tuple(number if isinstance(image, Image.Image) else image for image in images)
             key = (source, named or number, tuple((turn.role, *turn.parts) for turn in before))
             question = Question(source, example.name, images, before, [])
-            asked.setdefault(key, question).references.append(answer)
+            asked.setdefault(key, question).references.append(chat[i].text)
     return list(asked.values())

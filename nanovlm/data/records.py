@@ -2,10 +2,11 @@
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 from nanovlm.data.examples import Example, ExampleError, check_answers
 from nanovlm.data.splits import split_named, split_of_path
@@ -62,7 +63,13 @@ OTHER_MARKS = re.compile(
 )
 INSIDE = "with an image behind text: SmolVLM's layout reads it there, nanoVLM's before all text"  # notes of examples
 NO_IMAGE = "without an image"
-ASKED_PROMPT = "question from --prompt"  # part of one
+SEVERAL_LINES = "with a text of several lines, learned as one"
+
+
+MAX_NAME = 4096  # characters of a path
+MAX_VALUES = 10_000  # columns, images or texts of a row
+# Beginnings of PNG, JPEG, GIF and WebP, which tables of VLMEvalKit hold
+BASE64 = re.compile(r"(iVBORw0KGgo|/9j/|R0lGOD|UklGR)[\w+/=\s]{40,}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +87,7 @@ class Row:
 def to_example(row: Row, options: ReadOptions) -> Example:
     """The example that a row holds; ExampleError if it holds none, or if it can be read in two ways."""
     try:
+        _check_count("columns", row.values)
         example = _read(row, _Columns(row, options), options)
     except ExampleError as error:
         raise ExampleError(f"{row.name} {error}") from None
@@ -87,6 +95,12 @@ def to_example(row: Row, options: ReadOptions) -> Example:
         raise ExampleError(f"{row.name} has an unknown structure: {error}") from None
     check_answers(example)
     return example
+
+
+def _check_count(what: str, values: Sized) -> None:
+    """ExampleError for more of something than any context holds."""
+    if len(values) > MAX_VALUES:
+        raise ExampleError(f"has {len(values):,} {what}; at most {MAX_VALUES:,} are read")
 
 
 def example_of_table(row: TableRow, folder: str, features: Any, options: ReadOptions) -> Example:
@@ -173,6 +187,7 @@ def _read(row: Row, columns: _Columns, options: ReadOptions) -> Example:
         if found and getattr(options, flag) is None and (len(found) > 1 or names != LETTERS):
             raise ExampleError(why.format(" and ".join(found)))
     written = _images_of(columns, row.is_sample)
+    _check_count("images", written)
     images = [_locate(image, row.folder) for image in written]
     chat = columns.find(CHAT)
     asked = columns.find(QUESTION, filled=False)
@@ -216,20 +231,29 @@ def _read(row: Row, columns: _Columns, options: ReadOptions) -> Example:
         places[role] = f"the {column}" if is_file else f"column {column}"
     if isinstance(answer, Path):
         places["answer"] = "the text file"
-    notes.append("reading " + ", ".join(f"{role} from {places[role]}" for role in OPTIONS))
     split = next(filter(None, (split_named(str(columns.row[column])) for column in columns.find(SPLIT_COLUMN))), "")
     path = row.values.get("__key__") if row.is_sample else next(iter(written), None)
     if not split and isinstance(path, str) and columns.read.get("image") != IMAGE_FILE:
         split = split_of_path(path)
     left = [column for column in columns.row if column not in (*columns.read.values(), *system)]
     notes += [f"not read: column {column}" for column in left if not is_empty(columns.row[column])]
+    if isinstance(answer, Path) and "\n" in example.chats[0][-1].text:
+        notes.append(SEVERAL_LINES)
     notes += [INSIDE] * any(map(_is_inside, example.chats)) + [NO_IMAGE] * (not images)
-    return replace(example, notes=tuple(notes), split=split)
+    used = {"prompt": places["question"] == "--prompt", "extension": isinstance(answer, Path)}
+    return replace(
+        example,
+        read=", ".join(f"{role} from {places[role]}" for role in OPTIONS),
+        used=frozenset(name for name, is_used in used.items() if is_used),
+        notes=tuple(notes),
+        split=split,
+    )
 
 
 def _pairs(question: Any, answer: Any) -> tuple[list[list[Turn]], list[Any]]:
     """Conversations of a question with each of its answers, or of each of several questions with its own; and marks."""
     answers = answer if isinstance(answer, (list, tuple)) else [answer]
+    _check_count("answers", answers)
     questions = question if isinstance(question, (list, tuple)) else [question]
     questions = questions * max(1, len(answers)) if len(questions) == 1 else questions
     if len(questions) != max(1, len(answers)):
@@ -259,9 +283,10 @@ def _notes_on_answers(example: Example, columns: _Columns) -> list[str]:
     """Notes on answers that may stand for a missing value; ExampleError for one that can mean nothing else."""
     notes = []
     is_class = columns.read["answer"] in columns.classes
-    for before, answer in () if is_class else example.learned():
+    for chat, i in () if is_class else example.learned():
+        answer = chat[i].text
         if answer in columns.missing:
-            problem = f"has the answer {answer!r} to {before[-1].text!r}, which stands for a missing value"
+            problem = f"has the answer {answer!r} to {chat[i - 1].text!r}, which stands for a missing value"
             raise ExampleError(f"{problem}; write it, or remove the example")
         if answer in MISSING_IN_CSV:
             notes.append(f"learned as a text: the answer {answer!r}")
@@ -309,7 +334,14 @@ def _locate(image: Any, folder: str) -> Any:
             raise ExampleError(str(error)) from None
     if image.startswith(("http://", "https://")):
         raise ExampleError(f"names the image {image}; download it and name the file")
-    return os.path.normpath(os.path.join(folder, image.removeprefix("file://")))
+    if BASE64.match(image):
+        raise ExampleError(
+            f"has base64 where an image should be, {image[:20]}...; write data:image/png;base64, before it"
+        )
+    if len(image) > MAX_NAME:
+        raise ExampleError(f"names the image {image[:20]}..., of {len(image):,} letters, which no file has")
+    is_address = image.startswith("file://")
+    return os.path.normpath(os.path.join(folder, unquote(image.removeprefix("file://")) if is_address else image))
 
 
 def _read_chat(chat: Any) -> tuple[list[Turn], list[Any], list[str]]:
@@ -319,6 +351,7 @@ def _read_chat(chat: Any) -> tuple[list[Turn], list[Any], list[str]]:
     """
     if not isinstance(chat, (list, tuple)):
         raise ExampleError(f"has {type(chat).__name__}, which must be a list of messages")
+    _check_count("messages", chat)
     turns: list[Turn] = []
     images: list[Any] = []
     said: list[str] = []
@@ -396,7 +429,6 @@ def _read_parts(content: Any, is_answer: bool = False) -> tuple[list[str | None]
         parts[at] = str(parts[at]).lstrip()
     for at in texts[-1:] if not is_list or texts[-1:] == [len(parts) - 1] else ():
         parts[at] = str(parts[at]).rstrip()
-    said = "".join(part for part in parts if part)
-    if not is_answer and (mark := OTHER_MARKS.search(said)):
+    if not is_answer and (mark := OTHER_MARKS.search("".join(part for part in parts if part))):
         raise ExampleError(f"has the mark {mark[0]} in its question; write <image>, or remove it")
     return [part for part in parts if part != ""], images

@@ -75,8 +75,9 @@ def limit_of(share: float) -> str:
     return f"{int(share * 16**24):024x}"
 
 
-def _of_other_split(name: str, split: str) -> ExampleError:
-    return ExampleError(f"{name} is of the split {split!r} among others; write each split to a file of its own")
+def _of_other_split(example: Example) -> ExampleError:
+    problem = f"{example.name} is of the split {example.split!r} among others"
+    return ExampleError(f"{problem}; write each split to a file of its own")
 
 
 @dataclass(eq=False)
@@ -95,6 +96,7 @@ class Source:
     folder: str = ""  # of the images, if the rows name files
     columns: Iterable[str] = ()
     listed: Sequence[str] = ()  # files of the folder; a line names each that is no image of an example
+    used: frozenset[str] = frozenset()  # fields of `ReadOptions` that its examples needed
     split: str = ""  # of its examples, where rows name it
     weight: float | None = None  # its share of a mixture, if given
 
@@ -123,7 +125,7 @@ class Source:
             try:
                 example = self.make_example(row)
                 if self.split and example.split not in ("", self.split):
-                    raise _of_other_split(example.name, example.split)
+                    raise _of_other_split(example)
                 yield example, keys_of(example, known)
             except ExampleError as error:
                 yield error
@@ -134,7 +136,7 @@ class Source:
         DataError if some are none, unless they are to be skipped.
         """
         known: dict[str, str] = {}
-        read: list[tuple[Any, str, Keys, str, list[str], tuple[str, ...], str]] = []
+        read: list[tuple[Any, Example, Keys, str, list[str]]] = []
         with progress_bar(len(rows), "row", self.path, delay=2, leave=False) as bar:
             for row, found in zip(rows, self.examples_of(rows, known)):
                 bar.update()
@@ -142,29 +144,33 @@ class Source:
                     self.errors.append(str(found))
                     continue
                 example, keys = found
-                answers = [answer[:MAX_LABEL] for _, answer in example.learned()]
+                answers = [answer[:MAX_LABEL] for answer in example.answers()]
                 digest = text_digest(example, *keys)
-                read.append((row, example.name, keys, digest, answers, example.notes, example.split))
-        splits = Counter(split for *_, split in read if split)
+                read.append((row, replace(example, images=(), chats=()), keys, digest, answers))
+        examples = [example for _, example, *_ in read]
+        splits = Counter(example.split for example in examples if example.split)
         self.split = "train" if "train" in splits else next(iter(splits), "") if len(splits) == 1 else ""
         if self.split == "train":
-            others = [(name, split) for _, name, *_, split in read if split not in ("", "train")]
-            self.errors += [str(_of_other_split(*other)) for other in others]
-            read = [one for one in read if one[-1] in ("", "train")]
+            self.errors += [str(_of_other_split(one)) for one in examples if one.split not in ("", "train")]
+            read = [one for one in read if one[1].split in ("", "train")]
         elif len(splits) > 1:
             counts = " and ".join(f"{split} ({n:,})" for split, n in splits.items())
             self.lines.append(f"there is no training split: reading rows of {counts}")
-        usable, names, self.keys, self.digests, self.answers, noted, _ = map(list, zip(*read)) if read else [[]] * 7
+        usable, examples, self.keys, self.digests, self.answers = map(list, zip(*read)) if read else [[]] * 5
+        self.used = frozenset().union(*(example.used for example in examples))
         notes: dict[str, list[str]] = defaultdict(list)
-        for name, of_row in zip(names, noted):
-            for note in of_row:
-                notes[note].append(name)
+        for example in examples:
+            for note in (f"reading {example.read}", *example.notes):
+                notes[note].append(example.name)
+        if len(columns := {example.read for example in examples}) == 1:  # of all, which needs no number
+            del notes[alike := f"reading {columns.pop()}"]
+            self.lines.insert(0, alike)
         n = len(usable)
         errors = self.errors
         if not n:
             raise DataError(f"{errors[0]}; no record of {self.path} can be used" if errors else f"{self.path} is empty")
         if len(notes.get(NO_IMAGE, ())) == n:
-            seen = "; ".join(notes)
+            seen = f"reading {examples[0].read}; {'; '.join(notes)}"
             raise DataError(f"no images found: no record of {self.path} names one, {seen}; --image-column names it")
         if errors and not skip_errors:
             raise DataError(
@@ -175,14 +181,12 @@ class Source:
         where = f" in {self.folder}" if self.folder not in ("", self.path) else ""
         first = f"{STREAMED}; its first rows: " if isinstance(self, StreamedSource) else ""
         self.lines.insert(0, f"{first}{count(n, 'example')}, {count(n_images, 'different image')}{where}")
-        read = set(map(os.path.realpath, known))
+        opened = set(map(os.path.realpath, known))
         for file in self.listed:
-            if os.path.realpath(file) not in read:
+            if os.path.realpath(file) not in opened:
                 notes[f"not read: {os.path.splitext(file)[1].lower() or 'other'} files"].append(file)
         notes |= {"left out": errors} if errors else {}
-        for note, names in notes.items():
-            is_all = len(names) == n and note.startswith("reading")
-            self.lines.append(note if is_all else f"{note} ({len(names):,}, the first {names[0]})")
+        self.lines += [f"{note} ({len(names):,}, the first {names[0]})" for note, names in notes.items()]
         return usable
 
 

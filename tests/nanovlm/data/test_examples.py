@@ -68,6 +68,14 @@ REFUSED = {
     "no answer": (ONE, [], "a.png has no answer to learn"),
     "an empty answer": (ONE, [("Hi", "Ho"), ("What? yes", " \n")], "a.png has an empty answer to 'What. yes'"),
     "too long": (ONE, [("What?", "x " * 1100)], r"a.png: \d+ tokens, \d+ of .* lm_max_position_embeddings=1024"),
+    "40 MB": (ONE, [("What?", "x " * 20_000_000)], r"a.png: prompt is too long: 40,000,\d+ bytes of text"),
+    "many images": (
+        ["gone.jpg"] * 9000,
+        PAIRS[:1],
+        r"a.png: 9,000 images of at least \d+,000 tokens exceed lm_max_.*=1024; use fewer",
+    ),
+    "many answers": (ONE, [("?", "x")] * 9000, r"a.png: prompt is too long: 18,000 bytes"),
+    "many turns": (ONE, [["?", "x"] * 1000], r"a.png: \d+ tokens, \d+ of .* lm_max_position_embeddings=1024"),
     "no image": ([b"hello"], PAIRS, "a.png: not an image"),
     "no file": (["gone.jpg"], PAIRS, "a.png: gone.jpg: No such file"),
 }

@@ -69,6 +69,12 @@ READ = {
                                ["not read: .pdf files (1, the first ./b/m.pdf)", ".json files (1", "other files (1"]),
     "texts of nothing": (captions("a") | {"z.txt": "z", "y.txt": "y"}, ".", {}, [([1], [("What?", "a!")])],
                          ["not read: .txt files (2, the first ./y.txt)"]),
+    "a text of several lines": (captions("a", "b") | {"a.txt": "one\ntwo\n", "b.txt": "b!\n\n"}, ".", {}, [([1], [("What?", "one\ntwo")]), ([2], [("What?", "b!")])],
+                                ["with a text of several lines, learned as one (1, the first ./a.png)"]),
+    "texts of another extension": (captions("a") | {"a.caption": "A cat."}, ".", {"extension": "caption"}, [([1], [("What?", "A cat.")])],
+                                   ["answer from the text file", "not read: .txt files (1, the first ./a.txt)"]),
+    "texts of an extension in capitals": ({"a.png": A, "a.Caption": "x"}, ".", {"extension": ".caption"}, CAPTION, []),
+    "two kinds of texts": (captions("a") | {"a.caption": "A cat."}, ".", {}, [([1], [("What?", "a!")])], ["not read: .caption files (1,"]),
     "texts in splits": (captions("train/a", "val/a", "test/a"), ".", {}, [([1], [("What?", "train/a!")])],
                         ["training split; not read: 4 files, test/a.png"]),
     "COCO's names of splits": (captions("train2017/a", "val2017/a"), ".", {}, [([1], [("What?", "train2017/a!")])],
@@ -211,6 +217,7 @@ READ = {
                      ".", {}, [([1], [("What?", "a!")])], ["1 example, 1 different image"]),
     "numbers": (rows({"image": "a.png", "text": 7}, {"image": "a.png", "text": 0.1}, {"image": "a.png", "text": 12345678901234567890}),
                 "d.json", {}, [([1], [("What?", "7")]), ([1], [("What?", "0.1")]), ([1], [("What?", "12345678901234567890")])], []),
+    "an address of a file": ({"a b.png": A, **rows({"image": "file://a%20b.png", "text": "x"})}, "d.json", {}, CAPTION, []),
     "a data: address": (rows({"image": "data:image/png;base64," + base64.b64encode(A).decode(), "text": "x"}),
                         "d.json", {}, CAPTION, []),
 }  # fmt: skip
@@ -302,6 +309,25 @@ REFUSED = {
     "no last answer": (chat(ASK, SAY, ASK), "d.json", "its answer is missing"),
     "a web address": (qa(image="https://x/a.png"), "d.json", "download it"),
     "no captions": ({"a.png": A}, ".", "captions missing: 1 images in ."),
+    "captions of another extension": ({"a.png": A, "a.caption": "x"}, ".", "label; --extension .caption reads a.caption"),
+    "another extension's captions missing": (captions("a"), ".", "--extension .txt reads a.txt", {"extension": ".caption"}),
+    "Flickr8k": ({"Images/a.png": A, "captions.txt": "image,caption\na.png,x\n"}, ".",
+                 "captions.txt stands beside no image: if it is a table, call it .csv"),
+    "a record beside each image": (TWO | {"a.json": {"text": "x"}, "b.json": {"text": "y"}}, ".",
+                                   "of records beside each image make one metadata.jsonl"),
+    "a key twice": (table(b'[{"image": "a.png", "text": "x", "text": "y"}]', "d.json"), "d.json", "several values of 'text'"),
+    "a key twice in a line": (table(b'{"image": "a.png", "text": "x"}\n{"text": "x", "text": "x"}', "d.jsonl"), "d.jsonl",
+                              "d.jsonl, line 2, cannot be read: an object has several values of 'text'"),
+    "base64": (rows({"image": base64.b64encode(A).decode(), "text": "x"}), "d.json",
+               "d.json[0] has base64 where an image should be, iVBORw0KGgoAAAANSUhE...; write data:image/png;base64, before it"),
+    "a long cell": (table("image,text\na.png,x\na.png," + "y" * 131073, "my.csv"), "my.csv", "my.csv, line 3, has a cell of more than 131,072 letters"),
+    "a quote that is not closed": (table("image,text\na.png,\"x\n" + "a.png,y\n" * 20_000, "my.csv"), "my.csv", "close its quotes"),
+    "a million columns": (table("image," + ",".join(map(str, range(10**6))) + "\n", "my.csv"), "my.csv", "has 1,000,001 columns in its first line"),
+    "many columns": (rows({"image": "a.png", "text": "x"} | {f"{i}": 1 for i in range(20_000)}), "d.json", "has 20,002 columns; at most 10,000 are read"),
+    "many images": (rows({"images": ["a.png"] * 10_001, "text": "x"}), "d.json", "has 10,001 images"),
+    "many answers": (rows({"image": "a.png", "text": ["x"] * 100_000}), "d.json", "has 100,000 answers"),
+    "many turns": (chat(*[ASK, SAY] * 50_000), "d.json", "has 100,000 messages"),
+    "the cause first": (rows({"image": "a.png", "text": ""}), "d.json", "d.json[0] has an empty answer to 'What?'; write it, or remove the example; no record"),
     "one label": ({"x/a.png": A}, ".", "captions missing: 1 images in ."),
     "labels of two levels": ({"x/a.png": A, "y/z/b.png": B, "y/c.png": B}, ".", "the first ./y/z/b.png"),
     "some texts missing": (captions("a") | {"b.png": B}, ".",
@@ -343,7 +369,7 @@ REFUSED = {
     "no such file": ({}, "gone", "no such file or folder"),
     "other files": ({"a.xml": "x"}, "a.xml", "no known extension"),
     "a model": ({"config.json": {}, "model.safetensors": b""}, ".", "holds a model, not data"),
-    "a name that no file can have": (rows({"image": "x" * 5000, "text": "A."}), "d.json", "names the image xxx"),
+    "a name that no file can have": (rows({"image": "x" * 5000, "text": "A."}), "d.json", "names the image xxxxxxxxxxxxxxxxxxxx..., of 5,000 letters, which no file has"),
 }  # fmt: skip
 
 
@@ -362,7 +388,7 @@ def test_names_masks_and_the_default_question():
         write(f"mine/{name}", content)
     example = open_source("mine/d.json", ReadOptions())[0]
     assert pairs_of(example) == [("Q?", "WRONG"), ("Again.", "A.")]
-    assert [answer for _, answer in example.learned()] == ["A."]
+    assert example.answers() == ["A."]
     Path("mine/b.png").unlink()
     assert read_all("mine", ReadOptions()) == [("mine/a.png", [1], [(PROMPT, "a!")])]
 
