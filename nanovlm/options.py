@@ -182,6 +182,10 @@ class ReadOptions:
     image_column: str | None = setting(
         None, "column with the images (default: image, images or another usual name)", metavar="NAME"
     )
+    extension: str | None = setting(
+        None, "extension of the text files beside images, such as .caption", "like .caption",
+        lambda text: re.fullmatch(r"\.?\w+", text), metavar="EXT", default_text=".txt",
+    )  # fmt: skip
     stream: bool = setting(False, "read .tar, .parquet or .arrow files or a Hub data set in sequence, without a copy")
     on_error: str = setting("stop", "what to do with an unusable example", choices=("stop", "skip"))
     is_shared: bool = False  # by several sources, some of which may lack the columns that are named

@@ -38,7 +38,7 @@ def check_data(train: Sequence[Source], held_out: Sequence[Source], processor: P
                     continue
                 lengths.append(len(row.ids))
                 n_tokens += sum(target != IGNORE_INDEX for target in row.targets)
-                labels.update(answer for _, answer in example.learned())
+                labels.update(example.answers())
                 if len(shown) < N_SHOWN and source in train:
                     shown.append(f"\n--- {example.name}: {count(len(row.images), 'image')}, {len(row.ids)} tokens")
                     for turn in chain.from_iterable(example.chats):

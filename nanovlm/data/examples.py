@@ -12,7 +12,7 @@ from torch import Tensor
 from models.language_model import PACK_STRIDE
 from models.vision_language_model import IGNORE_INDEX
 from nanovlm.errors import DataError, ImageError, InputError
-from nanovlm.processing.conversation import Chat, with_images
+from nanovlm.processing.conversation import Chat, images_first, images_of, with_images
 from nanovlm.processing.image_loading import load_image
 from nanovlm.processing.processor import Processor
 
@@ -30,27 +30,34 @@ class ExampleError(DataError):
 class Example:
     """Images and conversations, each about all of the images, which are opened when the example is encoded.
 
-    The conversations do not see each other. In their turns None marks the place of an image.
+    The conversations do not see each other. In their turns None marks the place of an image; images are in that order.
     """
 
     images: Sequence[ImageSource]
     chats: Sequence[Chat]
     name: str = "example"
-    notes: tuple[str, ...] = ()  # which columns of its row were read, and which were not
+    read: str = ""  # which columns of its row were read
+    used: frozenset[str] = frozenset()  # fields of `ReadOptions` that it needed
+    notes: tuple[str, ...] = ()  # which columns were not read, and what else is worth a line
+    split: str = ""  # that its row names
 
-    def learned(self) -> list[tuple[Chat, str]]:
-        """The answers that are trained on, each with the turns before it."""
-        turns = ((chat[:i], turn) for chat in self.chats for i, turn in enumerate(chat))
-        return [(before, turn.text) for before, turn in turns if turn.role == "assistant" and turn.learned]
+    def learned(self) -> list[tuple[Chat, int]]:
+        """Each answer that is trained on, as its conversation and its place there."""
+        turns = ((chat, i, turn) for chat in self.chats for i, turn in enumerate(chat))
+        return [(chat, i) for chat, i, turn in turns if turn.role == "assistant" and turn.learned]
+
+    def answers(self) -> list[str]:
+        """The texts of the answers that are trained on."""
+        return [chat[i].text for chat, i in self.learned()]
 
 
 def check_answers(example: Example) -> None:
     """Raise ExampleError if an answer is missing or empty: it teaches nothing and is no reference."""
     if not example.learned():
         raise ExampleError(f"{example.name} has no answer to learn; write one, or remove it")
-    for before, answer in example.learned():
-        if not answer.strip():
-            prompt = before[-1].text
+    for chat, i in example.learned():
+        if not chat[i].text.strip():
+            prompt = chat[i - 1].text
             raise ExampleError(f"{example.name} has an empty answer to {prompt!r}; write it, or remove the example")
 
 
@@ -77,31 +84,44 @@ class EncodedExample:
 def encode(example: Example, processor: Processor, augment: Augment | None = None) -> EncodedExample:
     """Encode an example so that each answer is predicted from exactly the ids that generation would have seen.
 
-    What precedes the end of the last image is the shared prefix (mask 1); each conversation continues it (mask 2, 3,
-    ...) and does not see the others. augment, if given, is applied to each image. ExampleError if an image cannot be
+    Images stay in their places if the layout has images in turns; else all come first. What precedes the end of the
+    last image is the shared prefix (mask 1); each conversation continues it (mask 2, 3, ...) and does not see the
+    others. augment, if given, is applied to each image. ExampleError if an image cannot be
     read, an answer is missing, or the row is too long.
     """
     check_answers(example)
-    images = [_load(image, example.name) for image in example.images]
-    shown = processor.prepare(images if augment is None else list(map(augment, images)))
-    row = EncodedExample(images=[image.tiles for image in shown])
     image_token = processor.tokenizer.image_token_id
+    row = EncodedExample()
+
+    def check_length(n: int) -> None:
+        n_image_tokens = sum(map(len, row.images)) * processor.cfg.mp_image_token_length
+        what = f"{n} tokens, {n_image_tokens} of them for images,"
+        processor.cfg.validate_length(n, 1, what, "shorten its text or split it")
+
     try:
+        processor.check_bytes((turn.text for chat in example.chats for turn in chat), len(example.images))
+        names = [None if isinstance(image, (str, os.PathLike)) else example.name for image in example.images]
+        images = list(map(load_image, example.images, names))
+        shown = processor.prepare(images if augment is None else list(map(augment, images)))
+        row.images = [image.tiles for image in shown]
         for number, chat in enumerate(example.chats):
             if not any(turn.learned for turn in chat if turn.role == "assistant"):
                 continue
-            ids, targets = _encode_chat(with_images(chat, shown), processor)
+            chat = with_images(chat, shown)
+            chat = chat if processor.layout.images_in_turns else images_first(chat)
+            if len(chat) > 3:  # encoded turn by turn, which takes long for more than fit
+                check_length(len(processor.encode(chat[:-1])))
+            ids, targets = _encode_chat(chat, processor)
             n = len(ids) - ids[::-1].index(image_token) if image_token in ids else 0
             if not row.ids:
                 row.add(ids[:n], targets[:n], [1] * n)
             elif ids[:n] != row.ids[:n]:
                 raise ExampleError("its conversations begin differently; split it")
             row.add(ids[n:], targets[n:], [number + 2] * len(ids[n:]))
-        n_image_tokens = sum(map(len, row.images)) * processor.cfg.mp_image_token_length
-        what = f"{len(row.ids)} tokens, {n_image_tokens} of them for images,"
-        processor.cfg.validate_length(len(row.ids), 1, what, "shorten its text or split it")
-    except (ExampleError, InputError) as error:
-        raise ExampleError(f"{example.name}: {error}") from None
+            check_length(len(row.ids))
+    except (ExampleError, ImageError, InputError) as error:
+        message = str(error)
+        raise ExampleError(message if message.startswith(example.name) else f"{example.name}: {message}") from None
     return row
 
 
@@ -123,13 +143,6 @@ def _encode_chat(chat: Chat, processor: Processor) -> tuple[list[int], list[int]
         labels += answer if turn.learned else [IGNORE_INDEX] * len(answer)
         ids = prompt + answer
     return ids[:-1], labels[1:]
-
-
-def _load(image: ImageSource, name: str) -> Image.Image:
-    try:
-        return load_image(image, None if isinstance(image, (str, os.PathLike)) else name)
-    except ImageError as error:
-        raise ExampleError(str(error) if str(error).startswith(name) else f"{name}: {error}") from None
 
 
 def collate(rows: Sequence[EncodedExample], pad_id: int = 0, max_length: int | None = None) -> dict[str, Tensor | None]:
@@ -193,9 +206,11 @@ def questions(examples: Iterable[tuple[str, Example]]) -> list[Question]:
     """
     asked: dict[Any, Question] = {}
     for number, (source, example) in enumerate(examples):
-        images = tuple(number if isinstance(image, Image.Image) else image for image in example.images)
-        for before, answer in example.learned():
-            key = (source, images or number, tuple((turn.role, turn.text) for turn in before))
-            question = Question(source, example.name, example.images, before, [])
-            asked.setdefault(key, question).references.append(answer)
+        for chat, i in example.learned():
+            before = chat[:i]
+            images = example.images[: len(images_of(before))]
+            named = tuple(number if isinstance(image, Image.Image) else image for image in images)
+            key = (source, named or number, tuple((turn.role, *turn.parts) for turn in before))
+            question = Question(source, example.name, images, before, [])
+            asked.setdefault(key, question).references.append(chat[i].text)
     return list(asked.values())

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nanovlm.console import count
 from nanovlm.data.examples import EncodedExample, Example, ExampleError, collate, encode, pack
-from nanovlm.data.records import ASKED_PROMPT, OPTIONS
+from nanovlm.data.records import OPTIONS
 from nanovlm.data.rows import open_source
 from nanovlm.data.source import COMPARED, Keys, Source, StreamedSource, limit_of, rank_of
 from nanovlm.errors import DataError, UsageError
@@ -93,7 +93,8 @@ def _check_options(read: ReadOptions, sources: Sequence[Source]) -> None:
     unused = {
         "--images": read.images and all(source.folder != read.images for source in sources),
         "--stream": read.stream and not any(isinstance(source, StreamedSource) for source in sources),
-        "--prompt": read.prompt is not None and ASKED_PROMPT not in str([source.lines for source in sources]),
+        "--prompt": read.prompt is not None and not any("prompt" in source.used for source in sources),
+        "--extension": read.extension is not None and not any("extension" in source.used for source in sources),
     }
     paths = ", ".join(source.path for source in sources)
     if flags := [flag for flag, is_unused in unused.items() if is_unused]:
@@ -167,18 +168,15 @@ def _choose(sources: Sequence[Source], validation: float, is_default: bool) -> s
     either side, unless validation is a number below that of the labels.
     """
     examples = [keys for source in sources for keys in source.keys]
-    group_of = _groups(examples)
-    members: dict[str, list[str]] = defaultdict(list)
-    for key, group in group_of.items():
-        members[group].append(key)
-    sizes = Counter(group_of[keys[0]] for keys in examples)
-    ranks = {group: rank_of(keys) for group, keys in members.items() if 2 * sizes[group] <= len(examples)}
+    members = _groups(examples)
+    sizes = Counter(members[keys[0]][0] for keys in examples)
+    ranks = {group: rank_of(members[group]) for group, n in sizes.items() if 2 * n <= len(examples)}
     order = sorted(ranks, key=ranks.__getitem__)
     labels: dict[str, set[str]] = defaultdict(set)
     for source in sources:
         for keys, answers in zip(source.keys, source.answers):
             for answer in answers:
-                labels[answer].add(group_of[keys[0]])
+                labels[answer].add(members[keys[0]][0])
     if not are_labels(len(labels), len(examples)):
         labels.clear()
     learned = {max(groups, key=lambda group: ranks.get(group, "")) for groups in labels.values()}
@@ -203,20 +201,16 @@ def are_labels(n_answers: int, n_examples: int) -> bool:
     return n_answers <= MAX_LABELS and 2 * n_answers <= n_examples
 
 
-def _groups(examples: Sequence[Keys]) -> dict[str, str]:
-    """The group of each key, named by one of them: keys of one example are in one group."""
-    parent: dict[str, str] = {}
-
-    def find(key: str) -> str:
-        while parent.setdefault(key, key) != key:
-            parent[key] = key = parent[parent[key]]
-        return key
-
+def _groups(examples: Sequence[Keys]) -> dict[str, list[str]]:
+    """The keys of each key's group, one list for all of a group, whose first names it; an example's are in one."""
+    members: dict[str, list[str]] = {}
     for keys in examples:
-        for key in keys:
-            low, high = sorted((find(keys[0]), find(key)))
-            parent[high] = low
-    return {key: find(key) for key in parent}
+        found = {id(group): group for group in (members.setdefault(key, [key]) for key in keys)}
+        largest, *others = sorted(found.values(), key=len, reverse=True)
+        for group in others:
+            largest += group
+            members |= dict.fromkeys(group, largest)
+    return members
 
 
 # ------------------------------------------------------------------------------------------- order and batches

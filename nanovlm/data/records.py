@@ -2,16 +2,18 @@
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 from nanovlm.data.examples import Example, ExampleError, check_answers
+from nanovlm.data.splits import split_named, split_of_path
 from nanovlm.data.values import MISSING, MISSING_IN_CSV, clean_text, has_names, is_empty, plain_value
 from nanovlm.errors import ImageError, first_line
 from nanovlm.options import ReadOptions
-from nanovlm.processing.conversation import Turn
+from nanovlm.processing.conversation import Chat, Turn, images_of
 from nanovlm.processing.image_loading import decode_data_url, readable_extensions
 
 TableRow = tuple[Any, str]  # an Arrow table of one row, and the row's name
@@ -22,28 +24,52 @@ IMAGE_FILE = "image file"
 IMAGE = r"(image|img|picture|photo)s?(_(path|file|name|url|bytes)s?)?"
 FILE = r"file(_?name|_?path)?|path"  # of the image, unless another column has it
 CHAT = r"messages|conversations?|texts"
-ANSWER = r"answers?|response|output"
+ANSWER = r"answers?|responses?|outputs?|completions?"
 CAPTION = rf"text|captions?|{FOLDER_NAME.replace(' ', '_')}"
-QUESTION = r"question|prompt|query|instruction"
-REFUSED = {  # unless --text-column says what to learn
-    r"(video|audio)s?": "names a {}; save frames of it, and name these as its images",
-    r"chosen|rejected(_response)?": "is preference data, with the column {}; use trl's DPOTrainer on the exported "
-    "folder, or name the answers to learn with --text-column",
-    r"choices|options|candidates": "has {} beside its answer; write them into the question, or leave them out by "
-    "naming the answer with --text-column",
+QUESTION = r"questions?|prompts?|query|queries|instructions?"
+SYSTEM = r"system(_(prompt|message))?"
+LETTERS = "[a-h]"  # of answers to choose from, if there are several such columns
+SPLIT_COLUMN = r"(data_?set_?)?(split|subset|partition)s?"
+LEFT_OUT = (
+    "text_column", "has {} beside its answer; write it into the question, or leave it out by naming the answer with "
+    "--text-column",
+)  # fmt: skip
+REFUSED = {  # columns that change what the others mean, unless a flag says what to read
+    r"(video|audio)s?": ("text_column", "names a {}; save frames of it, and name these as its images"),
+    r"chosen|rejected(_response)?": (
+        "text_column", "is preference data, with the column {}; use trl's DPOTrainer on the exported folder, or name "
+        "the answers to learn with --text-column",
+    ),
+    r"(multiple_)?(choice|option|candidate)s?(_?\w)?": LEFT_OUT,
+    r"inputs?|history|contexts?|hints?|passages?|backgrounds?|tools": LEFT_OUT,
+    LETTERS: LEFT_OUT,
+    r"(image|img|picture|photo)_?\d+": (
+        "image_column", "has {}; name all of its images in one list, or the one to read with --image-column"
+    ),
+}  # fmt: skip
+REFUSED_KEYS = {  # of messages
+    "tool_calls|function_call": "calls a tool, which is not trained on; remove it",
+    rf"{IMAGE}|(video|audio)s?": "has the key {} in a message; write parts, or the row's column images",
+    ".*_detail": "has {} in a message; only weights of whole messages are read",
 }
+CAULDRON = ("system", "user", "assistant")  # keys of a turn
 OPTIONS = {"image": "image_column", "question": "prompt_column", "answer": "text_column"}  # by a column's role
 ROLES = {"human": "user", "gpt": "assistant", "model": "assistant"}  # of ShareGPT and Gemma
 LOSS_KEYS = ("weight", "loss", "train", "training", "trainable")  # keys of a message that say whether it is learned
 MARK = re.compile("<image>")  # an image's position in the text of LLaVA and its followers
-OUTER_MARKS = re.compile(r"^(\s*<image>)+|(<image>\s*)+$")
 OTHER_MARKS = re.compile(
     r"<\|?(?:image|img|video|audio|vision|picture)[ _-]?(?:\d+|pad|start|here)?\|?>|\[IMG\]|<start_of_image>",
     re.IGNORECASE,
 )
-MOVED = "not read: position of an image within the text or in a later turn: all images come first"
-NO_IMAGE = "without an image"  # notes of examples
-ASKED_PROMPT = "question from --prompt"  # part of one
+INSIDE = "with an image behind text: SmolVLM's layout reads it there, nanoVLM's before all text"  # notes of examples
+NO_IMAGE = "without an image"
+SEVERAL_LINES = "with a text of several lines, learned as one"
+
+
+MAX_NAME = 4096  # characters of a path
+MAX_VALUES = 10_000  # columns, images or texts of a row
+# Beginnings of PNG, JPEG, GIF and WebP, which tables of VLMEvalKit hold
+BASE64 = re.compile(r"(iVBORw0KGgo|/9j/|R0lGOD|UklGR)[\w+/=\s]{40,}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +87,7 @@ class Row:
 def to_example(row: Row, options: ReadOptions) -> Example:
     """The example that a row holds; ExampleError if it holds none, or if it can be read in two ways."""
     try:
+        _check_count("columns", row.values)
         example = _read(row, _Columns(row, options), options)
     except ExampleError as error:
         raise ExampleError(f"{row.name} {error}") from None
@@ -68,6 +95,12 @@ def to_example(row: Row, options: ReadOptions) -> Example:
         raise ExampleError(f"{row.name} has an unknown structure: {error}") from None
     check_answers(example)
     return example
+
+
+def _check_count(what: str, values: Sized) -> None:
+    """ExampleError for more of something than any context holds."""
+    if len(values) > MAX_VALUES:
+        raise ExampleError(f"has {len(values):,} {what}; at most {MAX_VALUES:,} are read")
 
 
 def example_of_table(row: TableRow, folder: str, features: Any, options: ReadOptions) -> Example:
@@ -119,6 +152,7 @@ class _Columns:
         self.row = {column: None if self.is_missing(column) else value for column, value in self.written.items()}
         self.usual = {column: re.sub(r"[\s-]+", "_", str(column).strip().lower()) for column in self.row}
         self.options = options
+        self.named = [getattr(options, name) for name in OPTIONS.values()]
         self.read: dict[str, str] = {}
 
     def is_missing(self, column: str) -> bool:
@@ -148,70 +182,111 @@ class _Columns:
 
 
 def _read(row: Row, columns: _Columns, options: ReadOptions) -> Example:
-    for names, why in {} if options.text_column else REFUSED.items():
-        if found := columns.find(names):
+    for names, (flag, why) in REFUSED.items():
+        found = [column for column in columns.find(names) if column not in columns.named]
+        if found and getattr(options, flag) is None and (len(found) > 1 or names != LETTERS):
             raise ExampleError(why.format(" and ".join(found)))
-    images = [_locate(image, row.folder) for image in _images_of(columns, row.is_sample)]
-    chats = columns.find(CHAT)
+    written = _images_of(columns, row.is_sample)
+    _check_count("images", written)
+    images = [_locate(image, row.folder) for image in written]
+    chat = columns.find(CHAT)
     asked = columns.find(QUESTION, filled=False)
     tiers = [columns.find(f"{ANSWER}|{CAPTION}")]
-    if chats:
+    if chat:
         tiers = [columns.find(f"{CHAT}|{ANSWER}|{CAPTION}|{QUESTION}")]  # one beside a chat can be read in two ways
     elif asked or options.prompt_column:
         tiers = [columns.find(ANSWER), columns.find(CAPTION)]
     columns.choose("answer", *tiers, columns.find(f"{ANSWER}|{CAPTION}", filled=False)[:1])
     answer = columns.written[columns.read["answer"]]
-    is_chat = columns.read["answer"] in chats
-    if is_chat and not is_empty(columns.row.get(str(options.prompt_column))):
-        raise ExampleError("is a chat, on which --prompt-column has no effect; omit it")
-    answers = answer if isinstance(answer, (list, tuple)) and not is_chat else [answer]
-    if not is_chat:
+    is_chat = columns.read["answer"] in chat
+    system = columns.find(SYSTEM)
+    before = [Turn("system", (text,)) for column in system if (text := clean_text(columns.row[column]))]
+    notes: list[str] = []
+    if is_chat:
+        if not is_empty(columns.row.get(str(options.prompt_column))):
+            raise ExampleError("is a chat, on which --prompt-column has no effect; omit it")
+        turns, marked, keys = _read_chat(answer)
+        chats = [[*before, *turns]]
+        notes += [f"not read: key {key} of messages" for key in keys]
+    else:
         asked = [column for column in asked if column != columns.read["answer"]]
         question = columns.choose("question", [name for name in asked if not is_empty(columns.row[name])], asked[:1])
         if "question" in columns.read and is_empty(question):
             raise ExampleError(f"has no question in {columns.read['question']}; write one, or remove it")
-        question = question if "question" in columns.read else options.question
-        answer = [
-            {"role": "user", "content": question},
-            {"role": "assistant", "content": clean_text((*answers, "")[0])},
-        ]
-    system = columns.find("system")
-    turns, marked, is_moved = _read_chat(answer, [clean_text(columns.row[column]) for column in system])
+        pairs, marked = _pairs(question if "question" in columns.read else options.question, answer)
+        chats = [[*before, *pair] for pair in pairs]
     named = [_locate(image, row.folder) for image in marked if not isinstance(image, int | None)]
     if named and images and named != images:
         raise ExampleError(f"names images in its messages and in {columns.read['image']}; remove either")
     images = named or images
-    if marked and len(marked) != len(images):
-        raise ExampleError(f"marks the positions of {len(marked)} images, but has {len(images)}; correct either")
     if numbers := [mark for mark in marked if isinstance(mark, int)]:
         if sorted(numbers) != list(range(len(images))):
             raise ExampleError(f"numbers its images {numbers}, which must name each of {len(images)} once, from 0")
         images = [images[number] for number in numbers]
-    first = next((turn for turn in turns if turn.role == "user"), None)
-    turns = [Turn("user", (*[None] * len(images), turn.text)) if turn is first else turn for turn in turns]
-    others = [[*turns[:-1], Turn("assistant", (clean_text(text),))] for text in answers[1:]]
-    example = Example(images, [turns, *others], row.name)
-    notes = _notes_on_answers(example, columns)
+    example = Example(images, [_with_places(chat, len(images)) for chat in chats], row.name)
+    notes += _notes_on_answers(example, columns)
     places = {"image": "the chat" if named else "nowhere", "question": "the chat" if is_chat else "--prompt"}
     for role, column in columns.read.items():
         is_file = column in (FOLDER_NAME, IMAGE_FILE)
         places[role] = f"the {column}" if is_file else f"column {column}"
-    if isinstance(columns.written[columns.read["answer"]], Path):
+    if isinstance(answer, Path):
         places["answer"] = "the text file"
-    notes.append("reading " + ", ".join(f"{role} from {places[role]}" for role in OPTIONS))
+    split = next(filter(None, (split_named(str(columns.row[column])) for column in columns.find(SPLIT_COLUMN))), "")
+    path = row.values.get("__key__") if row.is_sample else next(iter(written), None)
+    if not split and isinstance(path, str) and columns.read.get("image") != IMAGE_FILE:
+        split = split_of_path(path)
     left = [column for column in columns.row if column not in (*columns.read.values(), *system)]
     notes += [f"not read: column {column}" for column in left if not is_empty(columns.row[column])]
-    notes += [MOVED] * is_moved + [NO_IMAGE] * (not images)
-    return replace(example, notes=tuple(notes))
+    if isinstance(answer, Path) and "\n" in example.chats[0][-1].text:
+        notes.append(SEVERAL_LINES)
+    notes += [INSIDE] * any(map(_is_inside, example.chats)) + [NO_IMAGE] * (not images)
+    used = {"prompt": places["question"] == "--prompt", "extension": isinstance(answer, Path)}
+    return replace(
+        example,
+        read=", ".join(f"{role} from {places[role]}" for role in OPTIONS),
+        used=frozenset(name for name, is_used in used.items() if is_used),
+        notes=tuple(notes),
+        split=split,
+    )
+
+
+def _pairs(question: Any, answer: Any) -> tuple[list[list[Turn]], list[Any]]:
+    """Conversations of a question with each of its answers, or of each of several questions with its own; and marks."""
+    answers = answer if isinstance(answer, (list, tuple)) else [answer]
+    _check_count("answers", answers)
+    questions = question if isinstance(question, (list, tuple)) else [question]
+    questions = questions * max(1, len(answers)) if len(questions) == 1 else questions
+    if len(questions) != max(1, len(answers)):
+        counts = f"{len(questions)} questions, but {len(answers)} answers"
+        raise ExampleError(f"has {counts}; write one for each, or a row for each question")
+    read = [_read_parts(one) for one in questions]
+    answers = [clean_text(text) for text in answers or [""]]
+    turns = [[Turn("user", parts), Turn("assistant", (text,))] for (parts, _), text in zip(read, answers)]
+    return turns, max((marks for _, marks in read), key=len)
+
+
+def _with_places(chat: list[Turn], n: int) -> list[Turn]:
+    """The chat with n places of images: its own, or without any the beginning of the user's first turn."""
+    if (n_marked := len(images_of(chat))) not in (0, n):
+        raise ExampleError(f"marks the positions of {n_marked} images, but has {n}; correct either")
+    first = next((turn for turn in chat if turn.role == "user" and n_marked < n), None)
+    return [replace(turn, parts=[*[None] * n, *turn.parts]) if turn is first else turn for turn in chat]
+
+
+def _is_inside(chat: Chat) -> bool:
+    """True if a text of the user precedes an image."""
+    parts = [part for turn in chat if turn.role == "user" for part in turn.parts]
+    return None in parts[parts.count(None) :]
 
 
 def _notes_on_answers(example: Example, columns: _Columns) -> list[str]:
     """Notes on answers that may stand for a missing value; ExampleError for one that can mean nothing else."""
     notes = []
     is_class = columns.read["answer"] in columns.classes
-    for before, answer in () if is_class else example.learned():
+    for chat, i in () if is_class else example.learned():
+        answer = chat[i].text
         if answer in columns.missing:
-            problem = f"has the answer {answer!r} to {before[-1].text!r}, which stands for a missing value"
+            problem = f"has the answer {answer!r} to {chat[i - 1].text!r}, which stands for a missing value"
             raise ExampleError(f"{problem}; write it, or remove the example")
         if answer in MISSING_IN_CSV:
             notes.append(f"learned as a text: the answer {answer!r}")
@@ -259,74 +334,101 @@ def _locate(image: Any, folder: str) -> Any:
             raise ExampleError(str(error)) from None
     if image.startswith(("http://", "https://")):
         raise ExampleError(f"names the image {image}; download it and name the file")
-    return os.path.normpath(os.path.join(folder, image.removeprefix("file://")))
+    if BASE64.match(image):
+        raise ExampleError(
+            f"has base64 where an image should be, {image[:20]}...; write data:image/png;base64, before it"
+        )
+    if len(image) > MAX_NAME:
+        raise ExampleError(f"names the image {image[:20]}..., of {len(image):,} letters, which no file has")
+    is_address = image.startswith("file://")
+    return os.path.normpath(os.path.join(folder, unquote(image.removeprefix("file://")) if is_address else image))
 
 
-def _read_chat(chat: Any, system: list[str]) -> tuple[list[Turn], list[Any], bool]:
-    """Return the turns of a chat behind the system's, as text alone; its images; and whether one was moved.
+def _read_chat(chat: Any) -> tuple[list[Turn], list[Any], list[str]]:
+    """The turns of a chat, its images in order, see `_read_parts`, and the keys of messages that are not read.
 
-    An image is None where the chat has only a mark, and a number where it has the position in the row's images. The
-    chat is the_cauldron's, LLaVA's and ShareGPT's, or OpenAI's.
+    The chat is LLaVA's and ShareGPT's, or OpenAI's, or, where no message has a role, the_cauldron's.
     """
     if not isinstance(chat, (list, tuple)):
         raise ExampleError(f"has {type(chat).__name__}, which must be a list of messages")
-    said: list[Turn] = []  # by user and assistant
+    _check_count("messages", chat)
+    turns: list[Turn] = []
     images: list[Any] = []
-    is_moved = False
-    cauldron = [
-        {"role": role, "content": turn[role]} for turn in chat for role in ("user", "assistant") if role in turn
-    ]
-    for message in cauldron or chat:
+    said: list[str] = []
+    has_roles = any(message.get("role") or message.get("from") for message in chat)
+    keys = {key: None for message in chat for key, value in message.items() if not is_empty(value)}
+    known = {"role", "from", "content", "value", *LOSS_KEYS} if has_roles else CAULDRON
+    unread = [str(key) for key in keys if key not in known]
+    for names, why in REFUSED_KEYS.items():
+        if found := [key for key in unread if re.fullmatch(names, key.lower())]:
+            raise ExampleError(why.format(found[0]))
+    cauldron = ({"role": role, "content": turn[role]} for turn in chat for role in CAULDRON if role in turn)
+    for message in chat if has_roles else cauldron:
         role = message.get("role") or message.get("from")
         role = ROLES.get(role, role)  # type: ignore[arg-type]  # JSON may hold any type
         content = message.get("content") if message.get("content") is not None else message.get("value")
-        if message.get("tool_calls") or message.get("function_call"):
-            raise ExampleError("calls a tool, which is not trained on; remove it")
-        text, found = _read_parts(content)
-        if role != "assistant":
-            images += found
-            within = MARK.search(OUTER_MARKS.sub("", text))
-            is_moved = is_moved or bool(within or (found and (said or role == "system")))
-            text = MARK.sub("", text).strip()
-            if mark := OTHER_MARKS.search(text):
-                raise ExampleError(f"has the mark {mark[0]} in its question; write <image>, or remove it")
+        parts, found = _read_parts(content, role == "assistant")
+        if found and role != "user":
+            raise ExampleError(f"has an image in a message of {role!r}; only the user shows images")
+        images += found
         if role == "system" and not said:
-            system = [*system, text]
+            turns += [Turn(role, parts)] if parts else []
             continue
-        if role != ("assistant" if len(said) % 2 else "user"):
-            n = len(said) + 1
+        said.append(role)
+        if role != ("user" if len(said) % 2 else "assistant"):
+            n = len(said)
             raise ExampleError(f"has a message {n} of {role!r}; user and assistant must alternate, the user first")
-        learned = True
-        if role == "assistant":
-            if isinstance(content, list) and any("image" in str(part.get("type")) for part in content):
-                raise ExampleError("has an image in an answer; remove it")
-            weights = [message[key] for key in LOSS_KEYS if message.get(key) is not None]
-            if odd := [weight for weight in weights if weight not in (0, 1)]:
-                raise ExampleError(f"has the weight {odd[0]!r}; only 0 and 1, or false and true, are read")
-            learned = all(weights)
-        said.append(Turn(role, (text,), learned))
+        learned = role != "assistant" or _is_learned(message)
+        turns.append(Turn(role, ["".join(parts)] if role == "assistant" else parts, learned))  # type: ignore[arg-type]
     if len(said) % 2:
         raise ExampleError("ends with a question; its answer is missing")
-    if said and not any(turn.learned for turn in said[1::2]):
+    if said and not any(turn.learned for turn in turns if turn.role == "assistant"):
         raise ExampleError("learns none of its answers, as all have a weight of 0; remove it")
-    return [*(Turn("system", (text,)) for text in system if text), *said], images, is_moved
+    return turns, images, unread
 
 
-def _read_parts(content: Any) -> tuple[str, list[Any]]:
-    """The text of a message, with <image> for each of its images, and these, see `_read_chat`."""
-    texts: list[str] = []
+def _is_learned(message: Mapping[str, Any]) -> bool:
+    """False for an answer with a weight of 0; ExampleError for weights that are not read, such as a part's."""
+    content = message.get("content")
+    parts = [part for part in content if isinstance(part, Mapping)] if isinstance(content, list) else []
+    if any(part.get(key) not in (None, 1) for part in parts for key in LOSS_KEYS):
+        raise ExampleError("has a weight of its own at a part of an answer; give it to the whole message, or remove it")
+    weights = [message[key] for key in LOSS_KEYS if message.get(key) is not None]
+    if odd := [weight for weight in weights if weight not in (0, 1)]:
+        raise ExampleError(f"has the weight {odd[0]!r}; only 0 and 1, or false and true, are read")
+    return all(weights)
+
+
+def _read_parts(content: Any, is_answer: bool = False) -> tuple[list[str | None], list[Any]]:
+    """The parts of a message, None in the places of images, and these; marks in an answer are text.
+
+    An image is None where there is only a mark, and a number where it has the position in the row's images.
+    """
+    parts: list[str | None] = []
     images: list[Any] = []
-    for part in content if isinstance(content, list) else [content]:
-        part = part if isinstance(part, Mapping) and isinstance(content, list) else {"type": "text", "text": part}
+    is_list = isinstance(content, list)
+    for part in content if is_list else [content]:
+        part = part if isinstance(part, Mapping) and is_list else {"type": "text", "text": part}
         kind = str(part.get("type") or ("text" if part.get("text") is not None else "image"))
         if kind == "text":
-            texts.append(clean_text(part.get("text")))
-            images += [None] * len(MARK.findall(texts[-1]))
+            text = clean_text(part.get("text"), strip=False)
+            pieces = [text] if is_answer else MARK.split(text)
+            parts += [piece for at, text in enumerate(pieces) for piece in (None, text)[at == 0 :]]
+            images += [None] * (len(pieces) - 1)
         elif "image" in kind:
             # `datasets` fills every key of each part
             names = (f"{kind}_url", kind, "image_url", "image", "url", "path")
             images.append(next((part[name] for name in names if not is_empty(part.get(name))), part.get("index")))
-            texts.append("<image>")
+            parts.append(None)
         else:
             raise ExampleError(f"has a part of type {kind!r}; only text and images can be read")
-    return "\n".join(filter(None, texts)), images
+    if not is_list:  # white space beside a mark separates it from the text
+        parts = [part for part in parts if part is None or part.strip()]
+    texts = [at for at, part in enumerate(parts) if part is not None]
+    for at in texts[:1] if not is_list or texts[:1] == [0] else ():
+        parts[at] = str(parts[at]).lstrip()
+    for at in texts[-1:] if not is_list or texts[-1:] == [len(parts) - 1] else ():
+        parts[at] = str(parts[at]).rstrip()
+    if not is_answer and (mark := OTHER_MARKS.search("".join(part for part in parts if part))):
+        raise ExampleError(f"has the mark {mark[0]} in its question; write <image>, or remove it")
+    return [part for part in parts if part != ""], images

@@ -22,6 +22,7 @@ from nanovlm.data.examples import Example, ExampleError
 from nanovlm.data.records import (
     FOLDER_NAME,
     IMAGE_FILE,
+    MAX_VALUES,
     Row,
     example_of_table,
     is_image,
@@ -30,6 +31,7 @@ from nanovlm.data.records import (
     to_example,
 )
 from nanovlm.data.source import DESCRIBED, Source, StreamedSource
+from nanovlm.data.splits import Splits
 from nanovlm.errors import DataError, first_line, needs_extra
 from nanovlm.options import ReadOptions
 
@@ -40,8 +42,6 @@ KINDS = (
     "images with a .txt beside each, one folder of images per label, metadata.jsonl, .csv or .parquet, a .csv, a .json "
     "or .jsonl of records, chats or COCO's captions, .tar, .parquet or .arrow files, or a Hub data set owner/name"
 )
-# As the datasets library finds splits in the names of files and folders; VOC has trainval
-SPLITS = re.compile(r"(?<![a-z])(train(?:ing|val)?|test(?:ing)?|eval|evaluation|val|valid|validation|dev)(?![a-z])")
 HUB_DATASET = re.compile(r"[\w-][\w.-]*/[\w.-]+(:[\w.,() -]+)?")  # owner/name or owner/name:subset
 JOIN_VQA = (  # VQA v1 and v2 keep them in two files
     "join the files of questions and annotations by question_id, and write a list of records with image "
@@ -58,8 +58,7 @@ def open_source(path: str, options: ReadOptions) -> Source:
         return scene_source()
     source = _open(path, options)
     if source.folder and not source.listed:
-        names, _ = _training_split(all_files(source.folder))
-        source.listed = [os.path.join(source.folder, name) for name in names if is_image(name)]
+        source.listed = [os.path.join(source.folder, name) for name in filter(is_image, all_files(source.folder))]
     if isinstance(source, StreamedSource):
         source.scan(list(islice(source.all_rows(), DESCRIBED)), options.skip_errors)
     else:
@@ -111,85 +110,65 @@ def _open_folder(path: str, options: ReadOptions) -> Source:
         raise DataError(f"{path} holds a model, not data; pass it as --model {path}, and name the data")
     if here & {"dataset_dict.json", "state.json"}:  # of save_to_disk
         return _read_dataset(path, [], options)
-    names, split_lines = _training_split(found)
+    splits = Splits(found, is_image, _reader_of)
+    named = {name: splits.of(name) for name in found}
+    has_training = "train" in named.values()
+    names = [name for name in found if not has_training or named[name] in ("", "train")]
     images = list(filter(is_image, names))
     stems = {os.path.splitext(name)[0] for name in images}
-    texts = [name for name in names if suffix(name) == ".txt" and os.path.splitext(name)[0] in stems]
+    beside = [name for name in names if os.path.splitext(name)[0] in stems and not is_image(name)]
+    extension = f".{(options.extension or 'txt').removeprefix('.').lower()}"
+    texts = [name for name in beside if suffix(name) == extension]
     kinds = [[name for name in names if os.path.basename(name) in METADATA], images + texts if texts else []]
     kinds += [[name for name in names if suffix(name) == kind] for kind in BUILDERS]
     kinds += [[name for name in names if suffix(name) in top and name in here] for top in TOP]
     files = next(filter(None, kinds), images)
     if not files:
         raise DataError(f"no images found in {path}; data is {KINDS}")
-    reader = _reader_of(files[0]) or (_read_captions if texts else _read_labels)
+    reader = _reader_of(files[0])
+    if reader:  # the rows, not the folders, say which images are read
+        names = [name for name in found if is_image(name) or name in names]
+    others = sorted(set(found).difference(names))
+    hint = f"; --extension {suffix(beside[0])} reads {beside[0]}, and its like" if beside else ""
+    if unread := [name for name in here if suffix(name) == ".txt" and not beside]:
+        hint = f"; {unread[0]} stands beside no image: if it is a table, call it .csv"
+    reader = reader or (_read_captions if texts else partial(_read_labels, splits=splits, hint=hint))
     source = reader(path, [os.path.join(path, name) for name in files], options)
     read = set(files).difference(images)
     source.listed = [os.path.join(path, name) for name in names if name not in read]
-    source.lines += split_lines
+    if others:
+        source.lines.append(f"reading the training split; not read: {len(others)} files, {others[0]} ...")
+    elif len(found := sorted({named[name] for name in files} - {""})) > 1:
+        source.lines.append(f"there is no training split: reading {' and '.join(found)}")
     return source
 
 
-def _training_split(names: list[str]) -> tuple[list[str], list[str]]:
-    """Names of files of the training split, if there is one, and of no split; and lines about the others."""
-    level = _split_level(names)
-    splits = {name: _split_of(name, level) for name in names}
-    if "train" not in splits.values():
-        found = sorted(set(splits.values()).difference([""]))
-        return names, [f"there is no training split: reading {' and '.join(found)}"] if len(found) > 1 else []
-    others = [name for name in names if splits[name] not in ("", "train")]
-    lines = [f"reading the training split; not read: {len(others)} files, {others[0]} ..."] if others else []
-    return [name for name in names if splits[name] in ("", "train")], lines
-
-
-def _split_level(names: list[str]) -> int | None:
-    """The first level of folders at which every image's folder names a split: a class would not do so for all."""
-    folders = [os.path.dirname(name).split(os.sep) for name in names if is_image(name)]
-    return next((level for level, here in enumerate(zip(*folders)) if all(map(_split_named, here))), None)
-
-
-def _split_of(name: str, level: int | None) -> str:
-    """The split of a file, or "": the outermost folder that names one decides, else the name of a table or shard."""
-    *folders, file = name.split(os.sep)
-    stem = [os.path.splitext(file)[0]] if suffix(file) in (*PARSERS, *BUILDERS) else []
-    return next(filter(None, map(_split_named, [*folders[level or 0 :], *stem])), "")
-
-
-def _split_named(name: str) -> str:
-    found = SPLITS.search(name.lower())
-    return ("train" if found[1].startswith("train") else found[1]) if found else ""
-
-
 def _read_captions(path: str, files: list[str], options: ReadOptions) -> Source:
-    """Images with a .txt of the same name beside each."""
+    """Images with a text of the same name beside each."""
+    extension = next(suffix(file) for file in files if not is_image(file))
     texts = {os.path.splitext(file)[0]: file for file in files if not is_image(file)}
     images: dict[str, str] = {}
     for image in filter(is_image, files):
         stem = os.path.splitext(image)[0]
         if images.setdefault(stem, image) != image:
-            raise DataError(f"{stem}.txt stands beside {images[stem]} and {image}; remove one")
+            raise DataError(f"{stem}{extension} stands beside {images[stem]} and {image}; remove one")
     rows = [
-        Row({IMAGE_FILE: image, "text": Path(texts.get(stem, f"{stem}.txt"))}, image) for stem, image in images.items()
+        Row({IMAGE_FILE: image, "text": Path(texts.get(stem, f"{stem}{extension}"))}, image)
+        for stem, image in images.items()
     ]
     return _source(path, rows, options, path)
 
 
-def _read_labels(path: str, images: list[str], options: ReadOptions) -> Source:
+def _read_labels(path: str, images: list[str], options: ReadOptions, splits: Splits, hint: str) -> Source:
     """Images in one folder per label, whose name is the answer."""
-    names = {image: os.path.relpath(image, path) for image in images}
-    level = _split_level(list(names.values()))
-    labels = {}
-    for image, name in names.items():
-        folders = name.split(os.sep)[:-1]
-        named = [k for k, folder in enumerate(folders) if SPLITS.fullmatch(folder.lower())]
-        place = level if level is not None else next(iter(named), None)
-        labels[image] = [folder for k, folder in enumerate(folders) if k != place] or folders
+    labels = {image: splits.classes(os.path.relpath(image, path)) for image in images}
     unlabeled = [image for image, folders in labels.items() if len(folders) != 1]
     classes = sorted({folders[0] for folders in labels.values() if folders})
     if unlabeled or len(classes) < 2:
         unlabeled = unlabeled or images
         raise DataError(
             f"captions missing: {len(unlabeled)} images in {path} have no text, the first {unlabeled[0]}; write a "
-            ".txt beside each, a metadata.csv, or put them into one folder per label"
+            f".txt beside each, a metadata.csv, or put them into one folder per label{hint}"
         )
     rows = [
         Row({IMAGE_FILE: image, FOLDER_NAME: folders[0]}, image, classes=[FOLDER_NAME])
@@ -217,7 +196,10 @@ def _source(path: str, rows: list[Row], options: ReadOptions, folder: str) -> So
 def _read_records(path: str, files: list[str], options: ReadOptions) -> Source:
     """The records of tables and JSON files, of which each folder has one."""
     if len({*map(os.path.dirname, files)}) < len(files):
-        raise DataError(f"{path} holds {len(files)} such files; name the one to read: {', '.join(files[:3])}")
+        raise DataError(
+            f"{path} holds {len(files)} such files; name the one to read: {', '.join(files[:3])}; of records beside "
+            "each image make one metadata.jsonl"
+        )
     if files[0].endswith(".parquet"):
         return _read_dataset(path, files, options)
     rows: list[Row] = []
@@ -261,12 +243,26 @@ def reading_errors(where: object) -> Iterator[None]:
         raise DataError(f"{where} cannot be read: {reason}; {remedy}") from None
 
 
+def _parse(text: str) -> Any:
+    """The value of a JSON text; ValueError for an object with two values of one key, of which json takes the last."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        record = dict(pairs)
+        if len(record) < len(pairs):
+            raise ValueError(
+                f"an object has several values of {Counter(key for key, _ in pairs).most_common(1)[0][0]!r}"
+            )
+        return record
+
+    return json.loads(text, object_pairs_hook=unique)
+
+
 def read_jsonl(path: str) -> list[Any]:
     """The values of a .jsonl file; blank lines are skipped. DataError names the line at fault."""
     values = []
     for number, line in enumerate(file_gate.read_bytes(path).removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
         with reading_errors(f"{path}, line {number},"):
-            values += [json.loads(line.decode())] if line.strip() else []
+            values += [_parse(line.decode())] if line.strip() else []
     return values
 
 
@@ -278,8 +274,16 @@ def read_csv(path: str) -> list[dict[str, str]]:
     if named := re.fullmatch(r"sep=(.)", first):  # and a line of its own
         delimiter, text = named[1], "".join(rest)
     lines = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
-    columns, *rows = [row for row in lines if row] or [[]]
-    if twice := [column for column in columns if column and columns.count(column) > 1]:  # Excel leaves some unnamed
+    try:
+        columns, *rows = [row for row in lines if row] or [[]]
+    except csv.Error as error:
+        if "field limit" not in str(error):
+            raise
+        problem = f"has a cell of more than {csv.field_size_limit():,} letters; close its quotes, or put it into a file"
+        raise DataError(f"{path}, line {lines.line_num}, {problem} if it is an image") from None
+    if len(columns) > MAX_VALUES:
+        raise DataError(f"{path} has {len(columns):,} columns in its first line; at most {MAX_VALUES:,} are read")
+    if twice := [column for column, n in Counter(columns).items() if column and n > 1]:  # Excel leaves some unnamed
         raise DataError(f"{path} has several columns named {twice[0]!r}; rename or remove all but one")
     for number, row in enumerate(rows, start=1):
         if len(row) > len(columns):
@@ -289,7 +293,7 @@ def read_csv(path: str) -> list[dict[str, str]]:
 
 
 PARSERS: dict[str, Callable[[str], Any]] = {
-    ".json": lambda path: json.loads(file_gate.read_bytes(path).decode("utf-8-sig")),  # Windows writes a mark
+    ".json": lambda path: _parse(file_gate.read_bytes(path).decode("utf-8-sig")),  # Windows writes a mark
     ".jsonl": read_jsonl,
     ".csv": read_csv,
     ".tsv": read_csv,

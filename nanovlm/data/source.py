@@ -1,7 +1,7 @@
 """Source: examples by index, all read once at opening. StreamedSource: examples in sequence, resumed from a state."""
 
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -75,6 +75,11 @@ def limit_of(share: float) -> str:
     return f"{int(share * 16**24):024x}"
 
 
+def _of_other_split(example: Example) -> ExampleError:
+    problem = f"{example.name} is of the split {example.split!r} among others"
+    return ExampleError(f"{problem}; write each split to a file of its own")
+
+
 @dataclass(eq=False)
 class Source:
     """Examples by index: source[i] makes one from its row; its images are opened only when it is encoded."""
@@ -91,6 +96,8 @@ class Source:
     folder: str = ""  # of the images, if the rows name files
     columns: Iterable[str] = ()
     listed: Sequence[str] = ()  # files of the folder; a line names each that is no image of an example
+    used: frozenset[str] = frozenset()  # fields of `ReadOptions` that its examples needed
+    split: str = ""  # of its examples, where rows name it
     weight: float | None = None  # its share of a mixture, if given
 
     def __len__(self) -> int:
@@ -117,6 +124,8 @@ class Source:
         for row in rows:
             try:
                 example = self.make_example(row)
+                if self.split and example.split not in ("", self.split):
+                    raise _of_other_split(example)
                 yield example, keys_of(example, known)
             except ExampleError as error:
                 yield error
@@ -126,9 +135,8 @@ class Source:
 
         DataError if some are none, unless they are to be skipped.
         """
-        notes: dict[str, list[str]] = defaultdict(list)
         known: dict[str, str] = {}
-        usable = []
+        read: list[tuple[Any, Example, Keys, str, list[str]]] = []
         with progress_bar(len(rows), "row", self.path, delay=2, leave=False) as bar:
             for row, found in zip(rows, self.examples_of(rows, known)):
                 bar.update()
@@ -136,19 +144,33 @@ class Source:
                     self.errors.append(str(found))
                     continue
                 example, keys = found
-                usable.append(row)
-                self.keys.append(keys)
-                self.digests.append(text_digest(example, *keys))
-                self.answers.append([answer[:MAX_LABEL] for _, answer in example.learned()])
-                for note in example.notes:
-                    notes[note].append(example.name)
+                answers = [answer[:MAX_LABEL] for answer in example.answers()]
+                digest = text_digest(example, *keys)
+                read.append((row, replace(example, images=(), chats=()), keys, digest, answers))
+        examples = [example for _, example, *_ in read]
+        splits = Counter(example.split for example in examples if example.split)
+        self.split = "train" if "train" in splits else next(iter(splits), "") if len(splits) == 1 else ""
+        if self.split == "train":
+            self.errors += [str(_of_other_split(one)) for one in examples if one.split not in ("", "train")]
+            read = [one for one in read if one[1].split in ("", "train")]
+        elif len(splits) > 1:
+            counts = " and ".join(f"{split} ({n:,})" for split, n in splits.items())
+            self.lines.append(f"there is no training split: reading rows of {counts}")
+        usable, examples, self.keys, self.digests, self.answers = map(list, zip(*read)) if read else [[]] * 5
+        self.used = frozenset().union(*(example.used for example in examples))
+        notes: dict[str, list[str]] = defaultdict(list)
+        for example in examples:
+            for note in (f"reading {example.read}", *example.notes):
+                notes[note].append(example.name)
+        if len(columns := {example.read for example in examples}) == 1:  # of all, which needs no number
+            del notes[alike := f"reading {columns.pop()}"]
+            self.lines.insert(0, alike)
         n = len(usable)
         errors = self.errors
         if not n:
-            reason = f"can be used, the first: {errors[0]}" if errors else "is there"
-            raise DataError(f"no images found: no record of {self.path} {reason}")
+            raise DataError(f"{errors[0]}; no record of {self.path} can be used" if errors else f"{self.path} is empty")
         if len(notes.get(NO_IMAGE, ())) == n:
-            seen = "; ".join(notes)
+            seen = f"reading {examples[0].read}; {'; '.join(notes)}"
             raise DataError(f"no images found: no record of {self.path} names one, {seen}; --image-column names it")
         if errors and not skip_errors:
             raise DataError(
@@ -159,14 +181,12 @@ class Source:
         where = f" in {self.folder}" if self.folder not in ("", self.path) else ""
         first = f"{STREAMED}; its first rows: " if isinstance(self, StreamedSource) else ""
         self.lines.insert(0, f"{first}{count(n, 'example')}, {count(n_images, 'different image')}{where}")
-        read = set(map(os.path.realpath, known))
+        opened = set(map(os.path.realpath, known))
         for file in self.listed:
-            if os.path.realpath(file) not in read:
+            if os.path.realpath(file) not in opened:
                 notes[f"not read: {os.path.splitext(file)[1].lower() or 'other'} files"].append(file)
         notes |= {"left out": errors} if errors else {}
-        for note, names in notes.items():
-            is_all = len(names) == n and note.startswith("reading")
-            self.lines.append(note if is_all else f"{note} ({len(names):,}, the first {names[0]})")
+        self.lines += [f"{note} ({len(names):,}, the first {names[0]})" for note, names in notes.items()]
         return usable
 
 

@@ -72,8 +72,8 @@ def is_empty(value: Any) -> bool:
     return type(value).__name__ == "NAType" or bool(value != value)
 
 
-def clean_text(value: Any) -> str:
-    """Text without the white space around it, with \\n as its only line end; "" for a missing value.
+def clean_text(value: Any, strip: bool = True) -> str:
+    """Text with \\n as its only line end and, with strip, without the white space around it; "" for a missing value.
 
     ExampleError for a value of a type that is none of TEXTS, such as a list, and for half of a character.
     """
@@ -82,12 +82,12 @@ def clean_text(value: Any) -> str:
     to_text = next((function for kind, function in TEXTS.items() if isinstance(value, kind)), None)
     if to_text is None or isinstance(value, bool):
         raise ExampleError(f"has {str(value)[:40]!a}, of type {type(value).__name__}, which must be text")
-    text = to_text(value).replace("\r\n", "\n").replace("\r", "\n").removeprefix("\ufeff").strip()
+    text = to_text(value).replace("\r\n", "\n").replace("\r", "\n").removeprefix("\ufeff")
     try:
         text.encode()
     except UnicodeEncodeError as error:  # JSON and the names of files can hold it
         raise ExampleError(f"has half of a character, {text[error.start]!a}, in a text; write it again") from None
-    return text
+    return text.strip() if strip else text
 
 
 def _duration(value: datetime.timedelta) -> str:

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 
 from models.inference.continuous_batching import Request
 from nanovlm.captioner import Captioner
@@ -123,7 +123,9 @@ def evaluate(
     """
     limit = options.max_new_tokens
     if limit is None:
-        lengths = (len(captioner.tokenizer.encode(text)) for question in asked for text in question.references)
+        longest = captioner.inference.cfg.lm_max_position_embeddings * captioner.tokenizer.longest_token
+        texts = (text[:longest] for question in asked for text in question.references)
+        lengths = (len(captioner.tokenizer.encode(text)) for text in texts)
         limit = max(lengths, default=0) + SPARE_TOKENS
     # a score that can be repeated; and an answer may repeat itself, as a reference may
     changes = {"max_new_tokens": limit, "temperature": 0.0, "repetition_detection": (0, 0, 0)}
@@ -148,6 +150,8 @@ def evaluate(
 def _request(captioner: Captioner, question: Question, options: GenerationOptions) -> Request:
     """A request for an answer that fits the context; its error says why the question cannot be asked."""
     try:
+        texts = [question.references, *([turn.text] for turn in question.chat)]
+        captioner.processor.check_bytes(chain.from_iterable(texts), len(question.images))
         images = captioner.processor.prepare([load_image(image) for image in question.images])
         return captioner.chat_request(with_images(question.chat, images), options)
     except (ImageError, InputError) as error:

@@ -24,7 +24,8 @@ def doubtful_labels(captioner: Captioner, questions: Iterable[Question]) -> list
     """Doubts about the answers to prompts that have few different answers; the least probable label comes first."""
     groups: dict[tuple[str, str], list[Question]] = defaultdict(list)
     for question in questions:
-        if question.images and len(question.chat) == 1:
+        places = [None] * len(question.images)
+        if places and [[*turn.parts] for turn in question.chat] == [[*places, question.prompt]]:
             groups[question.source, question.prompt].append(question)
     doubts = []
     for (_, prompt), asked in groups.items():

@@ -55,6 +55,14 @@ def with_images(chat: Chat, images: Sequence[Any]) -> list[Turn]:
     return [Turn(turn.role, parts, turn.learned) for turn, parts in zip(chat, placed)]
 
 
+def images_first(chat: Chat) -> list[Turn]:
+    """The conversation with all images at the beginning of the user's first turn."""
+    first = next(turn for turn in chat if turn.role == "user")
+    texts = [[part for part in turn.parts if isinstance(part, str)] for turn in chat]
+    moved = [[*images_of(chat), *parts] if turn is first else parts for turn, parts in zip(chat, texts)]
+    return [Turn(turn.role, parts, turn.learned) for turn, parts in zip(chat, moved)]
+
+
 def is_asked(chat: Chat) -> bool:
     """True if the user has said anything since the last answer."""
     asked = takewhile(lambda turn: turn.role != "assistant", reversed(chat))

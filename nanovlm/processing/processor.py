@@ -43,9 +43,13 @@ class Processor:
         """The largest number of tiles of one image, global view included."""
         return self.layout.max_tiles_per_image(self.max_tiles)
 
-    def check_bytes(self, texts: Iterable[str]) -> None:
-        """Refuse texts that cannot fit the context, whatever their tokens: tokenizing megabytes takes seconds."""
+    def check_bytes(self, texts: Iterable[str], n_images: int = 0) -> None:
+        """Refuse texts and images that cannot fit the context, whatever their tokens, before any work on them."""
         context = self.cfg.lm_max_position_embeddings
+        n_tokens = n_images * self.cfg.mp_image_token_length
+        self.cfg.validate_length(
+            n_tokens, 1, f"{n_images:,} images of at least {n_tokens:,} tokens", "use fewer images"
+        )
         limit = context * self.tokenizer.longest_token
         if (n_bytes := sum(len(text.encode(errors="replace")) for text in texts)) > limit:
             raise PromptTooLongError(

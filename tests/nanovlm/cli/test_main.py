@@ -33,7 +33,7 @@ N_FLAGS = {
     "caption": 27,
     "review": 14,
     "chat": 13,
-    "train": 38,
+    "train": 39,
     "evaluate": 25,
     "export": 10,
     "serve": 23,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from models.config import CHATML
-from nanovlm.data.examples import IGNORE_INDEX, EncodedExample, Example, ExampleError, collate, encode, pack
+from nanovlm.data.examples import IGNORE_INDEX, EncodedExample, Example, ExampleError, collate, encode, pack, questions
 from nanovlm.processing.conversation import Turn, dialogue
 from nanovlm.processing.convert import convert_layout
 from nanovlm.processing.processor import Processor
@@ -48,10 +48,34 @@ def test_a_masked_answer_is_read_but_not_learned(processor):
     assert encode(mask(about(ONE, *PAIRS[:2]), ["one"]), processor).ids == alone.ids
 
 
+def test_nanovlms_layout_reads_images_before_all_text(processor):
+    """Images of a later turn move to the first, behind the system's text, and masks stay."""
+    chats = [
+        [Turn("system", ["S."]), Turn("user", [*first, "Hi"]), Turn("assistant", ["Ho"]), Turn("user", [*then, "Q?"])]
+        for first, then in (([None], ()), ((), [None]), ((), ()))
+    ]
+    first, later, none = ([*chat, Turn("assistant", ["A."])] for chat in chats)
+    later[2] = replace(later[2], learned=False)
+    rows = [encode(Example(ONE * bool(chat is not none), [chat]), processor) for chat in (first, later)]
+    assert rows[0].ids == rows[1].ids and rows[0].targets != rows[1].targets
+    asked = questions([("x", Example(ONE, [later]))])
+    assert [(len(one.images), one.prompt) for one in asked] == [(1, "Q?")]
+    with pytest.raises(ExampleError, match="1 images for a conversation that has places for 0"):
+        encode(Example(ONE, [none]), processor)
+
+
 REFUSED = {
     "no answer": (ONE, [], "a.png has no answer to learn"),
     "an empty answer": (ONE, [("Hi", "Ho"), ("What? yes", " \n")], "a.png has an empty answer to 'What. yes'"),
     "too long": (ONE, [("What?", "x " * 1100)], r"a.png: \d+ tokens, \d+ of .* lm_max_position_embeddings=1024"),
+    "40 MB": (ONE, [("What?", "x " * 20_000_000)], r"a.png: prompt is too long: 40,000,\d+ bytes of text"),
+    "many images": (
+        ["gone.jpg"] * 9000,
+        PAIRS[:1],
+        r"a.png: 9,000 images of at least \d+,000 tokens exceed lm_max_.*=1024; use fewer",
+    ),
+    "many answers": (ONE, [("?", "x")] * 9000, r"a.png: prompt is too long: 18,000 bytes"),
+    "many turns": (ONE, [["?", "x"] * 1000], r"a.png: \d+ tokens, \d+ of .* lm_max_position_embeddings=1024"),
     "no image": ([b"hello"], PAIRS, "a.png: not an image"),
     "no file": (["gone.jpg"], PAIRS, "a.png: gone.jpg: No such file"),
 }

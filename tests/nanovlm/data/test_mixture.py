@@ -259,6 +259,8 @@ def test_turns_are_asked_in_order_and_masked_ones_are_not():
     [
         ("cards", {"images": "own"}, 0, "--images has no effect on cards"),
         ("chat.json", {"prompt": "Name it."}, 0, "--prompt has no effect on chat.json"),
+        ("own", {"extension": ".caption"}, 0, "--extension has no effect on own; omit it"),
+        ("cards", {"extension": "a/b"}, 0, "extension=a/b must be like .caption"),
         ("cards", {"text_column": "label"}, 0, "no column 'label', only image file, text"),
         ("chat.json", {"prompt_column": "ask"}, 0, "no column 'ask', only answer, image, question; name one with"),
         ("own cards", {"prompt_column": "ask"}, 0, "--prompt-column: own, cards: no column 'ask', only file_name,"),

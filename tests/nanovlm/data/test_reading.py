@@ -13,6 +13,7 @@ import pytest
 from nanovlm import PROMPT
 from nanovlm.data import ExampleError, ReadOptions, open_source
 from nanovlm.data.records import Row, to_example
+from nanovlm.data.splits import split_named, split_of_path
 from support import ROOT
 from support.data import OPTIONS, check_refused, llava, message, pairs_of, png, read_all, text, write, write_tar
 
@@ -55,6 +56,7 @@ def classes(bus, train):
     return [([bus], [("What?", "bus")]), ([train], [("What?", "train")])]
 
 
+SPLIT_ROWS = {"train/a.png": A, "test/a.png": B, "metadata.csv": "file_name,text\ntrain/a.png,x\ntest/a.png,y\n"}
 COCO = {"images": [{"id": 1, "file_name": "a.png"}], "annotations": [{"image_id": 1, "caption": c} for c in ("x", "y")]}
 ONE = [([1], [("Q?", "A.")])]
 CAPTION = [([1], [("What?", "x")])]
@@ -67,6 +69,12 @@ READ = {
                                ["not read: .pdf files (1, the first ./b/m.pdf)", ".json files (1", "other files (1"]),
     "texts of nothing": (captions("a") | {"z.txt": "z", "y.txt": "y"}, ".", {}, [([1], [("What?", "a!")])],
                          ["not read: .txt files (2, the first ./y.txt)"]),
+    "a text of several lines": (captions("a", "b") | {"a.txt": "one\ntwo\n", "b.txt": "b!\n\n"}, ".", {}, [([1], [("What?", "one\ntwo")]), ([2], [("What?", "b!")])],
+                                ["with a text of several lines, learned as one (1, the first ./a.png)"]),
+    "texts of another extension": (captions("a") | {"a.caption": "A cat."}, ".", {"extension": "caption"}, [([1], [("What?", "A cat.")])],
+                                   ["answer from the text file", "not read: .txt files (1, the first ./a.txt)"]),
+    "texts of an extension in capitals": ({"a.png": A, "a.Caption": "x"}, ".", {"extension": ".caption"}, CAPTION, []),
+    "two kinds of texts": (captions("a") | {"a.caption": "A cat."}, ".", {}, [([1], [("What?", "a!")])], ["not read: .caption files (1,"]),
     "texts in splits": (captions("train/a", "val/a", "test/a"), ".", {}, [([1], [("What?", "train/a!")])],
                         ["training split; not read: 4 files, test/a.png"]),
     "COCO's names of splits": (captions("train2017/a", "val2017/a"), ".", {}, [([1], [("What?", "train2017/a!")])],
@@ -92,6 +100,26 @@ READ = {
     "choices left out": (qa(choices=["A.", "B."]), "d.json", {"prompt_column": "question", "text_column": "answer"}, ONE,
                          ["not read: column choices"]),
     "several answers": (qa(answer=["A.", "B."]), "d.json", {}, [([1], [("Q?", "A."), ("Q?", "B.")])], []),
+    "several questions": (rows({"image": "a.png", "question": ["Who?", "When?"], "answer": ["Ann", 1999]}), "d.json", {},
+                          [([1], [("Who?", "Ann"), ("When?", "1999")])], []),
+    "several questions with marks": (rows({"images": ["a.png", "b.png"], "questions": ["<image> <image>\nWho?", "When?"], "answers": ["Ann", "Now"]}),
+                                     "d.json", {}, [([1, 2], [("Who?", "Ann"), ("When?", "Now")])], []),
+    "a list of one question": (qa(question=["Q?"], answer=["A.", "B."]), "d.json", {}, [([1], [("Q?", "A."), ("Q?", "B.")])], []),
+    "TRL's prompt and completion": (rows({"image": "a.png", "prompt": "Q?", "completion": "A."}), "d.json", {}, ONE, []),
+    "a system's prompt": (qa(system_prompt="Be brief."), "d.json", {}, [([1], [("Be brief.", "Q?", "A.")])], []),
+    "input as the question": (rows({"image": "a.png", "input": "Q?", "output": "A."}), "d.json", {"prompt_column": "input"}, ONE, []),
+    "an empty input": (rows({"image": "a.png", "instruction": "Q?", "input": "", "output": "A."}), "d.json", {}, ONE, []),
+    "one column of a letter": (qa(a="id 7"), "d.json", {}, ONE, ["not read: column a"]),
+    "further keys of a message": (chat(ASK | {"user": "alice"}, SAY | {"assistant": "gpt-4", "name": None}), "d.json", {}, ONE,
+                                  ["not read: key user of messages (1,", "not read: key assistant of messages (1,"]),
+    "further keys of ShareGPT": (rows({"image": "a.png", "conversations": [{"from": "human", "value": "Q?", "assistant": "x"},
+                                      {"from": "gpt", "value": "A.", "user": "y", "model": "z"}]}), "d.json", {}, ONE,
+                                 ["key assistant of messages", "key user of messages", "key model of messages"]),
+    "the_cauldron with a system": (rows({"images": ["a.png"], "texts": [{"user": "Q?", "assistant": "A.", "system": "S."}]}), "d.json",
+                                   {}, [([1], [("S.", "Q?", "A.")])], []),
+    "a part of weight 1": (chat(ASK, message("assistant", text("A.") | {"weight": 1, "train": None})), "d.json", {}, ONE, []),
+    "parts of an answer": (chat(message("user", text("Q"), text("?"), IMAGE), message("assistant", text("It is "), text("A."))), "d.json", {},
+                           [([1], [("Q\n?", "It is A.")])], []),
     "empty column beside": (rows({"images": [], "image": "a.png", "text": "x"}), "d.json", {}, CAPTION, ["image from column image"]),
     "image path": (rows({"image_path": "a.png", "caption": "x"}), "d.json", {}, CAPTION, ["image from column image_path"]),
     "image column": (rows({"left": "a.png", "text": "x"}), "d.json", {"image_column": "left"}, CAPTION, ["image from column left"]),
@@ -125,8 +153,10 @@ READ = {
         message("assistant", {"type": "text", "text": "A.", "image": None})]}), "d.json", {}, ONE, []),
     "a tag in an answer": (chat(ASK, message("assistant", "Use <video> and <image>.")), "d.json", {},
                            [([1], [("Q?", "Use <video> and <image>.")])], []),
-    "moved images": (chat(message("user", "Is <image> red?"), SAY), "d.json", {}, [([1], [("Is  red?", "A.")])],
-                     ["position of an image"]),
+    "an image within the text": (chat(message("user", "Is <image> red?"), SAY), "d.json", {}, [([1], [("Is \n red?", "A.")])],
+                                 ["with an image behind text: SmolVLM's layout reads it there, nanoVLM's before all text (1,"]),
+    "an image in a later turn": (chat(message("user", "Hi"), SAY, ASK, SAY), "d.json", {}, [([1], [("Hi", "A."), ("Q?", "A.")])],
+                                 ["with an image behind text"]),
     "preferences": (rows({"image": "a.png", "prompt": "Q?", "chosen": "A.", "rejected": "B."}), "d.json",
                     {"text_column": "chosen"}, ONE, ["not read: column rejected"]),
     "the outermost split": ({**captions("train/train/a", "train/bus/a", "test/train/a", "test/bus/a")}, ".", {},
@@ -161,10 +191,33 @@ READ = {
     "a whole one": (table(b'[{"image": "a.png", "text": "\\ud83d\\ude00"}]', "d.json"), "d.json", {}, [([1], [("What?", "\U0001f600")])], []),
     "numbered images": (chat(message("user", {"type": "image", "index": 1}, text("Q?"), {"type": "image", "index": 0}), SAY,
                              image=["a.png", "b.png"]), "d.json", {}, [([2, 1], [("Q?", "A.")])], []),
+    "a part of a name is no split": (labels("train_station", "house", "test_tube"), ".", {},
+                                     [([1], [("What?", "house")]), ([2], [("What?", "test_tube")]), ([3], [("What?", "train_station")])],
+                                     ["answer: house, test_tube, train_station"]),
+    "a folder of another word": (captions("x/train_test_split/a", "pretrain/b", "val d'isere/c"), ".", {},
+                                 [([2], [("What?", "pretrain/b!")]), ([3], [("What?", "val d'isere/c!")]), ([1], [("What?", "x/train_test_split/a!")])],
+                                 ["3 examples"]),
+    "splits whose names differ in the word alone": (captions("train_images/a", "val_images/a"), ".", {}, [([1], [("What?", "train_images/a!")])],
+                                                    ["training split; not read: 2 files, val_images/a.png"]),
+    "labels in splits of such names": (labels("my-train/bus", "my-train/car", "my-test/bus"), ".", {}, classes(2, 3)[:1] + [([3], [("What?", "car")])],
+                                       ["answer: bus, car", "not read: 1 files, my-test"]),
+    "tables of years": (table("file_name,text\na.png,x\n", "captions_train2014.csv") | {"captions_val2014.csv": "a\n"}, ".", {}, CAPTION,
+                        ["training split; not read: 1 files, captions_val2014.csv"]),
+    "rows of another split left out": (SPLIT_ROWS, ".", {"on_error": "skip"}, CAPTION,
+                                       ["left out (1, the first ./metadata.csv[1] is of the split 'test' among others"]),
+    "rows of the training split alone": (SPLIT_ROWS | {"metadata.csv": "file_name,text\ntrain/a.png,x\n"}, ".", {}, CAPTION,
+                                         ["1 example, 1 different image", "not read: .png files (1, the first ./test/a.png)"]),
+    "rows of the test split alone": (SPLIT_ROWS | {"metadata.csv": "file_name,text\ntest/a.png,x\n"}, ".", {}, [([2], [("What?", "x")])],
+                                     ["not read: .png files (1, the first ./train/a.png)"]),
+    "rows of no training split": (rows({"image": "a.png", "text": "x", "split": "val"}, {"image": "a.png", "text": "y", "split": "test"}), "d.json",
+                                  {}, [*CAPTION, ([1], [("What?", "y")])], ["there is no training split: reading rows of val (1) and test (1)"]),
+    "a column of one split": (rows({"image": "a.png", "text": "x", "split": "test"}), "d.json", {}, CAPTION, ["1 example"]),
+    "a column split of other words": (rows({"image": "a.png", "text": "x", "subset": "birds"}), "d.json", {}, CAPTION, ["not read: column subset"]),
     "hidden files": (captions("a") | {".captions.jsonl": [{"file_name": "a.png", "text": "no"}], ".nanovlm-part-1/b.png": B, "._a.png": B},
                      ".", {}, [([1], [("What?", "a!")])], ["1 example, 1 different image"]),
     "numbers": (rows({"image": "a.png", "text": 7}, {"image": "a.png", "text": 0.1}, {"image": "a.png", "text": 12345678901234567890}),
                 "d.json", {}, [([1], [("What?", "7")]), ([1], [("What?", "0.1")]), ([1], [("What?", "12345678901234567890")])], []),
+    "an address of a file": ({"a b.png": A, **rows({"image": "file://a%20b.png", "text": "x"})}, "d.json", {}, CAPTION, []),
     "a data: address": (rows({"image": "data:image/png;base64," + base64.b64encode(A).decode(), "text": "x"}),
                         "d.json", {}, CAPTION, []),
 }  # fmt: skip
@@ -180,15 +233,54 @@ def test_read(files, path, options, expected, words):
     assert all(part in lines for part in words), lines
 
 
+OTHER_SPLIT = (
+    "1 of 2 records of {} cannot be used, the first: {}[1] is of the split {!r} among others; write each split to"
+)
+NAMES = {
+    "train": "train", "Training": "train", "trainval": "train", "val2017": "val", "test_0": "test", "dev-3": "dev",
+    "train-00000-of-00001": "train", "train-00000-of-00001-0f1e2d3c4b5a6978": "train", "valid.part2": "valid",
+    "train_station": "", "pretrain": "", "contest": "", "test tube": "", "latest": "", "vale": "", "evaluate": "",
+}  # fmt: skip
+
+
+def test_a_split_is_a_name_and_not_a_part_of_one():
+    assert {name: split_named(name) for name in NAMES} == NAMES
+    paths = {"train/test/a.png": "train", "a/val/b.png": "val", "train.png": "", "/data/test/train/a.png": "train"}
+    assert {path: split_of_path(path) for path in paths} == paths
+
+
 TWICE = coco([(1, "a.png"), (1, "b.png")], [(1, "x")])[1]
 # id: files, path, words of the refusal
 REFUSED = {
+    "splits named by images": (SPLIT_ROWS, ".", OTHER_SPLIT.format(".", "./metadata.csv", "test")),
+    "a column split": (rows({"image": "a.png", "text": "x", "split": "train"}, {"image": "b.png", "text": "y", "split": "val"}), "d.json",
+                       OTHER_SPLIT.format("d.json", "d.json", "val")),
+    "a column subset": (rows({"image": "a.png", "text": "x", "Subset": "Training"}, {"image": "b.png", "text": "y", "Subset": "Testing"}), "d.json",
+                        OTHER_SPLIT.format("d.json", "d.json", "testing")),
     "two answers": (rows({"image": "a.png", "text": "x", "caption": "y"}), "d.json",
                     "'text' and 'caption', each may be the answer; --text-column names it"),
     "two questions": (qa(prompt="P?"), "d.json", "may be the question; --prompt-column names it"),
     "two images": (qa(img="b.png"), "d.json", "may be the image; --image-column names it"),
     "a chat beside columns": (chat(ASK, SAY, caption="x"), "d.json", "'messages' and 'caption', each may be"),
     "choices": (qa(choices=["A.", "B."]), "d.json", "has choices beside its answer"),
+    "lists of two lengths": (qa(question=["Who?", "When?", "Where?"], answer=["Ann", "1999"]), "d.json", "has 3 questions, but 2 answers"),
+    "questions of one answer": (qa(question=["Who?", "When?"]), "d.json", "has 2 questions, but 1 answers"),
+    "Alpaca's input": (rows({"image": "a.png", "instruction": "Q?", "input": "WHICH", "output": "A."}), "d.json",
+                       "has input beside its answer; write it into the question, or leave it out by naming the answer with --text-column"),
+    "history": (rows({"image": "a.png", "query": "Q?", "response": "A.", "history": [["q", "a"]]}), "d.json", "has history beside"),
+    "letters": (qa(A="x", B="y", C="z"), "d.json", "has A and B and C beside its answer"),
+    "options by letter": (qa(option_a="x", option_b="y"), "d.json", "has option_a and option_b beside"),
+    "context": (qa(context="In 1999."), "d.json", "has context beside"),
+    "a hint": (qa(hint="Look."), "d.json", "has hint beside"),
+    "tools": (chat(ASK, SAY, tools=[{"name": "f"}]), "d.json", "has tools beside"),
+    "numbered columns of images": (qa(image_2="b.png"), "d.json", "has image_2; name all of its images in one list"),
+    "a part of weight 0": (chat(ASK, message("assistant", text("WRONG") | {"weight": 0}, text("A."))), "d.json",
+                           "has a weight of its own at a part of an answer"),
+    "a part that is not trained": (chat(ASK, message("assistant", text("A.") | {"train": False})), "d.json", "at a part of an answer"),
+    "axolotl's details": (chat(ASK, SAY | {"train_detail": [{"begin_offset": 0, "end_offset": 1, "train": False}]}), "d.json",
+                          "has train_detail in a message"),
+    "Ollama's images": (rows({"messages": [message("user", "Q?") | {"images": ["a.png"]}, SAY]}), "d.json", "has the key images in a message"),
+    "an image of the system": (chat(message("system", "<image>"), ASK, SAY), "d.json", "an image in a message of 'system'"),
     "no text": (rows({"image": "a.png", "words": "x"}), "d.json", "only image, words; name one with --text-column"),
     "nan": (rows({"image": "a.png", "text": float("nan")}), "d.json", "an empty answer"),
     "nan in a csv": (table("file_name,text\na.png,nan\n"), ".", "the answer 'nan'"),
@@ -204,7 +296,7 @@ REFUSED = {
     "a deep line": (table(b'{"a":' * 100_000, "d.jsonl"), "d.jsonl", "line 1, cannot be read"),
     "no object": (table([[1]], "d.jsonl"), "d.jsonl", "not a list of objects"),
     "UTF-16": (table("a,b\n".encode("utf-16")), ".", "save it as UTF-8"),
-    "nothing": (table([], "d.json"), "d.json", "no images found: no record of d.json is there"),
+    "nothing": (table([], "d.json"), "d.json", "d.json is empty"),
     "an unknown id": (table(coco([(1, "a.png")], [(2, "x")])[1], "d.json"), "d.json", "captions but no images with the id 2"),
     "preferences": (qa(rejected_response="B."), "d.json", "is preference data"),
     "a video": (qa(video="a.mp4"), "d.json", "names a video"),
@@ -217,6 +309,25 @@ REFUSED = {
     "no last answer": (chat(ASK, SAY, ASK), "d.json", "its answer is missing"),
     "a web address": (qa(image="https://x/a.png"), "d.json", "download it"),
     "no captions": ({"a.png": A}, ".", "captions missing: 1 images in ."),
+    "captions of another extension": ({"a.png": A, "a.caption": "x"}, ".", "label; --extension .caption reads a.caption"),
+    "another extension's captions missing": (captions("a"), ".", "--extension .txt reads a.txt", {"extension": ".caption"}),
+    "Flickr8k": ({"Images/a.png": A, "captions.txt": "image,caption\na.png,x\n"}, ".",
+                 "captions.txt stands beside no image: if it is a table, call it .csv"),
+    "a record beside each image": (TWO | {"a.json": {"text": "x"}, "b.json": {"text": "y"}}, ".",
+                                   "of records beside each image make one metadata.jsonl"),
+    "a key twice": (table(b'[{"image": "a.png", "text": "x", "text": "y"}]', "d.json"), "d.json", "several values of 'text'"),
+    "a key twice in a line": (table(b'{"image": "a.png", "text": "x"}\n{"text": "x", "text": "x"}', "d.jsonl"), "d.jsonl",
+                              "d.jsonl, line 2, cannot be read: an object has several values of 'text'"),
+    "base64": (rows({"image": base64.b64encode(A).decode(), "text": "x"}), "d.json",
+               "d.json[0] has base64 where an image should be, iVBORw0KGgoAAAANSUhE...; write data:image/png;base64, before it"),
+    "a long cell": (table("image,text\na.png,x\na.png," + "y" * 131073, "my.csv"), "my.csv", "my.csv, line 3, has a cell of more than 131,072 letters"),
+    "a quote that is not closed": (table("image,text\na.png,\"x\n" + "a.png,y\n" * 20_000, "my.csv"), "my.csv", "close its quotes"),
+    "a million columns": (table("image," + ",".join(map(str, range(10**6))) + "\n", "my.csv"), "my.csv", "has 1,000,001 columns in its first line"),
+    "many columns": (rows({"image": "a.png", "text": "x"} | {f"{i}": 1 for i in range(20_000)}), "d.json", "has 20,002 columns; at most 10,000 are read"),
+    "many images": (rows({"images": ["a.png"] * 10_001, "text": "x"}), "d.json", "has 10,001 images"),
+    "many answers": (rows({"image": "a.png", "text": ["x"] * 100_000}), "d.json", "has 100,000 answers"),
+    "many turns": (chat(*[ASK, SAY] * 50_000), "d.json", "has 100,000 messages"),
+    "the cause first": (rows({"image": "a.png", "text": ""}), "d.json", "d.json[0] has an empty answer to 'What?'; write it, or remove the example; no record"),
     "one label": ({"x/a.png": A}, ".", "captions missing: 1 images in ."),
     "labels of two levels": ({"x/a.png": A, "y/z/b.png": B, "y/c.png": B}, ".", "the first ./y/z/b.png"),
     "some texts missing": (captions("a") | {"b.png": B}, ".",
@@ -225,7 +336,7 @@ REFUSED = {
     "a chat with a question of columns": (chat(ASK, SAY), "d.json", "--prompt-column has no effect", {"prompt_column": "image"}),
     "other images in the chat": (chat(message("user", IMAGE, text("Q?")), SAY, image="b.png"), "d.json",
                                  "names images in its messages and in image"),
-    "an image in an answer": (chat(ASK, message("assistant", IMAGE, text("A."))), "d.json", "has an image in an answer"),
+    "an image in an answer": (chat(ASK, message("assistant", IMAGE, text("A."))), "d.json", "has an image in a message of 'assistant'; only the user shows images"),
     "a part": (chat(message("user", {"type": "file", "file": "x"})), "d.json", "a part of type 'file'"),
     "no list": (rows({"image": "a.png", "messages": "x"}), "d.json", "must be a list of messages"),
     "no chat": (rows({"image": "a.png", "messages": [1]}), "d.json", "has an unknown structure"),
@@ -258,7 +369,7 @@ REFUSED = {
     "no such file": ({}, "gone", "no such file or folder"),
     "other files": ({"a.xml": "x"}, "a.xml", "no known extension"),
     "a model": ({"config.json": {}, "model.safetensors": b""}, ".", "holds a model, not data"),
-    "a name that no file can have": (rows({"image": "x" * 5000, "text": "A."}), "d.json", "names the image xxx"),
+    "a name that no file can have": (rows({"image": "x" * 5000, "text": "A."}), "d.json", "names the image xxxxxxxxxxxxxxxxxxxx..., of 5,000 letters, which no file has"),
 }  # fmt: skip
 
 
@@ -277,7 +388,7 @@ def test_names_masks_and_the_default_question():
         write(f"mine/{name}", content)
     example = open_source("mine/d.json", ReadOptions())[0]
     assert pairs_of(example) == [("Q?", "WRONG"), ("Again.", "A.")]
-    assert [answer for _, answer in example.learned()] == ["A."]
+    assert example.answers() == ["A."]
     Path("mine/b.png").unlink()
     assert read_all("mine", ReadOptions()) == [("mine/a.png", [1], [(PROMPT, "a!")])]
 
@@ -355,6 +466,11 @@ TARS = {
     "pages": ({f"0.page.{i}.png": png(i) for i in (10, 2)} | {"0.txt": b"x"}, [([2, 10], [("What?", "x")])], "images"),
     "a mask": ({"0.jpg": A, "0.mask.png": B, "0.txt": b"x"}, CAPTION, "not read: column mask.png"),
     "a later mask": (FIVE | {"5.mask.png": A, "5.png": A, "5.txt": b"x"}, 6, "not read: 1 files of types that"),
+    "splits": (
+        {"train/0.png": A, "train/0.txt": b"x", "test/0.png": B, "test/0.txt": b"y"},
+        "1 of 2 records of a.tar cannot be used, the first: a.tar[1] test/0 is of the split 'test'",
+        "",
+    ),
     "two images": ({"0.left.png": A, "0.right.png": B, "0.txt": b"x"}, "--image-column names it", ""),
     "a name twice": ([("0.png", A), ("0.txt", b"x"), ("0.png", B), ("0.txt", b"y")], "Duplicate field 'png'", ""),
     "no image": ({"0.txt": b"x"}, "has no image", ""),

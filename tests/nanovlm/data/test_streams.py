@@ -230,6 +230,15 @@ def test_a_row_of_a_stream_that_cannot_be_used_is_refused_or_told(library, on_er
     assert len(held_out.errors) == len(errors) == 100
 
 
+def test_a_later_row_of_another_split_is_told(library):
+    rows = [{"image": {"bytes": png(i % 20), "path": None}, "text": "x", "split": "train"} for i in range(150)]
+    rows[120]["split"] = "test"
+    library.Dataset.from_list(rows).to_parquet("a.parquet")
+    stream = open_source("a.parquet", ReadOptions(stream=True))
+    assert len(list(stream.usable(errors := []))) == 149
+    assert errors == ["a.parquet[120] is of the split 'test' among others; write each split to a file of its own"]
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_batches_resume_by_the_state_of_their_loader(tiled, workers):
     def batches():

@@ -13,13 +13,16 @@ from models.checkpoint import checkpoint_dtype, load_config
 from models.vision_language_model import VisionLanguageModel
 from nanovlm.captioner import Captioner
 from nanovlm.cli.main import main
-from nanovlm.data.examples import collate, encode
+from nanovlm.data.examples import collate, encode, questions
 from nanovlm.data.records import Row, to_example
 from nanovlm.errors import CheckpointError
-from nanovlm.options import ReadOptions
+from nanovlm.evaluation.evaluate import _request
+from nanovlm.options import GenerationOptions, ReadOptions
 from nanovlm.processing.conversation import with_images
 from nanovlm.serving.openai_api import ChatRequest
 from support import Package, noise_image
+from support.data import llava
+from support.data import text as text_part
 from support.generation import inputs_of, prompt_of
 from support.smolvlm import ADDED, SPECIAL, TEMPLATE, VARIANTS, make_tokenizer, their_inputs, write_folder
 
@@ -211,6 +214,66 @@ def test_messages_keep_their_roles_and_order(folders):
     asked = [{"role": role, "content": content(parts, {"type": "image"})} for role, parts in turns]
     prompt = theirs.apply_chat_template(asked, add_generation_prompt=True)
     assert ids == theirs(text=prompt, images=[images], return_tensors="pt").input_ids[0].tolist()
+
+
+def asked(*parts):
+    """A user's message, with an image for each number."""
+    return "user", [text_part(part) if isinstance(part, str) else IMAGES[part] for part in parts]
+
+
+IMAGES = [{"type": "image", "image": f"{i}.png"} for i in range(2)]
+SAID = "assistant", [text_part("Two dogs.")]
+# columns of a row of data, and the conversation that transformers reads
+PLACES = {
+    "image first": ({"question": "What?", "answer": "Two dogs."}, [asked(0, "What?"), SAID]),
+    "text first": (None, [asked("What is this? ", 0), SAID]),
+    "between texts": (None, [asked("In ", 0, " the dogs, ", "or not?"), SAID]),
+    "a later turn": (None, [asked("Hello."), SAID, asked(0, "What?"), SAID]),
+    "a later turn, behind its text": (None, [asked("Hello."), SAID, asked("What?", 0), SAID]),
+    "one in each of two turns": (None, [asked(0, "What?"), SAID, asked("And ", 1, "?"), SAID]),
+    "several": (None, [("system", SAID[1]), asked(0, 1, "Which"), SAID, asked("Or ", 0, " or ", 1), SAID]),
+    "marks": ({"question": "In <image> or\n<image>", "answer": "Two dogs."}, [asked("In ", 0, " or", 1), SAID]),
+    "LLaVA's": (llava("<image>\nWhat?", "Two dogs.", "And <image> ?", "Two dogs."),
+                [asked(0, "What?"), SAID, asked("And ", 1, " ?"), SAID]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("columns", "said"), PLACES.values(), ids=PLACES)
+def test_an_image_stands_where_the_conversation_has_it_in_every_door(folders, tmp_path, monkeypatch, columns, said):
+    """Ids of training, of evaluation and of the server equal those of transformers' processor."""
+    folder, _, theirs = folders("SmolVLM2")
+    monkeypatch.chdir(tmp_path)
+    files = [noise_image(70, 40), noise_image(20, 90)]
+    for i, image in enumerate(files):
+        image.save(f"{i}.png")
+    shown = [files[int(part["image"][0])] for _, parts in said for part in parts if part["type"] == "image"]
+    names = {"images": [f"{files.index(image)}.png" for image in shown]}
+    row = names | columns if columns else {"messages": [{"role": role, "content": parts} for role, parts in said]}
+    captioner = Captioner.from_pretrained(folder, "cpu", "float32")
+    example = to_example(Row(row, "a"), ReadOptions())
+    read = encode(example, captioner.processor)
+    pixels = [tile for tiles in read.images for tile in tiles]
+
+    def expected(messages, **options):
+        plain = [{"role": role, "content": [{**part, "image": None} for part in parts]} for role, parts in messages]
+        n = sum(part["type"] == "image" for _, parts in messages for part in parts)
+        prompt = theirs.apply_chat_template(plain, **options)
+        return theirs(text=prompt, images=[shown[:n]] if n else None, return_tensors="pt")
+
+    whole = expected(said)
+    assert read.ids == whole["input_ids"][0].tolist()[: len(read.ids)] and len(pixels) == len(whole["pixel_values"][0])
+    assert (torch.stack(pixels) - whole["pixel_values"][0]).abs().max() <= 1e-5
+    (*_, last), *_ = [questions([("a", example)])]
+    assert _request(captioner, last, GenerationOptions()).ids == (
+        ids := expected(said[:-1], add_generation_prompt=True)["input_ids"][0].tolist()
+    )
+    url = {"type": "image_url", "image_url": {"url": "data:,"}}
+    sent = [
+        {"role": role, "content": [url if part["type"] == "image" else part for part in parts]}
+        for role, parts in said[:-1]
+    ]
+    turns = [message.turn for message in ChatRequest.model_validate({"messages": sent}).messages]
+    assert captioner.processor.encode(with_images(turns, captioner.processor.prepare(shown))) == ids
 
 
 # As granite-docling's: other roles and ends than SmolVLM's, a content that may be a string, no space before an answer.
