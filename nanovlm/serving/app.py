@@ -30,7 +30,7 @@ from models.inference.continuous_batching import Request as Prompt
 from nanovlm.captioner import Captioner
 from nanovlm.console import count
 from nanovlm.embedded import SAMPLE
-from nanovlm.errors import ImageError, NanoVLMError, PromptTooLongError, UsageError
+from nanovlm.errors import ImageError, MissingExtraError, NanoVLMError, PromptTooLongError, SchemaError, UsageError
 from nanovlm.options import CHAT_MAX_NEW_TOKENS, generation_options
 from nanovlm.processing.conversation import Chat, check_chat, images_of, with_images
 from nanovlm.processing.image_loading import is_data_url
@@ -202,9 +202,10 @@ class Chats:
                 return APIError(400, str(error), "context_length_exceeded", "messages")
             case ImageError():
                 return APIError(400, str(error), "invalid_image", "messages")
-            case NanoVLMError():  # its first word names the field, or else it is about the chat
-                field = re.split(r"\W", str(error), maxsplit=1)[0]
-                return APIError(400, str(error), param=field if field in ChatRequest.model_fields else "messages")
+            case SchemaError() | MissingExtraError():
+                return APIError(400, f"response_format: {error}", param="response_format")
+            case NanoVLMError():
+                return APIError(400, str(error), param=error.field or "messages")
             case HTTPException():
                 return APIError(error.status_code, f"{route}: {error.detail}", headers=dict(error.headers or {}))
             case ClientDisconnect():
@@ -278,7 +279,7 @@ class Chats:
         images = prepare_images(files, details, self.captioner.processor, self.image_cache)
         chat = with_images(chat, images)
         default = self.default_prompt if images else ""
-        return self.captioner.chat_request(chat, options, default=default, schema_name="response_format")
+        return self.captioner.chat_request(chat, options, default=default)
 
     async def _pieces(self, prompt: Prompt, request: ChatRequest, response: Response) -> AsyncGenerator[str, None]:
         """Text of an answer as its tokens come, up to a stop string; the first may be empty."""

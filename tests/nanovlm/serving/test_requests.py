@@ -9,7 +9,7 @@ import pytest
 
 from models.options import SamplingParams
 from nanovlm import PROMPT, SAMPLE, Captioner
-from nanovlm.errors import InputError
+from nanovlm.errors import SchemaError
 from nanovlm.processing.conversation import images_of
 from nanovlm.processing.layouts import Layout
 from nanovlm.processing.layouts.smolvlm import SmolVLMLayout
@@ -120,7 +120,7 @@ def test_schema_that_fails_during_the_answer_is_named(served, monkeypatch):
     pytest.importorskip("llguidance")
 
     def fail(self, generated, logits):
-        raise InputError(f"{self.param}: the JSON schema cannot be followed")
+        raise SchemaError("the JSON schema cannot be followed")
 
     monkeypatch.setattr(GrammarProcessor, "__call__", fail)
     for stream in (False, True):
