@@ -10,12 +10,17 @@ MAX_HALF = 300  # characters of a message, at its beginning and at its end
 
 
 class NanoVLMError(Exception):
-    """Base class; the message is one line that names the value, the limit and the way out; its middle may be cut."""
+    """Base class; the message is one line that names the value, the limit and the way out; its middle may be cut.
+
+    Of an option's value, field is the option's name and problem the rest: the message is field=problem.
+    """
 
     exit_code = 1
 
-    def __init__(self, message: object = "", *args: object):
-        super().__init__(shortened(str(message)), *args)
+    def __init__(self, problem: object = "", *args: object, field: str | None = None):
+        self.problem = shortened(str(problem))
+        self.field = field
+        super().__init__(f"{field}={self.problem}" if field else self.problem, *args)
 
 
 def shortened(message: str) -> str:
@@ -25,7 +30,7 @@ def shortened(message: str) -> str:
 
 
 class InputError(NanoVLMError, ValueError):
-    """An argument, prompt or setting that the model cannot use; of name=value, the command line writes --name value."""
+    """An argument, prompt or setting that the model cannot use."""
 
     exit_code = 2
 

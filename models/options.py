@@ -47,19 +47,19 @@ def check_settings(record: Any) -> None:
         if value is f.default or (value is None and type(None) in types):
             continue
         if bool in types and value not in (True, False):
-            raise InputError(f"{f.name}={value!r} must be True or False")
+            raise InputError(f"{value!r} must be True or False", field=f.name)
         if choices and value not in choices:
-            raise InputError(f"{f.name}={value} is none of {', '.join(choices)}")
+            raise InputError(f"{value} is none of {', '.join(choices)}", field=f.name)
         with suppress(TypeError):  # the value is of a type that fits cannot take
             if not fits or fits(value):
                 fits = None
         if fits:
-            raise InputError(f"{f.name}={value} must be {f.metadata['limits']}")
+            raise InputError(f"{value} must be {f.metadata['limits']}", field=f.name)
         if bounds and not isinstance(value, kind):
-            raise InputError(f"{f.name}={value} must be a {kind_name}")
+            raise InputError(f"{value} must be a {kind_name}", field=f.name)
         if not all(is_within(value, bound) for is_within, _, bound in bounds):
             limits = " and ".join(f"{words} {bound}" for _, words, bound in bounds)
-            raise InputError(f"{f.name}={value} must be {limits}")
+            raise InputError(f"{value} must be {limits}", field=f.name)
 
 
 def _is_detection(value: Any) -> bool:

@@ -211,7 +211,7 @@ class Captioner:
         """
         record = self._options(options)
         if n < 1:
-            raise InputError(f"n={n} is less than 1")
+            raise InputError(f"{n} is less than 1", field="n")
         requests = self.requests(image, [prompt] * n, record)
         if record.seed is not None:
             for i, request in enumerate(requests):
@@ -324,13 +324,12 @@ class Captioner:
         must_fit: bool = False,
         default: str | None = None,
         remedy: str = "shorten it",
-        schema_name: str = "schema",
     ) -> Request:
         """Make a request for the answer to a conversation about `TiledImage`s.
 
         The answer ends where the context does, or with must_fit the context must hold max_new_tokens. InputError for a
-        conversation that is too long, or has no question, for which default stands where it shows images. Errors name
-        the remedy, and the schema as schema_name.
+        conversation that is too long, names the remedy, or has no question, for which default stands where it shows
+        images.
         """
         ids = self.processor.encode(chat, default) + self._start_ids(options)
         cfg = self.inference.cfg
@@ -339,7 +338,7 @@ class Captioner:
         room = cfg.validate_length(len(ids), 1, f"prompt is too long: {len(ids)} tokens", remedy)
         request = Request(ids, images_of(chat), options, min(options.max_new_tokens, room))
         if options.schema is not None:
-            request.grammar = self.structured_output.make_processor(options.schema, schema_name)
+            request.grammar = self.structured_output.make_processor(options.schema)
         return request
 
     def choice_requests(self, image: ImageInputs, choices: Sequence[str], prompt: str | None = None) -> list[Request]:
@@ -452,7 +451,7 @@ def check_several(images: Any, batch_size: int, method: str, method_of_one: str)
     if is_one_image(images):
         raise InputError(f"{method} takes several images, such as a list; for one image use {method_of_one}")
     if batch_size < 1:
-        raise InputError(f"batch_size={batch_size} must be 1 or more")
+        raise InputError(f"{batch_size} must be 1 or more", field="batch_size")
 
 
 def is_one_image(images: Any) -> bool:

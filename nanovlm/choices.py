@@ -53,7 +53,7 @@ class ForcedAnswer:
 def forced_answers(choices: Sequence[str], tokenizer: Tokenizer) -> list[ForcedAnswer]:
     """A grammar for each choice; InputError unless there are two or more."""
     if isinstance(choices, str) or len(set(choices)) < 2 or not all(map(str.strip, choices)):
-        raise InputError(f"choices={choices!r}: name two or more answers, such as red,green")
+        raise InputError(f"{choices!r}: name two or more answers, such as red,green", field="choices")
     first: list[Tensor] = []
     return [ForcedAnswer(choice, tokenizer, first) for choice in choices]
 

@@ -34,7 +34,7 @@ def choose_device(name: str) -> torch.device:
     if name == "auto":
         name = available[0]
     if name not in available:
-        raise InputError(f"device={name} is not available here, only {', '.join(available)}")
+        raise InputError(f"{name} is not available here, only {', '.join(available)}", field="device")
     rank = os.environ.get("LOCAL_RANK") if name == "cuda" else None
     return torch.device(name) if rank is None else torch.device(name, int(rank))
 
@@ -52,7 +52,7 @@ def choose_dtype(name: str, device: torch.device, folder: Path | None = None) ->
     if name == "auto":
         return torch.bfloat16 if fast_bfloat16(device) else torch.float32
     if name not in DTYPES:
-        raise InputError(f"dtype={name} is none of auto, {', '.join(DTYPES)}")
+        raise InputError(f"{name} is none of auto, {', '.join(DTYPES)}", field="dtype")
     return DTYPES[name]
 
 

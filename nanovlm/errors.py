@@ -18,6 +18,10 @@ class UsageError(NanoVLMError):
     exit_code = 2
 
 
+class SchemaError(InputError):
+    """A JSON schema that answers cannot follow."""
+
+
 class ImageError(NanoVLMError, ValueError):
     """An image file, URL or object that cannot be read."""
 

@@ -279,12 +279,12 @@ def check_output_folder(folder: str | os.PathLike[str], n_bytes: int = 0) -> Non
     """Raise InputError for an output folder that cannot be made or written, or lacks room for n_bytes."""
     path = Path(folder).absolute()
     if not os.fspath(folder):
-        raise InputError("out='' is empty; name a folder, or . for the current one")
+        raise InputError("'' is empty; name a folder, or . for the current one", field="out")
     existing = next(parent for parent in (path, *path.parents) if parent.exists())
     if not existing.is_dir():
-        raise InputError(f"out={folder}: {existing.name} is a file; name a folder")
+        raise InputError(f"{folder}: {existing.name} is a file; name a folder", field="out")
     if not os.access(existing, os.W_OK | os.X_OK):
-        raise InputError(f"out={folder}: {existing} is not writable; name another folder")
+        raise InputError(f"{folder}: {existing} is not writable; name another folder", field="out")
     if (free := shutil.disk_usage(existing).free) < n_bytes:
         numbers = f"{free / 2**20:,.0f} MiB are free, {n_bytes / 2**20:,.0f} MiB needed"
-        raise InputError(f"out={folder}: {numbers}; free some")
+        raise InputError(f"{folder}: {numbers}; free some", field="out")

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from nanovlm import __version__
 from nanovlm.console import configure_logging, print_error, warnings_as_notes
-from nanovlm.errors import InputError, NanoVLMError, UsageError, is_out_of_memory
+from nanovlm.errors import NanoVLMError, UsageError, is_out_of_memory
 
 VERBS = ("caption", "review", "chat", "serve", "train", "evaluate", "export")  # modules of this package
 EXIT_FAILURE = 1
@@ -131,9 +131,9 @@ def explain(error: Exception, args: argparse.Namespace) -> tuple[str, int]:
     """The line and the exit code for an error; a bug's traceback is printed before."""
     match error:
         case NanoVLMError():
-            name, _, rest = str(error).partition("=")
-            is_flag = isinstance(error, InputError) and name in args
-            return f"--{name.replace('_', '-')} {rest}" if is_flag else str(error), error.exit_code
+            is_flag = error.field is not None and error.field in args
+            line = f"--{error.field.replace('_', '-')} {error.problem}" if is_flag else str(error)
+            return line, error.exit_code
         case _ if is_out_of_memory(error):
             ways = "--dtype bfloat16, --max-tiles 1 or smaller batches"
             return f"not enough memory; try {ways} ({error})", EXIT_FAILURE

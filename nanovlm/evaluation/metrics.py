@@ -206,13 +206,13 @@ def load_metric(name: str) -> tuple[str, Metric]:
         return name, METRICS[name]
     module_name, _, function_name = name.partition(":")
     if not function_name:
-        raise InputError(f"metric={name} is none of {', '.join(METRICS)}, nor a function as my_module:my_function")
+        raise InputError(f"{name} is none of {', '.join(METRICS)}, nor my_module:my_function", field="metric")
     if str(Path.cwd()) not in sys.path:  # the program nanovlm does not search the current folder
         sys.path.insert(0, str(Path.cwd()))
     try:
         function = getattr(importlib.import_module(module_name), function_name)
     except (ImportError, AttributeError) as error:
-        raise InputError(f"metric={name}: {error}; name a function as my_module:my_function") from None
+        raise InputError(f"{name}: {error}; name a function as my_module:my_function", field="metric") from None
 
     def score(answer: str, references: Sequence[str]) -> float:
         try:

@@ -78,7 +78,7 @@ def export_gguf(captioner: Captioner, folder: str | Path, name: str, gguf_type: 
     Raises InputError for a model that llama.cpp would prompt or compute differently.
     """
     if gguf_type not in GGUF_TYPES:
-        raise InputError(f"gguf_type={gguf_type} is none of {', '.join(GGUF_TYPES)}")
+        raise InputError(f"{gguf_type} is none of {', '.join(GGUF_TYPES)}", field="gguf_type")
     cfg = captioner.model.cfg
     state = captioner.model.state_dict()
     settings = check_llama_cpp_can_run(cfg, captioner.tokenizer)

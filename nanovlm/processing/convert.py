@@ -17,9 +17,9 @@ ROW_END = "\n\n"  # after the last row of tiles; llama.cpp looks for one token o
 def check_format(cfg: VLMConfig, format: str) -> None:
     """InputError unless a model can be trained in that format: a SmolVLM cannot become a nanoVLM."""
     if format not in TRAINED_FORMATS:
-        raise InputError(f"format={format} is none of {', '.join(TRAINED_FORMATS)}")
+        raise InputError(f"{format} is none of {', '.join(TRAINED_FORMATS)}", field="format")
     if format == "nanovlm" and cfg.format_name == "smolvlm":
-        raise InputError("format=nanovlm, but this model has SmolVLM's layout, in which it was trained; use smolvlm")
+        raise InputError("nanovlm, but this model was trained in SmolVLM's layout; use smolvlm", field="format")
 
 
 def convert_layout(

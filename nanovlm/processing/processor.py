@@ -32,7 +32,7 @@ class Processor:
 
     def __init__(self, cfg: VLMConfig, tokenizer: Tokenizer, max_tiles: int | None = None):
         if max_tiles is not None and max_tiles < 1:
-            raise InputError(f"max_tiles={max_tiles} is less than 1; with 1 an image is resized to one tile")
+            raise InputError(f"{max_tiles} is less than 1; with 1 an image is resized to one tile", field="max_tiles")
         self.cfg = cfg
         self.tokenizer = tokenizer
         self.max_tiles = max_tiles

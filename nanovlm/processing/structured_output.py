@@ -1,14 +1,13 @@
 """Answers that follow a JSON schema: llguidance tells which tokens may come next. Needs the extra `structured`."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
-from itertools import chain
+from collections.abc import Sequence
+from functools import cached_property, reduce
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
 from models import files
-from nanovlm.errors import FileError, InputError, UsageError, needs_extra
+from nanovlm.errors import FileError, InputError, SchemaError, UsageError, needs_extra
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,10 +15,14 @@ if TYPE_CHECKING:
     from nanovlm.processing.tokenizer import Tokenizer
 
 MAX_SCHEMA = 50_000  # characters; what longer ones need at each token would delay all other requests
+MAX_PARTS = 1000
+UNFOLLOWED = "the JSON schema cannot be followed"
 ALTERNATIVES = ("anyOf", "oneOf")
-SAME_VALUE = ("allOf", *ALTERNATIVES)  # keys of lists of schemas for the same value
-MAPS = ("properties", "$defs", "definitions", "patternProperties")  # of schemas by name
-VALUES = ("items", "prefixItems", "additionalProperties")  # of schemas for values inside
+DEFINITIONS = {"$defs", "definitions"}
+# Keys that allow all values
+NOTES = {"$comment", "$id", "$schema", "default", "deprecated", "description", "examples", "title", *DEFINITIONS}
+MAPS = {"properties", "patternProperties", *DEFINITIONS}  # of schemas by name
+VALUES = {"items", "prefixItems", "additionalProperties", *ALTERNATIVES}  # schemas, or lists of them
 SAYS_OTHERWISE = {"additionalProperties", "patternProperties", "unevaluatedProperties"}
 JSON_OPTIONS: Any = {"whitespace_flexible": False}  # or a small model could write spaces without end
 
@@ -32,7 +35,10 @@ def read_schema(path: str) -> Any:
         raise UsageError(f"--json-schema {error}") from None
     except (ValueError, RecursionError) as error:
         raise UsageError(f"--json-schema {path} is not JSON: {error}") from None
-    _grammar(schema, f"--json-schema {path}")
+    try:
+        _grammar(schema)
+    except SchemaError as error:
+        raise UsageError(f"--json-schema {path}: {error}") from None
     return schema
 
 
@@ -45,20 +51,20 @@ class StructuredOutput:
     def __reduce__(self) -> tuple:  # a copy makes its own vocabulary: llguidance's cannot be pickled
         return StructuredOutput, (self.tokenizer,)
 
-    def make_processor(self, schema: Any, param: str = "schema") -> "GrammarProcessor":
-        """A processor for one sequence. InputError names param if the schema is not possible."""
-        grammar = _grammar(schema, param)
+    def make_processor(self, schema: Any) -> "GrammarProcessor":
+        """A processor for one sequence. SchemaError if it cannot follow the schema."""
+        grammar = _grammar(schema)
         from llguidance import LLMatcher
 
         try:
             vocabulary = self._vocabulary
         except ValueError as error:
             reason = " ".join(str(error).split())[:200]
-            raise InputError(f"{param} is not possible with this model's tokenizer: {reason}") from None
+            raise SchemaError(f"no JSON schema can be followed with this model's tokenizer: {reason}") from None
         matcher = LLMatcher(vocabulary, grammar, log_level=0)
         matcher.compute_logit_bias()
-        _check(matcher.get_error(), param)  # of a loop of $ref, for example
-        return GrammarProcessor(matcher, param)
+        _check(matcher.get_error())
+        return GrammarProcessor(matcher)
 
     @staticmethod
     def parse(text: str) -> Any:
@@ -80,12 +86,11 @@ class StructuredOutput:
 class GrammarProcessor:
     """A `LogitsProcessor` that excludes the tokens a grammar does not allow next.
 
-    InputError names param if the grammar turns out to need too much: a schema shows it at some later token only.
+    SchemaError if the grammar needs too much, or leads nowhere, which some schemas show at a later token only.
     """
 
-    def __init__(self, matcher: Any, param: str):
+    def __init__(self, matcher: Any):
         self.matcher = matcher
-        self.param = param
         self.n_consumed = 0  # of the generated ids
 
     def forced_tokens(self, generated: Sequence[int]) -> list[int]:
@@ -107,113 +112,90 @@ class GrammarProcessor:
             self.n_consumed = 0
         self._consume(generated)
         bias = self.matcher.compute_logit_bias()  # one byte a token, 0 where it is not allowed
-        _check(self.matcher.get_error(), self.param)
+        _check(self.matcher.get_error(), self.n_consumed)
         allowed = torch.frombuffer(bytearray(bias), dtype=torch.uint8) != 0
         return logits.masked_fill(~allowed.to(logits.device), float("-inf"))
 
 
-def close_objects(schema: Any) -> Any:
-    """The schema, in which objects that list their properties have no others, unless it says so."""
-    if not isinstance(schema, dict):
-        return schema
-    closing = _Closing(schema)
-    closed = closing.value(schema)
-    return closed | {"$defs": closed.get("$defs", {}) | closing.copies} if closing.copies else closed
-
-
 class _Closing:
-    """Closes the objects of a schema.
+    """Closes the objects of a schema: those that list properties have no others, unless the schema says so.
 
-    Parts of one object stay open, as each would exclude the properties of the others: a last part closes the whole.
-    A definition that is such a part gets an open copy, so that its other uses are closed.
+    Parts of one object (allOf, or properties beside $ref, anyOf or oneOf) are joined, as each part alone would exclude
+    the properties of the others. SchemaError for parts that differ in more than their properties.
     """
 
-    def __init__(self, root: dict[str, Any]):
+    def __init__(self, root: Any):
         self.root = root
-        self.copies: dict[str, Any] = {}  # further definitions
-        self.names: dict[str, str] = {}  # of the copies by $ref
+        self.n_parts = 0
 
     def value(self, schema: Any) -> Any:
         """The schema of a whole value, closed."""
         if not isinstance(schema, dict):
             return schema
-        is_combined = "allOf" in schema or len(schema.keys() & {"properties", "$ref", *SAME_VALUE}) > 1
-        closed = self.part(schema) if is_combined else self._with_members(schema, self.value)
-        parts = self._parts(schema) if is_combined else [schema]
-        names = [name for part in parts for name in _of_type(dict, part.get("properties"))]
-        if names and not any(part.keys() & SAYS_OTHERWISE for part in parts):
-            names += [name for part in parts for name in _of_type(list, part.get("required")) if isinstance(name, str)]
-            whole = {"properties": {name: {} for name in names}, "additionalProperties": False}
-            if is_combined:
-                return closed | {"allOf": [*_of_type(list, closed.get("allOf")), whole, *self._apart(schema, parts)]}
-            return closed | whole | {"properties": whole["properties"] | closed["properties"]}
-        return closed
+        said = schema.keys() - NOTES
+        parts = _of_type(list, schema.get("allOf"))
+        if said == {"allOf"} and len(parts) == 1 and isinstance(parts[0], dict):
+            return self.value({name: schema[name] for name in schema if name != "allOf"} | parts[0])
+        if parts or said > {"$ref"}:
+            schema = self._joined(schema)
+        for key in ALTERNATIVES:
+            if schema.keys() & {"properties", *ALTERNATIVES} > {key}:
+                rest = {name: schema[name] for name in schema if name not in {key, *DEFINITIONS}}
+                either = [self.value(self._both(rest, self._joined(one))) for one in _of_type(list, schema[key])]
+                schema = {name: schema[name] for name in schema if name in DEFINITIONS}
+                return {name: self._inside(name, inner) for name, inner in schema.items()} | {key: either}
+        closed = {name: self._inside(name, inner) for name, inner in schema.items()}
+        is_open = not schema.get("properties") or schema.keys() & SAYS_OTHERWISE
+        return closed if is_open else closed | {"additionalProperties": False}
 
-    def _apart(self, whole: dict[str, Any], parts: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """Further parts of a whole, by which an alternative excludes the properties that only others of it list."""
-        for alternatives in (_of_type(list, part.get(key)) for part in parts for key in ALTERNATIVES):
-            listed = [_listed(self._parts(one)) for one in alternatives]
-            alone = set().union(*listed) - _listed(self._parts(whole, alternatives))
-            if any(alone - own for own in listed):
-                apart = [{"properties": dict.fromkeys(sorted(alone - own), False)} for own in listed]
-                yield {"anyOf": [{"allOf": [self.part(one), other]} for one, other in zip(alternatives, apart)]}
+    def _inside(self, key: str, inner: Any) -> Any:
+        """The value of a key of a schema, in which schemas are closed."""
+        if key in MAPS and isinstance(inner, dict):
+            return {name: self.value(one) for name, one in inner.items()}
+        if key in VALUES:
+            return [self.value(one) for one in inner] if isinstance(inner, list) else self.value(inner)
+        return inner
 
-    def part(self, schema: Any) -> Any:
-        """One of several schemas of the same value, open; those of values inside are closed."""
-        if not isinstance(schema, dict):
-            return schema
-        opened = self._with_members(schema, self.part)
-        ref = schema.get("$ref")
-        if isinstance(ref, str) and (target := self._resolve(ref)) is not None:
-            if ref not in self.names:
-                self.names[ref] = name = f"open:{len(self.names)}"
-                self.copies[name] = self.part(target)
-            opened["$ref"] = f"#/$defs/{self.names[ref]}"
-        return opened
+    def _joined(self, schema: Any) -> dict[str, Any]:
+        """A part of a value, without allOf and $ref."""
+        self.n_parts += 1
+        if self.n_parts > MAX_PARTS:
+            raise SchemaError(f"{UNFOLLOWED}: more than {MAX_PARTS} parts of objects")
+        whole = {name: value for name, value in _of_type(dict, schema).items() if name not in ("$ref", "allOf")}
+        parts = _of_type(list, schema.get("allOf"))
+        if "$ref" in schema:
+            target = self._resolve(schema["$ref"])
+            parts = [{name: target[name] for name in target if name not in DEFINITIONS}, *parts]
+        return reduce(self._both, map(self._joined, parts), whole)
 
-    def _with_members(self, schema: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
-        """A copy in which schemas of values inside are closed, and those of the same value changed."""
-        changed = dict(schema)
-        for key in MAPS:
-            if isinstance(schema.get(key), dict):
-                changed[key] = {name: self.value(inner) for name, inner in schema[key].items()}
-        for key in VALUES:
-            if key in schema:
-                inner = schema[key]
-                changed[key] = [self.value(one) for one in inner] if isinstance(inner, list) else self.value(inner)
-        for key in SAME_VALUE:
-            if isinstance(schema.get(key), list):
-                changed[key] = [change(one) for one in schema[key]]
-        return changed
+    def _both(self, one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+        """Two parts of a value as one."""
+        both = other | one
+        for key in sorted((one.keys() & other.keys()) - NOTES):
+            if key == "required":
+                both[key] = one[key] + other[key]
+            elif key == "properties":
+                shared = one[key].keys() & other[key].keys()
+                both[key] = one[key] | other[key]
+                both[key] |= {name: {"allOf": [one[key][name], other[key][name]]} for name in shared}
+            elif one[key] != other[key]:
+                raise SchemaError(f"{UNFOLLOWED}: parts of one value differ in {key!r}; write them as one schema")
+        for part in (one, other):
+            is_closed = part.get("additionalProperties", True) is not True
+            if is_closed and both.get("properties", {}).keys() - part.get("properties", {}).keys():
+                raise SchemaError(f"{UNFOLLOWED}: a part has additionalProperties; write the parts as one schema")
+        return both
 
-    def _parts(self, schema: Any, without: Any = None) -> list[dict[str, Any]]:
-        """A schema and all that are combined with it for the same value, without one list of them."""
-        found: dict[int, dict[str, Any]] = {}
-        waiting = [schema]
-        while waiting:
-            part = waiting.pop()
-            if isinstance(part, dict) and id(part) not in found:
-                found[id(part)] = part
-                lists = [_of_type(list, part.get(key)) for key in SAME_VALUE]
-                combined = chain.from_iterable(one for one in lists if one is not without)
-                waiting += reversed([self._resolve(part.get("$ref")), *combined])
-        return [*found.values()]
-
-    def _resolve(self, ref: Any) -> Any:
-        """The schema that a $ref names; None if there is none."""
-        if not isinstance(ref, str) or not ref.startswith("#"):
-            return None
+    def _resolve(self, ref: Any) -> dict[str, Any]:
+        """The schema that a $ref of this document names."""
         found: Any = self.root
-        for key in unquote(ref).split("/")[1:]:
+        for key in unquote(str(ref)).split("/")[1:]:
             key = key.replace("~1", "/").replace("~0", "~")
             members = found if isinstance(found, dict) else dict(enumerate(_of_type(list, found)))
             found = members.get(int(key) if isinstance(found, list) and key.isdecimal() else key)
+        if not str(ref).startswith("#") or not isinstance(found, dict):
+            raise SchemaError(f"{UNFOLLOWED}: $ref {ref!r} names no schema here")
         return found
-
-
-def _listed(parts: list[dict[str, Any]]) -> set[str]:
-    """The names of properties of a value that parts describe together."""
-    return {name for part in parts for name in _of_type(dict, part.get("properties"))}
 
 
 def _of_type(kind: type, value: Any) -> Any:
@@ -221,34 +203,39 @@ def _of_type(kind: type, value: Any) -> Any:
     return value if isinstance(value, kind) else kind()
 
 
-def _grammar(schema: Any, name: str) -> str:
-    """llguidance's grammar of a schema; InputError calls it name."""
-    with needs_extra("structured", name):
+def _grammar(schema: Any) -> str:
+    """llguidance's grammar of a schema."""
+    with needs_extra("structured", "a JSON schema"):
         from llguidance import LLMatcher
     grammar = ""
     try:
         length = len(json.dumps(schema))
         if length <= MAX_SCHEMA:
-            text = json.dumps(close_objects(schema))
+            text = json.dumps(_Closing(schema).value(schema))
             length = len(text)
         if length > MAX_SCHEMA:
-            raise InputError(f"{name}: a JSON schema of {length:,} characters, more than {MAX_SCHEMA:,}; shorten it")
+            raise SchemaError(f"{UNFOLLOWED}: it has {length:,} characters, more than {MAX_SCHEMA:,}; shorten it")
         grammar = LLMatcher.grammar_from_json_schema(text, defaults=JSON_OPTIONS)
         problem = LLMatcher.validate_grammar(grammar)
-    except InputError:
+    except SchemaError:
         raise
     except RecursionError:
         problem = "it is nested too deeply"
-    except (ValueError, TypeError) as error:
+    except ValueError as error:
         problem = str(error)
-    _check(problem, name)
+    except (AttributeError, TypeError) as error:
+        problem = f"a value has the wrong type: {error}"
+    _check(problem)
     return grammar
 
 
-def _check(problem: str, name: str) -> None:
-    """Raise InputError for a problem of llguidance, whose own text goes on with the parser's state."""
+def _check(problem: str, n_tokens: int = 0) -> None:
+    """Raise SchemaError for a problem of llguidance, whose own text goes on with the parser's state."""
     reason = " ".join(problem.partition("<state>")[0].split())[:200]
-    if reason == "NoExtensionBias":
+    if reason == "NoExtensionBias":  # no token may come next
+        if n_tokens:
+            remedy = "ask again with another seed, or simplify the schema"
+            raise SchemaError(f"the grammar of the JSON schema ran into a dead end after {n_tokens} tokens; {remedy}")
         reason = "nothing satisfies it, as a $ref that leads to itself"
     if reason:
-        raise InputError(f"{name}: the JSON schema cannot be followed: {reason}")
+        raise SchemaError(f"{UNFOLLOWED}: {reason}")

@@ -4,11 +4,10 @@ import asyncio
 import errno
 import hmac
 import logging
-import math
 import re
 import socket
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from types import FrameType
@@ -23,16 +22,15 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from models.inference.caches import ImageCache, PrefixCache
 from models.inference.continuous_batching import Request as Prompt
 from nanovlm.captioner import Captioner
 from nanovlm.console import count
 from nanovlm.embedded import SAMPLE
-from nanovlm.errors import ImageError, NanoVLMError, PromptTooLongError, UsageError
+from nanovlm.errors import ImageError, MissingExtraError, NanoVLMError, PromptTooLongError, SchemaError, UsageError
 from nanovlm.options import CHAT_MAX_NEW_TOKENS, generation_options
-from nanovlm.processing.conversation import Chat, check_chat, images_of, with_images
+from nanovlm.processing.conversation import Chat, images_of, with_images
 from nanovlm.processing.image_loading import is_data_url
 from nanovlm.processing.image_urls import fetch
 from nanovlm.processing.tokenizer import StreamingDecoder
@@ -46,11 +44,9 @@ logger = logging.getLogger(__name__)
 STATIC = Path(__file__).parent / "static"
 GET = ["GET", "HEAD"]
 PORT = re.compile(r":\d*$")  # in a Host header
-BODY_SECONDS = 10.0  # for the headers of a connection's first request, and for each body
+BODY_SECONDS = 10.0  # for a body to arrive
 # Longer than clients keep a connection (httpx 5 s, nginx 60 s): one that closes as a request is sent loses its answer.
 KEEP_ALIVE_SECONDS = 75
-LOG_INTERVAL = 10.0  # seconds between lines about connections that cannot be accepted
-NO_DESCRIPTORS = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 MAX_PREPARED = 8  # requests that are preprocessed and not prefilled yet: memory holds their pixels
 CLIENT_LEFT = 499  # nginx's status; nobody reads it
 HEADERS = {  # of every response; the page loads nothing from elsewhere
@@ -69,7 +65,6 @@ def make_app(captioner: Captioner, name: str, options: ServeOptions, description
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        asyncio.get_running_loop().set_exception_handler(AcceptErrors())
         chats.engine.start()
         yield
         chats.engine.stop()
@@ -108,7 +103,7 @@ def make_app(captioner: Captioner, name: str, options: ServeOptions, description
     if options.allow_origin:
         cors: dict[str, Any] = {"allow_methods": ["*"], "allow_headers": ["*"], "expose_headers": ["Retry-After"]}
         app.add_middleware(CORSMiddleware, allow_origins=options.allow_origin, **cors)
-    app.add_middleware(Gate, chats=chats)
+    app.add_middleware(Gate, options=options, release=chats.release)
     app.include_router(api, prefix="/v1")
     app.include_router(api)  # some clients leave /v1 out, as llama.cpp's server allows
     pages = {"/": STATIC / "index.html", "/sample.png": SAMPLE} | {f"/{file.name}": file for file in STATIC.iterdir()}
@@ -121,15 +116,18 @@ def make_app(captioner: Captioner, name: str, options: ServeOptions, description
 
 
 class Gate:
-    """Refuses foreign host names (DNS rebinding) and pages of other origins; releases and logs each request.
+    """Refuses foreign host names (DNS rebinding) and pages of other origins, and logs each request.
 
-    Any web page in a browser can send requests to a server on the same machine.
+    Any web page in a browser can send requests to a server on the same machine. release is awaited with the answer that
+    a request has begun, when it ends.
     """
 
-    def __init__(self, app: ASGIApp, chats: "Chats"):
+    def __init__(
+        self, app: ASGIApp, options: ServeOptions, release: Callable[[Response], Awaitable[None]] | None = None
+    ):
         self.app = app
-        self.chats = chats
-        self.options = chats.options
+        self.options = options
+        self.release = release
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -147,13 +145,13 @@ class Gate:
 
         try:
             problem = state["problem"] = self._refusal(Headers(scope=scope))
-            app = self.app if problem is None else JSONResponse(problem.body, problem.status)
+            app = self.app if problem is None else JSONResponse(problem.body, problem.status, problem.headers)
             await app(scope, receive, send_with_headers)
         finally:
             response = state.get("response")
             problem = state["problem"]
-            if response is not None:
-                await self.chats.release(response)
+            if response is not None and self.release is not None:
+                await self.release(response)
             if not self.options.quiet and (response or problem):
                 details = problem or response.summary(time.monotonic() - started)
                 status = problem.status if problem else status
@@ -164,6 +162,11 @@ class Gate:
         origin = headers.get("origin")
         hosts = self.options.hosts
         origins = self.options.allow_origin
+        if "content-length" in headers and "transfer-encoding" in headers:  # a proxy may have read the other one
+            closing = {"Connection": "close"}
+            return APIError(400, "Content-Length and Transfer-Encoding together; send one", headers=closing)
+        if (coding := headers.get("content-encoding", "identity").lower()) != "identity":
+            return APIError(415, f"a body in Content-Encoding {coding!r}; send it as it is")
         if hosts is not None and PORT.sub("", host).strip("[]").lower() not in hosts:
             return APIError(403, f"this server does not serve the host name {host!r}; start it with --allow-host to")
         own = (f"http://{host}".lower(), f"https://{host}".lower())
@@ -202,9 +205,10 @@ class Chats:
                 return APIError(400, str(error), "context_length_exceeded", "messages")
             case ImageError():
                 return APIError(400, str(error), "invalid_image", "messages")
-            case NanoVLMError():  # its first word names the field, or else it is about the chat
-                field = re.split(r"\W", str(error), maxsplit=1)[0]
-                return APIError(400, str(error), param=field if field in ChatRequest.model_fields else "messages")
+            case SchemaError() | MissingExtraError():
+                return APIError(400, f"response_format: {error}", param="response_format")
+            case NanoVLMError():
+                return APIError(400, str(error), param=error.field or "messages")
             case HTTPException():
                 return APIError(error.status_code, f"{route}: {error.detail}", headers=dict(error.headers or {}))
             case ClientDisconnect():
@@ -242,7 +246,6 @@ class Chats:
     async def _answer(self, request: ChatRequest, response: Response, state: State) -> HTTPResponse:
         chat = [message.turn for message in request.messages]
         request.messages.clear()  # from here on only chat holds the encoded images
-        check_chat(chat)  # before its images are read
         response.n_images = len(images_of(chat))
         files = await self._files(images_of(chat))
         async with self.prepared:
@@ -278,7 +281,7 @@ class Chats:
         images = prepare_images(files, details, self.captioner.processor, self.image_cache)
         chat = with_images(chat, images)
         default = self.default_prompt if images else ""
-        return self.captioner.chat_request(chat, options, default=default, schema_name="response_format")
+        return self.captioner.chat_request(chat, options, default=default)
 
     async def _pieces(self, prompt: Prompt, request: ChatRequest, response: Response) -> AsyncGenerator[str, None]:
         """Text of an answer as its tokens come, up to a stop string; the first may be empty."""
@@ -313,7 +316,7 @@ class Chats:
             yield event(state.problem.body)
             return
         yield response.chunk()
-        if request.stream_options.get("include_usage"):
+        if request.stream_options.include_usage:
             yield response.usage_chunk()
         yield "data: [DONE]\n\n"
 
@@ -381,54 +384,12 @@ def listen(options: ServeOptions) -> socket.socket:
         raise UsageError(f"--host {options.host} --port {options.port}: {reason}; {remedy}") from None
 
 
-class Protocol(H11Protocol):
-    """Closes a connection whose next request is late, as it holds a descriptor.
-
-    The first one's headers have BODY_SECONDS, those of another one KEEP_ALIVE_SECONDS since the last response.
-    """
-
-    waiting: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._await_request_after(None, BODY_SECONDS)
-
-    def on_response_complete(self) -> None:
-        last = self.cycle  # a request that was sent behind it starts in the next line
-        super().on_response_complete()
-        self._await_request_after(last, KEEP_ALIVE_SECONDS)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if self.waiting is not None:
-            self.waiting.cancel()
-        super().connection_lost(exc)
-
-    def _await_request_after(self, last: Any, seconds: float) -> None:
-        if self.waiting is not None:
-            self.waiting.cancel()
-        self.waiting = self.loop.call_later(seconds, lambda: self.transport.close() if self.cycle is last else None)
-
-
-class AcceptErrors:
-    """The event loop's exception handler: connections that find no descriptor are a line now and then."""
-
-    def __init__(self) -> None:
-        self.last = -math.inf
-
-    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        if getattr(context.get("exception"), "errno", None) not in NO_DESCRIPTORS:
-            return loop.default_exception_handler(context)
-        if loop.time() - self.last > LOG_INTERVAL:
-            self.last = loop.time()
-            logger.warning("no descriptors are left for new connections, which wait; raise the limit: ulimit -n")
-
-
 class Server(uvicorn.Server):
     """Finishes running answers at the first signal, and stops at once at the second."""
 
     def __init__(self, app: FastAPI, port: int = 0):
         config = uvicorn.Config(
-            app, port=port, http=Protocol, ws="none", log_level="critical", server_header=False,
+            app, port=port, http="h11", ws="none", log_level="critical", server_header=False,
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
         )  # fmt: skip
         super().__init__(config)

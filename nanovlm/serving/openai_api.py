@@ -1,12 +1,14 @@
 """OpenAI's chat completions: what a request may hold, and the JSON of responses, their chunks and errors."""
 
 import json
+import re
 import sys
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
@@ -17,15 +19,10 @@ from nanovlm.processing.conversation import Turn
 
 NO_LIMIT = -1  # as max_tokens
 ANY_OBJECT = {"type": "object"}  # the JSON schema of json_object
-# Fields that clients send and that change no answer
-HARMLESS = {
-    "user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier", "parallel_tool_calls",
-    "reasoning_effort",  # without an effect on a model that does not reason, in vLLM and llama.cpp, too
-}  # fmt: skip
-NEUTRAL: dict[str, list[Any]] = {  # values of fields that are not offered with which an answer stays as it is
-    "n": [1], "logprobs": [False], "top_logprobs": [0], "logit_bias": [{}], "modalities": [["text"]],
-    "tools": [[]], "tool_choice": ["none", "auto"], "functions": [[]], "function_call": ["none", "auto"],
-}  # fmt: skip
+MAX_VALUES = 100_000  # of a request, counted before it is parsed
+MAX_ITEMS = 1000  # messages, and parts of one
+# pydantic's name of the kind of a part or format, in a path
+TAG = re.compile(r"^(messages\.\d+\.content\.\d+|response_format)\.(text|image_url|refusal|json_object|json_schema)")
 
 
 class APIError(Exception):
@@ -34,10 +31,10 @@ class APIError(Exception):
     def __init__(
         self, status: int, message: str, code: str | None = None, param: str | None = None, headers: Any = None
     ):
-        super().__init__(shortened(message))
+        super().__init__(encodable(shortened(message)))
         self.status = status
         self.code = code
-        self.param = param
+        self.param = None if param is None else encodable(shortened(param))
         self.headers = headers
 
     @property
@@ -47,14 +44,23 @@ class APIError(Exception):
 
 
 class Record(BaseModel):
-    """A JSON object without conversions between types; a field that is null counts as absent."""
+    """A JSON object without conversions between types; a field that is not here is refused.
 
-    model_config = ConfigDict(strict=True)
+    A field that is null counts as absent, as do fields that clients send and that change no answer: those of HARMLESS,
+    and those of NEUTRAL with one of its values.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    HARMLESS: ClassVar[set[str]] = set()
+    NEUTRAL: ClassVar[dict[str, list[Any]]] = {}
 
     @model_validator(mode="before")
     @classmethod
-    def _drop_nulls(cls, data: Any) -> Any:
-        return {name: value for name, value in data.items() if value is not None} if isinstance(data, dict) else data
+    def _drop_neutral(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        known = {name: value for name, value in data.items() if value is not None and name not in cls.HARMLESS}
+        return {name: value for name, value in known.items() if value not in cls.NEUTRAL.get(name, ())}
 
 
 def text_as(expand: Callable[[str], Any]) -> BeforeValidator:
@@ -71,38 +77,49 @@ class ImageURL(Record):
 
 
 class Part(Record):
-    """A text, or an image; an assistant's refusal is its text."""
+    HARMLESS = {"annotations", "cache_control"}
 
-    type: Literal["text", "image_url"]
-    text: str | None = None
-    is_refusal: bool = False
-    image_url: Annotated[ImageURL | None, text_as(lambda url: {"url": url})] = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _read_refusal(cls, data: Any) -> Any:
-        is_refusal = isinstance(data, dict) and data.get("type") == "refusal"
-        return {"type": "text", "text": data.get("refusal"), "is_refusal": True} if is_refusal else data
+class TextPart(Part):
+    type: Literal["text"]
+    text: str
 
-    @model_validator(mode="after")
-    def _check_content(self) -> Self:
-        if getattr(self, self.type) is None:
-            raise ValueError(f"a part of type {self.type} needs the field {self.type}")
-        return self
+
+class ImagePart(Part):
+    type: Literal["image_url"]
+    image_url: Annotated[ImageURL, text_as(lambda url: {"url": url})]
+
+
+class RefusalPart(Part):
+    """A refusal of the assistant, which is its text."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
+AnyPart = Annotated[TextPart | ImagePart | RefusalPart, Field(discriminator="type")]
 
 
 class Message(Record):
+    """A message; an assistant's is also taken as clients got it from here or elsewhere."""
+
+    HARMLESS = {"annotations", "cache_control", "name", "parsed", "provider_specific_fields"}
+    NEUTRAL = {"tool_calls": [[]], "reasoning": [""], "reasoning_content": [""]}
+
     role: Annotated[Role, AfterValidator(lambda role: "system" if role == "developer" else role)]
     content: Annotated[
-        list[Part], Field(fail_fast=True), text_as(lambda text: [{"type": "text", "text": text}])
-    ] = []  # an assistant that only called tools, or refused, has none
+        list[AnyPart],
+        Field(fail_fast=True, max_length=MAX_ITEMS),
+        text_as(lambda text: [{"type": "text", "text": text}]),
+    ] = []  # an assistant that refused has none
     refusal: str | None = None
 
     @model_validator(mode="after")
     def _add_refusal(self) -> Self:
         if self.refusal is not None and not self.content:
-            self.content.append(Part(type="text", text=self.refusal))
-        if self.role != "assistant" and (self.refusal is not None or any(part.is_refusal for part in self.content)):
+            self.content.append(RefusalPart(type="refusal", refusal=self.refusal))
+        refuses = self.refusal is not None or any(isinstance(part, RefusalPart) for part in self.content)
+        if refuses and self.role != "assistant":
             raise ValueError(f"only the assistant refuses; send the {self.role}'s text as text")
         return self
 
@@ -111,15 +128,37 @@ class Message(Record):
         return Turn(self.role, [getattr(part, part.type) for part in self.content])
 
 
-class ResponseFormat(Record):
-    type: Literal["text", "json_object", "json_schema"] = "text"
-    json_schema: dict[str, Any] = {}
+class JSONSchema(Record):
+    name: str = ""
+    description: str = ""
+    strict: bool = True
+    schema_: Any = Field(alias="schema")
+
+
+class TextFormat(Record):
+    type: Literal["text"]
+    followed: ClassVar[Any] = None
+
+
+class ObjectFormat(Record):
+    type: Literal["json_object"]
+    followed: Any = Field(ANY_OBJECT, alias="schema")  # llama.cpp's
+
+
+class SchemaFormat(Record):
+    type: Literal["json_schema"]
+    json_schema: JSONSchema
 
     @property
-    def schema_to_follow(self) -> Any:
-        """The JSON schema of the answer; None for free text."""
-        schema = self.json_schema.get("schema")
-        return None if self.type == "text" else ANY_OBJECT if schema is None else schema
+    def followed(self) -> Any:
+        return self.json_schema.schema_
+
+
+class StreamOptions(Record):
+    HARMLESS = {"include_obfuscation"}
+    NEUTRAL = {"continuous_usage_stats": [False]}
+
+    include_usage: bool = False
 
 
 def check_limit(limit: int) -> int:
@@ -139,16 +178,24 @@ class ChatRequest(Record):
     temperature of 1, at which small models lose the thread.
     """
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    HARMLESS = {
+        "user", "metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
+        "parallel_tool_calls",
+        "reasoning_effort",  # without an effect on a model that does not reason, in vLLM and llama.cpp, too
+    }  # fmt: skip
+    NEUTRAL = {
+        "n": [1], "logprobs": [False], "top_logprobs": [0], "logit_bias": [{}], "modalities": [["text"]],
+        "tools": [[]], "tool_choice": ["none", "auto"], "functions": [[]], "function_call": ["none", "auto"],
+    }  # fmt: skip
 
-    messages: list[Message] = Field(max_length=1000)
+    messages: Annotated[list[Message], Field(fail_fast=True, max_length=MAX_ITEMS)]
     model: str = ""  # the server has one, which answers by whatever name
     max_completion_tokens: MaxTokens | None = None
     max_tokens: MaxTokens | None = None
     stop: Annotated[list[str], text_as(lambda text: [text])] = Field([], max_length=4)
     stream: bool = False
-    stream_options: dict[str, bool] = {}
-    response_format: ResponseFormat = ResponseFormat()
+    stream_options: StreamOptions = StreamOptions()
+    response_format: TextFormat | ObjectFormat | SchemaFormat = Field(TextFormat(type="text"), discriminator="type")
     # Those of GenerationOptions, whose defaults they have:
     temperature: float | None = None
     top_p: float | None = None
@@ -161,27 +208,30 @@ class ChatRequest(Record):
 
     @model_validator(mode="before")
     @classmethod
-    def _drop_harmless(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
+    def _drop_unused_tools(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or "none" not in (data.get("tool_choice"), data.get("function_call")):
             return data
-        ignored = HARMLESS
-        if "none" in (data.get("tool_choice"), data.get("function_call")):
-            ignored = HARMLESS | {"tools", "functions"}
-        return {key: value for key, value in data.items() if key not in ignored and value not in NEUTRAL.get(key, ())}
+        return {name: value for name, value in data.items() if name not in ("tools", "functions")}
 
     @classmethod
     def parse(cls, body: bytes) -> Self:
         """The request in a JSON body; APIError 400 names the first field that is wrong."""
+        if body.count(b",") > MAX_VALUES:
+            raise APIError(400, f"the request has more than {MAX_VALUES:,} values; send less")
         try:
-            return cls.model_validate_json(body)
+            return cls.model_validate(json.loads(body, object_pairs_hook=without_duplicates))
         except ValidationError as error:
             problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        path = ".".join(map(str, problem["loc"]))
+        except (ValueError, RecursionError) as error:
+            raise APIError(400, f"invalid JSON: {error}") from None
+        path = TAG.sub(r"\1", ".".join(map(str, problem["loc"])))
+        path += ".type" * problem["type"].startswith("union_tag")
         message = problem["msg"].removeprefix("Value error, ")
         if problem["type"] == "extra_forbidden":
-            neutral = " or ".join(json.dumps(value) for value in NEUTRAL.get(path, ()) if value)
+            neutral = " or ".join(json.dumps(value) for value in cls.NEUTRAL.get(path, ()) if value)
             others = f", except for {neutral}" if neutral else ""
-            raise APIError(400, f"{path} is not supported by this server{others}; leave it out", param=path)
+            remedy = "texts and images are parts of content" if path.startswith("messages.") else "leave it out"
+            raise APIError(400, f"{path} is not supported by this server{others}; {remedy}", param=path)
         raise APIError(400, f"{path}: {message}" if path else message, param=path or None)
 
     def options(self) -> GenerationOptions:
@@ -190,7 +240,7 @@ class ChatRequest(Record):
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         if limit := self.max_completion_tokens or self.max_tokens:
             given["max_new_tokens"] = sys.maxsize if limit == NO_LIMIT else limit
-        return GenerationOptions(**given, schema=self.response_format.schema_to_follow)
+        return GenerationOptions(**given, schema=self.response_format.followed)
 
 
 class StopStrings:
@@ -253,6 +303,20 @@ class Response:
         choice = {"index": 0, "logprobs": None, "finish_reason": self.finish_reason} | content
         head = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
         return head | {"choices": [choice]}
+
+
+def encodable(text: str) -> str:
+    """A text as UTF-8 can hold it, in which a client may have escaped half a character."""
+    return text.encode(errors="backslashreplace").decode()
+
+
+def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; ValueError if a key stands in it twice, as readers differ in which one counts."""
+    record = dict(pairs)
+    if len(record) < len(pairs):
+        key, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise ValueError(f"{key!r} stands twice in one object")
+    return record
 
 
 def event(data: dict[str, Any]) -> str:

@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
@@ -248,8 +247,7 @@ def make_review_app(review: Review, token: str) -> FastAPI:
         return FileResponse(PAGE / "review.js")
 
     app.include_router(api, prefix=f"/{token}")
-    gated: Any = SimpleNamespace(options=options)  # no chats, whose answers the gate would release
-    app.add_middleware(Gate, chats=gated)
+    app.add_middleware(Gate, options=options)
     for kind in (NanoVLMError, APIError, Exception):
         app.add_exception_handler(kind, send_error)
     return app

@@ -121,7 +121,7 @@ class TrainConfig:
         object.__setattr__(self, "freeze", tuple(self.freeze))  # JSON gives back a list
         check_settings(self)
         if self.optimizer == "muon" and self.lora_rank:
-            raise InputError("optimizer=muon trains whole matrices; omit it with lora_rank, or choose adamw")
+            raise InputError("muon trains whole matrices; omit it with lora_rank, or choose adamw", field="optimizer")
 
     @property
     def trained_parts(self) -> list[str]:

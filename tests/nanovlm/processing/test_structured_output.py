@@ -3,11 +3,13 @@
 import json
 from functools import partial, reduce
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from nanovlm import SAMPLE, ChatSession
-from nanovlm.errors import InputError
+from nanovlm.errors import InputError, SchemaError
 from support.cli import assert_usage_error
 from support.schema import SCHEMA, assert_fits
 
@@ -67,13 +69,13 @@ SCHEMAS = {  # as people write them -> a value that they mean, and one that they
         obj(c=NUMBER) | EITHER, {"c": 3, "a": 1}, {"c": 3, "a": 1, "b": "x"},
     ),
     "alternatives in allOf": (
-        {"allOf": [EITHER, obj(c=NUMBER)]}, {"a": 1, "c": 3}, {"a": 1, "b": "x", "c": 3},
+        {"allOf": [EITHER, obj(c=NUMBER)]}, {"c": 3, "a": 1}, {"c": 3, "a": 1, "b": "x"},
     ),
     "alternatives by $ref": (
         {"$defs": {"t": EITHER}} | obj(c=NUMBER) | {"$ref": "#/$defs/t"}, {"c": 3, "b": 1}, {"c": 3, "a": "x", "b": 1},
     ),
     "a name of an alternative and of the whole": (
-        {"allOf": [EITHER, {"properties": {"b": NUMBER}}]}, {"a": 1, "b": 2}, {"a": 1, "b": "x"},
+        {"allOf": [EITHER, {"properties": {"b": NUMBER}}]}, {"b": 2, "a": 1}, {"b": "x", "a": 1},
     ),
     "alternatives that require": (
         obj(a=NUMBER, b=NUMBER) | {"required": [], "anyOf": [{"required": ["a"]}, {"required": ["b"]}]},
@@ -107,7 +109,6 @@ SCHEMAS = {  # as people write them -> a value that they mean, and one that they
         obj(a={"oneOf": [obj(x=NUMBER)]}, b={"allOf": [{"$ref": "#/properties/a/oneOf/0"}, obj(y=NUMBER)]}),
         {"a": {"x": 1}, "b": {"x": 1, "y": 2}}, {"a": {"x": 1}, "b": {"x": 1, "y": 2, "z": 3}},
     ),
-    "a required key that is not listed": (obj(a=NUMBER) | {"required": ["b"]}, {"a": 1, "b": "x"}, {"b": 1, "c": 2}),
     "an object inside of allOf's parts": (
         {"allOf": [obj(a=obj(b=NUMBER)), obj(c=NUMBER)]}, {"a": {"b": 1}, "c": 1}, {"a": {"b": 1, "d": 1}, "c": 1},
     ),
@@ -122,6 +123,11 @@ SCHEMAS = {  # as people write them -> a value that they mean, and one that they
     ),
     "a value called allOf": (obj(a={"enum": ["allOf"]}), {"a": "allOf"}, {"a": "allOf", "b": 2}),
     "a key called properties": (obj(properties=obj(items=NUMBER)), {"properties": {"items": 1}}, {"items": 1}),
+    "allOf of one, recursive, with a description": (
+        {"$defs": {"t": obj(a={"allOf": [{"$ref": "#/$defs/t"}], "description": "x"}) | {"required": []}},
+         "$ref": "#/$defs/t"}, {"a": {"a": {}}}, {"a": {"b": 1}},
+    ),
+    "limits in allOf": ({"allOf": [NUMBER, {"minimum": 3}]}, 3, 2),
     "a free object": ({"type": "object"}, {"any": [1, {"b": None}]}, []),
     "a dictionary": ({"type": "object", "additionalProperties": NUMBER}, {"a": 1, "b": 2}, {"a": "x"}),
 }  # fmt: skip
@@ -135,6 +141,36 @@ def test_a_schema_allows_what_people_mean(name, embedded):
         grammar = embedded.structured_output.make_processor(schema)
         ids = [*encode(json.dumps(value, separators=(",", ":"))), end]
         assert (grammar.matcher.validate_tokens(ids) == len(ids)) == fits
+
+
+REFUSED = {
+    "parts of one value differ in 'maximum'": {"allOf": [{"maximum": 3}, {"maximum": 4}]},
+    "parts of one value differ in 'anyOf'": {"allOf": [EITHER, {"anyOf": [obj(c=NUMBER)]}]},
+    "a part has additionalProperties": {"allOf": [obj(a=NUMBER) | {"additionalProperties": False}, obj(b=NUMBER)]},
+    "more than 1000 parts": {"allOf": [{"$ref": "#/$defs/0"}], "$defs": {
+        str(i): {"allOf": [{"$ref": f"#/$defs/{i + 1}"}] * 2} for i in range(40)} | {"40": obj(a=NUMBER)}},
+    "names no schema": {"allOf": [{"$ref": "https://example.org/a"}, obj(a=NUMBER)]},
+    "required property 'b'": obj(a=NUMBER) | {"required": ["b"]},
+    "nested too deeply": {"$defs": {"t": obj(a={"$ref": "#/$defs/t", "type": "object"})}, "$ref": "#/$defs/t"},
+    "uniqueItems": {"uniqueItems": True}, '"not"': {"not": {}}, '"if"': {"if": {}}, "oneOf": {"oneOf": [TEXT, TEXT]},
+    "allOf must be an array": {"allOf": 1}, "wrong type: .": {"allOf": [{"properties": 1}, obj(a=NUMBER)]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_a_schema_that_cannot_be_followed_is_refused_by_name(words, embedded):
+    with pytest.raises(SchemaError, match=f"^the JSON schema cannot be followed.*{words}"):
+        embedded.structured_output.make_processor(REFUSED[words])
+
+
+def test_a_dead_end_is_said_as_what_it_is(embedded):
+    grammar = embedded.structured_output.make_processor(NUMBER)
+    grammar([], torch.zeros(1, embedded.tokenizer.cfg.lm_vocab_size))
+    grammar.matcher = SimpleNamespace(
+        consume_tokens=list, compute_logit_bias=bytes, get_error=lambda: "NoExtensionBias"
+    )
+    with pytest.raises(SchemaError, match="ran into a dead end after 2 tokens; ask again with another seed"):
+        grammar([5, 5], torch.zeros(1, 9))
 
 
 def test_each_row_of_a_batch_follows_the_schema_by_itself(embedded):
@@ -151,14 +187,14 @@ def test_each_row_of_a_batch_follows_the_schema_by_itself(embedded):
     assert embedded.caption(SAMPLE, schema=numbers) == [0] * 40, "this is no repetition to end"
     for words, options in (
         ("max_new_tokens ended the answer before its JSON did", {"max_new_tokens": 3, "schema": SCHEMA}),
-        ("schema: the JSON schema cannot be followed", {"schema": {"type": "no"}}),
-        ("schema: .* nothing satisfies it", {"schema": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}}),
-        ("schema: .* nested too deeply", {"schema": DEEP}),
-        ("a JSON schema of 60,0.. characters, more than 50,000", {"schema": {"const": "x" * 60_000}}),
+        ("the JSON schema cannot be followed", {"schema": {"type": "no"}}),
+        (".* nothing satisfies it", {"schema": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}}),
+        (".* nested too deeply", {"schema": DEEP}),
+        ("has 60,0.. characters, more than 50,000", {"schema": {"const": "x" * 60_000}}),
     ):
         with pytest.raises(InputError, match=words):
             embedded.caption(SAMPLE, **options)
-        if words.startswith("schema"):
+        if len(options) == 1:
             with pytest.raises(InputError, match=words):
                 next(embedded.stream(SAMPLE, **options))
 

@@ -9,7 +9,7 @@ import pytest
 
 from models.options import SamplingParams
 from nanovlm import PROMPT, SAMPLE, Captioner
-from nanovlm.errors import InputError
+from nanovlm.errors import SchemaError
 from nanovlm.processing.conversation import images_of
 from nanovlm.processing.layouts import Layout
 from nanovlm.processing.layouts.smolvlm import SmolVLMLayout
@@ -52,17 +52,19 @@ REFUSED = {  # changes of a request, and what the error says
     "a tool message": ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role: "),
     "an empty question": ({"messages": user_message("  ")}, "the last user message is empty"),
     "only a system": ({"messages": [message("system", "x")]}, "the last message must be the user's"),
-    "an answer last, before an image is read": (
-        {"messages": [*user_message("?", "data:image/png;base64,"), message("assistant", "A")]},
-        "message must be the user's",
-    ),
+    "an answer last": ({"messages": [*user_message("?"), message("assistant", "A")]}, "message must be the user's"),
     "an assistant's image": (
         {"messages": [{"role": "assistant", "content": [IMAGE]}]},
         "only messages of the user may",
     ),
-    "a video": (content({"type": "video_url"}), "messages.0.content.0.type: Input should be 'text' or 'image_url'"),
+    "a video": (content({"type": "video_url"}), "messages.0.content.0.type: Input tag 'video_url' .*'refusal'"),
     "a number": (content({"type": "text", "text": 1}), "messages.0.content.0.text: "),
-    "no text": (content({"type": "text"}), "messages.0.content.0: a part of type text needs the field text"),
+    "no text": (content({"type": "text"}), "messages.0.content.0.text: Field required"),
+    "no type": (content({"text": "a"}), "messages.0.content.0.type: "),
+    "a nested text": (content({"type": "text", "text": {"value": "a"}}), "messages.0.content.0.text: "),
+    "a part alone": ({"messages": [message("user", text("a"))]}, "messages.0.content: "),
+    "a bare text": (content("a"), "messages.0.content.0: "),
+    "a type that is a list": (content({"type": ["text"]}), "messages.0.content.0.type: "),
     "no URL": (content({"type": "image_url", "image_url": {"url": 1}}), "messages.0.content.0.image_url.url: "),
     "many errors": (content(*[1] * 90_000), "messages.0.content.0: "),
     "a refusal by the user": (content({"type": "refusal", "refusal": "no"}), "messages.0: only the assistant refuses"),
@@ -92,12 +94,79 @@ REFUSED = {  # changes of a request, and what the error says
     "spaces": (image(" " * 10**6 + "!"), "image 1: "),  # in no more time than others
     "half an image": (image(SAMPLE_URL[: len(SAMPLE_URL) // 8 * 4]), "image 1: "),
     "many pixels": (image(data_url(png(9000, 9000))), "more than 64,000,000 pixels"),
+    "many values": ({"stop": [""] * 200_000}, "^the request has more than 100,000 values; send less"),
+    "many parts": (content(*[text("")] * 1001), "^messages.0.content: .*at most 1000"),
+    "many messages": ({"messages": user_message("?") * 1001}, "^messages: .*at most 1000"),
     "no schema": (json_schema(1), "response_format: the JSON schema cannot be followed"),
     "a wrong type": too_much({"type": "objec"}),
     "a loop": too_much({"type": "object", "properties": {"x": {"$ref": "#"}}, "required": ["x"]}),
     "a long schema": too_much({"enum": ["x" * 50_000]}),
     "13 seconds": too_much({"type": "string", "pattern": "^(a{1000}){1000}$"}),
 }
+
+
+def asked(role="user", **more):
+    return {"messages": [{"role": role, "content": "?"} | more, message("user", "?")]}
+
+
+def picture(part=(), **inner):
+    return content({"type": "image_url", "image_url": {"url": SAMPLE_URL} | inner} | dict(part))
+
+
+def formatted(kind, **more):
+    return {"response_format": {"type": kind} | more}
+
+
+CALL = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+UNKNOWN = {  # path of a field that is refused -> a change of a request
+    "messages.0.images": asked(images=[BARE]),
+    "messages.0.attachments": asked(attachments=[{"url": SAMPLE_URL}]),
+    "messages.0.experimental_attachments": asked(experimental_attachments=[{"url": SAMPLE_URL}]),
+    "messages.0.image_url": asked(image_url=SAMPLE_URL),
+    "messages.0.files": asked(files=[1]),
+    "messages.0.text": asked(text="?"),
+    "messages.0.parts": asked(parts=[text("?")]),
+    "messages.0.tool_calls": asked("assistant", tool_calls=CALL),
+    "messages.0.function_call": asked("assistant", function_call={"name": "f"}),
+    "messages.0.audio": asked("assistant", audio={"id": "a"}),
+    "messages.0.reasoning_content": asked("assistant", reasoning_content="hm"),
+    "messages.0.prefix": asked("assistant", prefix=True),
+    "messages.0.content.0.image_url": content(text("?") | {"image_url": SAMPLE_URL}),
+    "messages.0.content.0.images": content(text("?") | {"images": [BARE]}),
+    "messages.0.content.0.text": picture({"text": "?"}),
+    "messages.0.content.0.detail": content({"type": "image_url", "image_url": SAMPLE_URL, "detail": "low"}),
+    "messages.0.content.0.max_pixels": picture({"max_pixels": 1}),
+    "messages.0.content.0.image_url.max_pixels": picture(max_pixels=100),
+    "messages.0.content.0.image_url.Detail": picture(Detail="low"),
+    "messages.0.content.0.refusal": content(text("?") | {"refusal": "no"}),
+    "messages.0.content.0.type": content({"type": "input_image", "image_url": SAMPLE_URL}),
+    "messages.1.content.1.image_url.url": {
+        "messages": [message("user", "?"), message("user", [text("?"), {"type": "image_url", "image_url": {}}])]
+    },
+    "response_format.schema": formatted("text", schema=SCHEMA),
+    "response_format.Schema": formatted("json_object", Schema=SCHEMA),
+    "response_format.json_schema": formatted("json_schema", schema=SCHEMA),
+    "response_format.json_schema.schema": formatted("json_schema", json_schema={"name": "x"}),
+    "response_format.json_schema.Schema": formatted("json_schema", json_schema={"schema": SCHEMA, "Schema": SCHEMA}),
+    "response_format.json_schema.strict": formatted("json_schema", json_schema={"schema": SCHEMA, "strict": "yes"}),
+    "response_format.type": formatted("grammar", grammar="root ::= x"),
+    "response_format": {"response_format": "json_object"},
+    "stream_options.x": {"stream_options": {"x": True}},
+    "stream_options.continuous_usage_stats": {"stream_options": {"continuous_usage_stats": True}},
+    "stream_options.include_usage": {"stream_options": {"include_usage": "yes"}},
+    "extra_body": {"extra_body": {"top_k": 1}},
+    "format": {"format": "json"},
+    "guided_json": {"guided_json": SCHEMA},
+    "tools": {"tools": [{"type": "function"}], "tool_choice": "auto"},
+}
+
+
+@pytest.mark.parametrize("path", UNKNOWN)
+def test_no_field_of_a_record_is_passed_over(served, path):
+    response = served.post({"messages": user_message("?")} | UNKNOWN[path])
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error["param"] == path and path in error["message"] and len(error["message"]) < 300
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -110,7 +179,7 @@ def test_refusal_is_one_sentence(served, name, caplog):
     assert (response.status_code, error["type"]) == (400, "invalid_request_error")
     assert re.search(expected, error["message"]), error["message"]
     assert len(error["message"].splitlines()) == 1 and len(error["message"]) < 300
-    assert error["param"].partition(".")[0] in change
+    assert (error["param"] or "").partition(".")[0] in ["", *change] and "\\" not in error["message"]
     assert (error["code"] == "context_length_exceeded") == ("prompt is too long" in error["message"])
     assert error["code"] == "invalid_image" or "image 1" not in error["message"]
     assert not [record for record in caplog.records if record.levelname == "ERROR"], "no failure of the server"
@@ -120,21 +189,26 @@ def test_schema_that_fails_during_the_answer_is_named(served, monkeypatch):
     pytest.importorskip("llguidance")
 
     def fail(self, generated, logits):
-        raise InputError(f"{self.param}: the JSON schema cannot be followed")
+        raise SchemaError("the JSON schema cannot be followed")
 
     monkeypatch.setattr(GrammarProcessor, "__call__", fail)
     for stream in (False, True):
         response = served.post({"messages": user_message("?"), "stream": stream} | json_schema({"type": "integer"}))
-        assert re.search(r'"param": ?"response_format"', response.text)
+        assert re.search(r'"response_format: the JSON.*"param": ?"response_format"', response.text)
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"null", b"[]", b"\xff\xfe", b'{"a":' * 50_000, b'{"model": "\\ud800"}'])
+TWICE = b'{"messages": [{"role": "user", "content": "a", "content": "b"}]}'
+BODIES = [b"", b"{", b"null", b"[]", b"\xff\xfe", b'{"a":' * 50_000, b'{"model": "\\ud800"}', b'{"\\ud800": 1}', TWICE]
+
+
+@pytest.mark.parametrize("body", BODIES, ids=range(len(BODIES)))
 def test_body_that_is_no_request_is_refused(served, body):
     response = served.post(body)
     assert response.status_code == 400 and response.json()["error"]["message"]
 
 
 WITHOUT_EFFECT = [  # what clients send
+    {"stream_options": {"include_usage": False, "include_obfuscation": True}, "response_format": {"type": "text"}},
     {"user": "x", "metadata": {"a": 1}, "store": True, "service_tier": "auto", "parallel_tool_calls": False},
     {"reasoning_effort": "low"},
     {"n": 1, "logprobs": False, "top_logprobs": None, "logit_bias": {}, "modalities": ["text"]},
@@ -154,6 +228,12 @@ PARTS = {
     "text": {"type": "image_url", "image_url": SAMPLE_URL},
     "detail": {"type": "image_url", "image_url": {"url": SAMPLE_URL, "detail": "high"}, "cache_control": {"type": "x"}},
     "bare base64": {"type": "image_url", "image_url": {"url": BARE}},
+    "what clients add": {
+        "type": "image_url",
+        "image_url": {"url": SAMPLE_URL, "detail": None},
+        "annotations": [],
+        "text": None,
+    },
     "base64 of several lines": {"type": "image_url", "image_url": "\n".join(BARE.partition("0"))},
 }
 
@@ -161,6 +241,29 @@ PARTS = {
 @pytest.mark.parametrize("name", PARTS)
 def test_image_is_taken_as_clients_send_it(served, embedded, name):
     assert answer_of(served.post(content(PARTS[name], text(QUESTIONS[0])))) == embedded.caption(SAMPLE)
+
+
+RETURNED = {  # an assistant's message as clients send it back
+    "openai": {"refusal": None, "annotations": None, "audio": None, "function_call": None, "tool_calls": None},
+    "openai's parse": {"parsed": {"a": 1}, "refusal": None, "tool_calls": []},
+    "vLLM": {"reasoning_content": None, "reasoning": None, "tool_calls": [], "annotations": None},
+    "LiteLLM": {"provider_specific_fields": {"refusal": None}, "name": "x", "cache_control": {"type": "ephemeral"}},
+}
+
+
+@pytest.mark.parametrize("name", RETURNED)
+def test_an_answer_may_be_sent_back_as_it_came(served, name):
+    first, answer, last = user_message("a"), message("assistant", "b"), user_message("c")
+    replies = [served.post({"messages": [*first, one, *last]}) for one in (answer, answer | RETURNED[name])]
+    assert answer_of(replies[0]) == answer_of(replies[1])
+
+
+@pytest.mark.full
+def test_openais_message_may_be_sent_back(served):
+    client = served.openai_client()
+    reply = chat(client).choices[0].message
+    for one in (reply, reply.model_dump(), reply.to_dict()):
+        assert chat(client, [*user_message("a"), one, *user_message("c")]).choices
 
 
 def test_low_detail_is_one_tile(tiled):
@@ -246,6 +349,7 @@ def test_answer_follows_its_schema(served, options):
     assert choice["finish_reason"] == "stop"
     assert_fits(json.loads(choice["message"]["content"]))
     assert answer_of(served.post(body | {"response_format": {"type": "json_object"}})).startswith("{")
+    assert_fits(json.loads(answer_of(served.post(body | formatted("json_object", schema=SCHEMA)))))
 
 
 def test_answer_is_as_long_as_the_context_allows(served, embedded):

@@ -1,9 +1,6 @@
 """The server under load, failures, departures and signals; and who may use it."""
 
-import asyncio
 import contextlib
-import errno
-import json
 import logging
 import os
 import re
@@ -89,27 +86,13 @@ def test_half_bodies_take_no_place(embedded, monkeypatch):
         half = [stack.enter_context(connected(server)) for _ in range(20)]
         for connection in half:
             connection.sendall(head)
-        silent = [stack.enter_context(connected(server)) for _ in range(5)]
-        slow = stack.enter_context(connected(server))
-        slow.sendall(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nX: ")
+        for start in (b"", b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nX: "):  # which may wait
+            stack.enter_context(connected(server)).sendall(start)
         assert answer_of(server.post(ASKED)) == embedded.caption(SAMPLE, "?")
         for connection in half:
             reply = received(connection)
             assert reply.startswith(b"HTTP/1.1 408") and b"did not arrive within 1 s" in reply
         until(lambda: not server.chats.arriving)
-        for connection in (*silent, slow):
-            assert received(connection) == b""
-
-
-def test_an_answer_to_a_request_behind_another_is_whole(embedded, monkeypatch):
-    """Both requests are sent at once, and the second answer takes longer than a connection may be idle."""
-    monkeypatch.setattr(app_module, "BODY_SECONDS", 0.5)
-    monkeypatch.setattr(app_module, "KEEP_ALIVE_SECONDS", 0.4)
-    body = json.dumps({"messages": user_message(QUESTIONS[0], SAMPLE_URL)}).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\n\r\n".encode()
-    with RunningServer(embedded, before_step=lambda: time.sleep(0.03)) as server, connected(server) as connection:
-        connection.sendall(2 * (head + body))
-        assert received(connection).count(b'"finish_reason"') == 2
 
 
 def test_bodies_that_arrive_have_a_limit_together(embedded):
@@ -135,15 +118,26 @@ def received(connection):
     return b"".join(iter(lambda: connection.recv(4096), b""))
 
 
-def test_connections_without_a_descriptor_are_a_line_now_and_then(caplog):
-    handler, loop = app_module.AcceptErrors(), asyncio.new_event_loop()
-    for _ in range(1000):
-        handler(loop, {"message": "accept", "exception": OSError(errno.EMFILE, "Too many open files")})
-    handler(loop, {"message": "something else", "exception": ValueError("a bug")})
-    loop.close()
-    assert [record.message.partition(";")[0] for record in caplog.records] == [
-        "no descriptors are left for new connections, which wait", "something else",
-    ]  # fmt: skip
+FRAMES = {  # headers of a request that is refused -> its status, and whether the connection ends
+    "Content-Length: 2\r\nTransfer-Encoding: chunked\r\n": (400, True),
+    "Transfer-Encoding: chunked\r\nContent-Length: 2\r\n": (400, True),
+    "Content-Encoding: gzip\r\nContent-Length: 2\r\n": (415, False),
+    "Content-Encoding: identity, br\r\nContent-Length: 2\r\n": (415, False),
+    "Content-Length: 2\r\n": (400, False),
+    "Content-Encoding: identity\r\nContent-Length: 2\r\n": (400, False),
+}
+
+
+@pytest.mark.parametrize("headers", FRAMES)
+def test_a_body_that_can_be_read_in_two_ways_ends_the_connection(served, headers):
+    status, is_closed = FRAMES[headers]
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\n{headers}\r\n".encode()
+    body = b"2\r\n{}\r\n0\r\n\r\n" if "chunked" in headers else b"{}"
+    last = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n"
+    with connected(served) as connection:
+        connection.sendall(head + body + last)
+        reply = received(connection)
+    assert reply.startswith(b"HTTP/1.1 %d" % status) and (b'"status":"ok"' in reply) != is_closed
 
 
 @pytest.mark.parametrize("stream", [False, True])
