@@ -22,7 +22,7 @@ from models.files import FileError
 from nanovlm.bulk import Report, caption_rows, extensions, find_images
 from nanovlm.errors import ImageError, NanoVLMError, UsageError
 from nanovlm.options import CaptionOptions, with_changes
-from nanovlm.outputs import EDITED, MADE, Output, Row, Sidecars, Table, edited, reasons, relative_name, text_hash
+from nanovlm.outputs import EDITED, MADE, Output, Row, Sidecars, Table, edited, reasons, text_hash
 from nanovlm.processing.image_loading import thumbnail
 from nanovlm.serving.app import Gate, read_body
 from nanovlm.serving.openai_api import APIError
@@ -104,7 +104,7 @@ class Review:
         except FileError as error:
             problem = str(error)
         text = str(row.get("text", ""))
-        name = relative_name(image, self.folder)
+        name = os.path.relpath(image, self.folder)
         made = ", ".join(f"{key} {row[key]!r}" for key in ("model", "prompt", "prefix", "choices") if row.get(key))
         shown = {"name": name, "folder": os.path.dirname(name), "text": text, "made": made, "problem": problem}
         shown = {key: value.encode("utf-8", "backslashreplace").decode() for key, value in shown.items()}

@@ -1,5 +1,6 @@
-"""Names of files on Windows."""
+"""Names of files on Windows, and what its registry says of them."""
 
+import mimetypes
 import ntpath
 from pathlib import PureWindowsPath
 from types import SimpleNamespace
@@ -7,6 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from nanovlm import outputs
+from nanovlm.serving.app import listen
+from nanovlm.serving.options import ServeOptions
 
 
 @pytest.mark.parametrize("image, name", [
@@ -17,3 +20,9 @@ def test_tables_name_images_with_slashes_and_those_of_another_drive_whole(image,
     monkeypatch.setattr(outputs, "Path", PureWindowsPath)
     assert outputs.relative_name(image, r"C:\photos") == name
     assert ntpath.normpath(ntpath.join(r"C:\photos", name)) == image, "and the row is found again"
+
+
+def test_pages_get_their_scripts_whatever_the_registry_says():
+    mimetypes.add_type("text/plain", ".js")
+    listen(ServeOptions(port=0)).close()
+    assert mimetypes.guess_type("page.js") == ("text/javascript", None)
