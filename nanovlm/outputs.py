@@ -273,7 +273,7 @@ class Sidecars(Output):
     def opened(self, folders: Sequence[str]) -> Iterator[None]:
         with ExitStack() as stack:
             for folder in folders:
-                if os.access(folder, os.R_OK):
+                if os.access(folder, os.W_OK):
                     stack.enter_context(files.locked(folder))
             try:
                 yield
