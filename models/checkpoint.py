@@ -21,7 +21,7 @@ from torch import Tensor
 
 from models import files
 from models.config import VLMConfig
-from models.errors import CheckpointError, FileError
+from models.errors import CheckpointError, FileError, InputError
 from models.language_model import inverse_frequencies
 
 CONFIG = "config.json"
@@ -403,8 +403,13 @@ def save_checkpoint(
     folder: str | os.PathLike[str], model: Any, tokenizer: str | None, dtype: torch.dtype | None = None
 ) -> None:
     """Write a model's folder atomically; see `write_checkpoint_files` and `files.filling`."""
-    with files.filling(folder) as new:
-        write_checkpoint_files(new, model, tokenizer, dtype)
+    try:
+        with files.filling(folder) as new:
+            write_checkpoint_files(new, model, tokenizer, dtype)
+    except FileError as error:
+        if error.errno in (errno.EEXIST, errno.ENOTDIR):
+            raise InputError(f"{folder} is a file or lies below one; name a folder") from None
+        raise
 
 
 def write_checkpoint_files(

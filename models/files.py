@@ -2,12 +2,12 @@
 
 Reading takes regular files only, so a pipe or a device blocks nobody. Writing goes to a new random name beside the
 target, which nobody can have prepared, and takes the target's place at once; a link is replaced, not followed. Only
-what this module made is removed. `tests/test_architecture.py` finds calls elsewhere that do the same.
+what this module made is removed. Whatever the system refuses is a FileError. `tests/test_architecture.py` finds calls
+elsewhere that do the same.
 """
 
 import contextlib
 import errno
-import functools
 import io
 import logging
 import os
@@ -15,17 +15,11 @@ import shutil
 import stat
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 
 from models.errors import BusyError, FileError
-
-fcntl: ModuleType | None
-try:
-    import fcntl
-except ImportError:  # Windows, where nothing is locked
-    fcntl = None
 
 PathLike = str | os.PathLike[str]
 
@@ -33,11 +27,14 @@ WEIGHTS = "model.safetensors"  # of a model's folder
 # Thumbnails of a Synology, resource forks of macOS archives, and what file systems keep at the top of a disk
 NO_IMAGE_FOLDERS = {"@eaDir", "__MACOSX", "lost+found", "$RECYCLE.BIN", "System Volume Information"}
 PART = ".nanovlm-part-"  # and 16 random digits: names of what is being written
+LOCK = ".nanovlm.lock"  # in a locked folder; of a file .NAME.nanovlm.lock
+DAY = 24 * 3600
 SETTINGS_BYTES = 64 << 20  # of a configuration, a tokenizer, a schema; the largest in use has 17 MB
 UNSUPPORTED = {errno.EPERM, errno.EACCES, errno.EINVAL, errno.ENOSYS, errno.ENOTSUP}  # chmod, fsync on CIFS, NTFS, S3
+NO_LOCKS = {errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP}  # of drives that cannot lock
+FULL = {errno.ENOSPC, errno.EFBIG, errno.EROFS, getattr(errno, "EDQUOT", errno.ENOSPC)}
 
 logger = logging.getLogger(__name__)
-_locks: set[int] = set()  # descriptors that hold a lock
 
 
 # ----------------------------------------------------------------------------------------------------------- reading
@@ -64,7 +61,7 @@ def walk(folder: PathLike, onerror: Callable[[OSError], None] | None = None) -> 
 @contextlib.contextmanager
 def opened(path: PathLike) -> Iterator[io.BufferedReader]:
     """Open a regular file to read. FileError for a folder, a pipe, a device, and where the system refuses."""
-    descriptor = _open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    descriptor = _open(path, os.O_RDONLY)
     try:
         check_kind(path, os.fstat(descriptor).st_mode)
     except FileError:
@@ -76,11 +73,8 @@ def opened(path: PathLike) -> Iterator[io.BufferedReader]:
 
 def check_regular(path: PathLike) -> None:
     """FileError unless path is a regular file; for libraries that open it by name."""
-    try:
-        mode = os.stat(path).st_mode
-    except (OSError, ValueError) as error:
-        raise file_error(path, error) from None
-    check_kind(path, mode)
+    with _errors(path):
+        check_kind(path, os.stat(path).st_mode)
 
 
 def check_kind(path: PathLike, mode: int) -> None:
@@ -92,7 +86,7 @@ def check_kind(path: PathLike, mode: int) -> None:
 
 def read_bytes(path: PathLike, limit: int | None = None) -> bytes:
     """Content of a file. FileError if it has more than limit bytes."""
-    with opened(path) as file:
+    with opened(path) as file, _errors(path):
         data = file.read(-1 if limit is None else limit + 1)
     if limit is not None and len(data) > limit:
         reason = f"has more than {limit:,} bytes"
@@ -102,11 +96,8 @@ def read_bytes(path: PathLike, limit: int | None = None) -> bytes:
 
 def read_pipe(path: PathLike) -> bytes:
     """Content of a file or a pipe, for a name that a person gives to be read to its end, as the shell's <(...)."""
-    try:
-        with open(path, "rb") as file:
-            return file.read()
-    except (OSError, ValueError) as error:
-        raise file_error(path, error) from None
+    with _errors(path), open(path, "rb") as file:
+        return file.read()
 
 
 def read_text(path: PathLike, limit: int | None = SETTINGS_BYTES, errors: str = "strict") -> str:
@@ -125,13 +116,24 @@ def file_error(path: PathLike, error: Exception) -> FileError:
     return FileError(f"{os.fspath(path)}: {reason}", getattr(error, "errno", None), reason)
 
 
-def _open(path: PathLike, flags: int, mode: int = 0o666) -> int:
+@contextlib.contextmanager
+def _errors(path: PathLike) -> Iterator[None]:
+    """Turn a system's error into a FileError of path."""
     try:
-        return os.open(path, flags | getattr(os, "O_CLOEXEC", 0), mode)
+        yield
+    except FileError:
+        raise
     except (OSError, ValueError) as error:  # ValueError: a name with a null character
-        if os.path.islink(path) and getattr(error, "errno", None) == errno.ELOOP:
-            raise FileError(f"{os.fspath(path)} is a link, which is not followed; remove it", errno.ELOOP) from None
         raise file_error(path, error) from None
+
+
+def _open(path: PathLike, flags: int, mode: int = 0o666, follow: bool = True) -> int:
+    """Open a file; a link only if it may be followed, also where the system has no O_NOFOLLOW."""
+    options = ["O_CLOEXEC", "O_BINARY", "O_NONBLOCK", *([] if follow else ["O_NOFOLLOW"])]
+    with _errors(path):
+        if not follow and os.path.islink(path):
+            raise FileError(f"{os.fspath(path)} is a link, which is not followed; remove it", errno.ELOOP)
+        return os.open(path, flags | sum(getattr(os, name, 0) for name in options), mode)
 
 
 # ----------------------------------------------------------------------------------------------------------- writing
@@ -141,29 +143,25 @@ def _open(path: PathLike, flags: int, mode: int = 0o666) -> int:
 def replacing(path: PathLike, mode: int | None = None) -> Iterator[Path]:
     """`with replacing(path) as new:` write the file `new`, which takes the place of path at the end.
 
-    On an error path stays as it was. Permissions are mode, or else those of the file that is replaced. Folders on the
-    way to path are made. OSError if the file cannot be written.
+    On an error path stays as it was. Permissions are mode, or else those of the file that is replaced, but nobody else
+    can read it before the end. Folders on the way to path are made. FileError if the file cannot be written.
     """
     path = Path(path)
     if path.is_dir():  # os.replace would say so after the work
         raise FileError(f"{path} is a folder; name a file", errno.EISDIR)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     new = _part_name(path.parent)
-    descriptor = _open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-    try:
-        with _flock(descriptor):
+    mode = _mode_of(path) if mode is None else mode
+    with _write_errors(path, new):
+        os.close(_open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666 if mode is None else 0o600))
+        try:
             if mode is None:
-                mode = stat.S_IMODE(os.fstat(descriptor).st_mode)
-                with contextlib.suppress(OSError):
-                    old = path.lstat().st_mode
-                    mode = stat.S_IMODE(old) if stat.S_ISREG(old) else mode
-            with _safetensors_errors(path):
-                yield new
+                mode = stat.S_IMODE(new.stat().st_mode)
+            yield new
             _store(new, mode)
             os.replace(new, path)
-    finally:
-        os.close(descriptor)
-        new.unlink(missing_ok=True)
+        finally:
+            new.unlink(missing_ok=True)
 
 
 def replace(path: PathLike, content: str | bytes) -> None:
@@ -176,22 +174,27 @@ def replace(path: PathLike, content: str | bytes) -> None:
 def filling(path: PathLike) -> Iterator[Path]:
     """`with filling(path) as new:` fill the folder `new`, which becomes path at the end and goes on an error.
 
-    If path exists, its files of the same names are replaced, each atomically; others stay. What killed processes left
-    of the same is removed. OSError if the folder cannot be written, or a folder of path is a link.
+    If path exists, its files of the same names are replaced, each atomically; others stay. Old parts beside them are
+    removed. FileError if the folder cannot be written, or a folder of path is a link.
     """
     path = Path(path)
     beside = path if path.exists() else path.parent  # another folder may be on another disk
-    beside.mkdir(parents=True, exist_ok=True)
+    make_folder(beside)
     remove_parts(beside)
     new = _part_name(beside)
-    new.mkdir()
-    try:
-        with locked(new, is_optional=True), _safetensors_errors(path):
+    with _write_errors(path, new):
+        new.mkdir()
+        mode = stat.S_IMODE(new.stat().st_mode)
+        try:
+            with _where_supported():
+                new.chmod(0o700)
             yield new
             files = [file for file in new.rglob("*") if file.is_file()]
             for file in files:
-                _store(file, new.stat().st_mode & 0o666)
+                _store(file, _mode_of(path / file.relative_to(new)) or mode & 0o666)
             if not path.exists():
+                with _where_supported():
+                    new.chmod(mode)
                 os.rename(new, path)
                 return
             for file in files:
@@ -200,8 +203,8 @@ def filling(path: PathLike) -> Iterator[Path]:
                     raise FileError(f"{target.parent} is a link; remove it, or name another folder", errno.ELOOP)
                 target.parent.mkdir(exist_ok=True)
                 os.replace(file, target)
-    finally:
-        shutil.rmtree(new, ignore_errors=True)
+        finally:
+            shutil.rmtree(new, ignore_errors=True)
 
 
 def append(path: PathLike, line: bytes) -> None:
@@ -209,31 +212,38 @@ def append(path: PathLike, line: bytes) -> None:
 
     FileError for a link, and for a write of which only a part was stored; that part is cut off.
     """
-    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
-    descriptor = _open(path, flags)
-    try:
-        check_kind(path, os.fstat(descriptor).st_mode)
+    with _changed(path, os.O_APPEND | os.O_CREAT) as descriptor:
         size = os.fstat(descriptor).st_size
         try:
-            if os.write(descriptor, line) == len(line):
-                return
-            problem = FileError(f"{os.fspath(path)}: {os.strerror(errno.ENOSPC)}", errno.ENOSPC)
-        except OSError as error:
-            problem = file_error(path, error)
-        os.ftruncate(descriptor, size)
-        raise problem
-    finally:
-        os.close(descriptor)
+            if os.write(descriptor, line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            os.ftruncate(descriptor, size)
+            raise
 
 
 def truncate(path: PathLike, size: int) -> None:
     """Cut a regular file that is no link to its first size bytes."""
-    descriptor = _open(path, os.O_RDWR | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
-    try:
-        check_kind(path, os.fstat(descriptor).st_mode)
+    with _changed(path) as descriptor:
         os.ftruncate(descriptor, size)
+
+
+@contextlib.contextmanager
+def _changed(path: PathLike, flags: int = 0) -> Iterator[int]:
+    """Open a regular file that is no link, to change it in place."""
+    descriptor = _open(path, os.O_RDWR | flags, follow=False)
+    try:
+        with _errors(path):
+            check_kind(path, os.fstat(descriptor).st_mode)
+            yield descriptor
     finally:
         os.close(descriptor)
+
+
+def make_folder(path: PathLike) -> None:
+    """Make a folder, and those on the way to it, unless it is there."""
+    with _errors(path):
+        Path(path).mkdir(parents=True, exist_ok=True)
 
 
 @contextlib.contextmanager
@@ -247,26 +257,43 @@ def _part_name(folder: Path) -> Path:
     return folder / f"{PART}{os.urandom(8).hex()}"
 
 
+def _mode_of(path: Path) -> int | None:
+    """The permissions of a regular file, if there is one."""
+    with contextlib.suppress(OSError):
+        mode = path.lstat().st_mode
+        return stat.S_IMODE(mode) if stat.S_ISREG(mode) else None
+    return None
+
+
 def _store(file: Path, mode: int) -> None:
-    """Give file its mode, which safetensors makes private, and store it on the disk, where the drive knows either."""
+    """Give file its mode, which safetensors makes private, and store it on the disk."""
     with open(file, "r+b") as handle:
-        for action, *arguments in ((os.chmod, file, mode), (os.fsync, handle.fileno())):
-            try:
-                action(*arguments)
-            except OSError as error:
-                if error.errno not in UNSUPPORTED:
-                    raise
+        with _where_supported():
+            file.chmod(mode)
+        with _where_supported():
+            os.fsync(handle.fileno())
 
 
 @contextlib.contextmanager
-def _safetensors_errors(path: Path) -> Iterator[None]:
-    """safetensors raises an error of its own where the disk is full."""
+def _where_supported() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
+
+
+@contextlib.contextmanager
+def _write_errors(path: Path, new: Path) -> Iterator[None]:
+    """Turn what the system, or safetensors, says of a full disk, or of the part new, into a FileError of path."""
     try:
         yield
     except Exception as error:
         safetensors = sys.modules.get("safetensors")  # not imported here: the build of a wheel does without
-        if safetensors is not None and isinstance(error, safetensors.SafetensorError):
-            raise FileError(f"{path} cannot be written: {error}") from error
+        is_theirs = safetensors is not None and isinstance(error, safetensors.SafetensorError)
+        is_ours = isinstance(error, OSError) and (error.errno in FULL or new.name in str(error))
+        if is_ours or is_theirs:
+            raise file_error(path, error) from error
         raise
 
 
@@ -275,7 +302,8 @@ def _safetensors_errors(path: Path) -> Iterator[None]:
 
 def remove(path: PathLike) -> None:
     """Remove a file or a link of ours, if it is there."""
-    Path(path).unlink(missing_ok=True)
+    with _errors(path):
+        Path(path).unlink(missing_ok=True)
 
 
 def remove_folder(path: PathLike) -> None:
@@ -284,11 +312,15 @@ def remove_folder(path: PathLike) -> None:
     path.unlink() if path.is_symlink() else shutil.rmtree(path, ignore_errors=True)
 
 
-def remove_parts(folder: PathLike) -> None:
-    """Remove what killed processes left half written in a folder; what a living one writes is locked, and stays."""
+def remove_parts(folder: PathLike, seconds: float = DAY) -> None:
+    """Remove what killed processes left half written in a folder: parts in which nothing was written for so long.
+
+    Who holds the folder's lock, and is the only one to write there, need not wait.
+    """
     for part in Path(folder).glob(f"{PART}*"):
-        with contextlib.suppress(OSError), locked(part, is_optional=True) as is_held:
-            if is_held:  # on a drive without locks nobody knows whether its process lives
+        with contextlib.suppress(OSError):
+            content = [] if part.is_symlink() else part.rglob("*")
+            if time.time() - max(file.lstat().st_mtime for file in (part, *content)) >= seconds:
                 remove_folder(part) if part.is_dir() else remove(part)
 
 
@@ -296,71 +328,31 @@ def remove_parts(folder: PathLike) -> None:
 
 
 @contextlib.contextmanager
-def locked(path: PathLike, *, is_optional: bool = False) -> Iterator[bool]:
-    """Keep other processes out of a folder, or of a file, by a lock on itself: no file is made. True if it is held.
+def locked(path: PathLike) -> Iterator[None]:
+    """Keep other runs out of a folder, or of a file, by a hidden file in it, or beside it.
 
-    The system frees the lock however a process ends; forked children do not hold it. BusyError if another process holds
-    it, FileError if the path cannot be opened. A drive without locks is named in the log, unless is_optional.
+    The system frees the lock however a process ends. BusyError if another run holds it, FileError if the hidden file
+    cannot be made. A drive without locks is named in the log.
     """
-    is_folder = os.path.isdir(path)
-    no_follow = 0 if is_folder else getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
-    while True:
-        try:  # NFS locks only what is open for writing
-            descriptor = _open(path, no_follow | (os.O_RDONLY if is_folder else os.O_RDWR))
-        except FileError:
-            if is_folder and (is_optional or fcntl is None):
-                yield False
-                return
-            raise
-        with contextlib.ExitStack() as stack:
-            stack.callback(os.close, descriptor)
-            try:
-                is_held = stack.enter_context(_flock(descriptor))
-            except BlockingIOError:
-                message = f"{os.fspath(path)}: another run writes there; wait for its end, or name another"
-                raise BusyError(message, errno.EAGAIN) from None
-            if not is_held and not is_optional:
-                logger.warning("%s: its drive has no locks; start no second run there", os.fspath(path))
-            if is_held and not _is_same(path, descriptor):  # the last holder replaced it
-                continue
-            yield is_held
-            return
+    import filelock  # here, as the build of a wheel does without
 
-
-@contextlib.contextmanager
-def _flock(descriptor: int) -> Iterator[bool]:
-    """Lock an open file until it is closed; False where the drive has no locks. BlockingIOError if it is locked."""
-    is_held = False
-    if fcntl is not None:
-        _free_in_children()
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_held = True
-        except BlockingIOError:
-            raise
-        except OSError:
-            pass
-    _locks.add(descriptor)
+    path = Path(path)
+    with _errors(path):
+        is_folder = stat.S_ISDIR(os.stat(path).st_mode)
+    name = path / LOCK if is_folder else path.with_name(f".{path.name}{LOCK}")
+    lock = filelock.FileLock(name, thread_local=False)
     try:
-        yield is_held
+        lock.acquire(blocking=False)
+    except filelock.Timeout:
+        raise BusyError(f"{path}: another run writes there; wait for its end, or name another", errno.EAGAIN) from None
+    except (OSError, NotImplementedError) as error:
+        if getattr(error, "errno", errno.ENOSYS) not in NO_LOCKS:
+            raise file_error(name, error) from None
+        logger.warning("%s: its drive has no locks; start no second run there", path)
+    try:
+        yield
     finally:
-        _locks.discard(descriptor)
-
-
-@functools.cache
-def _free_in_children() -> None:
-    """Close locks in forked children, such as a data loader's workers, which would hold them after a kill."""
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=_close_locks)
-
-
-def _close_locks() -> None:
-    for descriptor in _locks:
-        os.close(descriptor)
-
-
-def _is_same(path: PathLike, descriptor: int) -> bool:
-    try:
-        return os.path.samestat(os.stat(path), os.fstat(descriptor))
-    except OSError:
-        return False
+        if lock.is_locked:
+            with contextlib.suppress(OSError):  # Windows removes no open file
+                name.unlink()
+        lock.release()

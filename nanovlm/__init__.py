@@ -5,6 +5,12 @@
 >>> captioner.caption("image.png")
 """
 
+import os
+import sys
+
+if sys.argv[:1] == ["-m"] and not os.path.samefile(sys.path[0], os.path.dirname(os.path.dirname(__file__))):
+    sys.path.pop(0)  # the current folder: `python -m nanovlm` imports no json.py or torch.py that lies beside images
+
 import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING

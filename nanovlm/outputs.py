@@ -51,6 +51,14 @@ def real_folder(folder: str) -> str:
         return folder
 
 
+def relative_name(path: Name, folder: Name) -> str:
+    """A path as seen from a folder, with slashes on Windows, too; the whole path if it is on another drive there."""
+    try:
+        return Path(os.path.relpath(path, folder)).as_posix()
+    except ValueError:
+        return Path(os.path.abspath(path)).as_posix()
+
+
 def forget_folders() -> None:
     """Look at links anew, which may have changed since the last run."""
     image_key.cache_clear()
@@ -169,7 +177,7 @@ class Table(Output):
         return self.rows.get(image_key(image), {})
 
     def write(self, image: str, row: Row) -> None:
-        name = Path(os.path.relpath(image, self.path.parent)).as_posix()
+        name = relative_name(image, self.path.parent)
         key = image_key(image)
         row = {"file_name": name} | row | {"file_name": name}
         if not self.is_written:
@@ -265,7 +273,7 @@ class Sidecars(Output):
     def opened(self, folders: Sequence[str]) -> Iterator[None]:
         with ExitStack() as stack:
             for folder in folders:
-                if os.access(folder, os.R_OK):
+                if os.access(folder, os.W_OK):
                     stack.enter_context(files.locked(folder))
             try:
                 yield

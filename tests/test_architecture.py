@@ -150,6 +150,56 @@ def test_what_is_no_way_to_a_file_is_not(source):
     assert not file_calls(source)
 
 
+PROCESS_MODULES = {"subprocess", "multiprocessing", "pty", "torch.multiprocessing", "concurrent.futures.process"}
+PROCESS_NAMES = re.compile(r"fork(pty)?|system|popen|posix_spawnp?|(exec|spawn)[lv]p?e?|startfile|create_subprocess_\w+"
+                           r"|ProcessPoolExecutor|ProcessContext|Popen")  # fmt: skip
+STARTERS = {
+    "nanovlm.processing.limited_process",
+    "models.inference.kernels.load",  # the compiler
+    "models.inference.kernels.build_backend",  # its errors
+}
+
+
+def process_starts(source: str) -> set[str]:
+    """What a source file mentions that starts processes."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        names: list[str] = []
+        match node:
+            case ast.Import(names=items):
+                names = [item.name for item in items]
+            case ast.ImportFrom(module=str(module), names=items):
+                names = [module, *(f"{module}.{item.name}" for item in items), *(item.name for item in items)]
+            case ast.Call(func=function, args=[*_, ast.Constant(value=str(text))]):
+                names = [text] if ast.unparse(function).endswith(("getattr", "import_module")) else []
+            case ast.Attribute(value=owner, attr=name) if ast.unparse(owner) != "platform":
+                names = [name, ast.unparse(node)]
+        modules = {name for name in names if name in PROCESS_MODULES or name.partition(".")[0] in PROCESS_MODULES}
+        found |= modules | {*filter(PROCESS_NAMES.fullmatch, names)}
+    return found
+
+
+def test_processes_are_started_in_one_place():
+    texts = {module: path.read_text(encoding="utf-8") for module, path in GRAPH.files.items()}
+    starts = {m: process_starts(text) for m, text in texts.items() if within(m, "models", "nanovlm")}
+    assert {m: names for m, names in starts.items() if names and m not in STARTERS} == {}, "use a LimitedProcess"
+    assert all(starts[module] for module in STARTERS)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import subprocess", "import subprocess as s", "from subprocess import run", "import multiprocessing.pool",
+        "from os import fork", "import os; f = os.system", "os.popen('ls')", "os.execvp('ls', [])", "os.posix_spawn(a)",
+        "importlib.import_module('subprocess')", "getattr(os, 'spawnv')", "asyncio.create_subprocess_exec('ls')",
+        "from concurrent.futures import ProcessPoolExecutor", "from torch import multiprocessing",
+        "import torch; torch.multiprocessing.spawn(f)", "def f():\n  import pty",
+    ],
+)  # fmt: skip
+def test_a_second_start_of_a_process_is_found(source):
+    assert process_starts(source)
+
+
 def test_only_entry_points_and_eval_import_the_command_line():
     importers = {module for module, target in edges() if within(target, "nanovlm.cli")}
     assert not {m for m in importers if not within(m, "nanovlm.cli", "nanovlm.__main__", "eval", "generate", "train")}

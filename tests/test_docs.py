@@ -9,6 +9,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
+import yaml
 
 from nanovlm.cli.main import VERBS, Parser, import_verb, run_verb
 from nanovlm.synthetic import draw, random_scene
@@ -114,9 +115,14 @@ def test_the_readme_is_short():
     assert len(README.read_text(encoding="utf-8").splitlines()) <= 160
 
 
-def test_the_second_command_is_what_ci_runs():
-    (command,) = [block.strip() for block in blocks(README, "bash") if "pytest" in block]
-    assert command.replace("pip install", "pip install --quiet") in (ROOT / ".ci/run").read_text()
+def test_both_commands_are_what_ci_runs_on_every_system():
+    first, second = [block.strip() for block in blocks(README, "bash") if "pip install -e" in block and "&&" in block]
+    assert second.replace("pip install", "pip install --quiet") in (ROOT / ".ci/run").read_text()
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
+    job = workflow["jobs"]["readme"]
+    assert [step["run"] for step in job["steps"] if "run" in step] == [first, second]
+    assert job["strategy"]["matrix"]["os"] == ["ubuntu-latest", "ubuntu-24.04-arm", "macos-latest", "windows-latest"]
+    assert ".ci/run" in [step.get("run") for step in workflow["jobs"]["everything"]["steps"]]
 
 
 def test_the_wheel_holds_every_package():

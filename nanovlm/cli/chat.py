@@ -24,6 +24,7 @@ from nanovlm.cli.options import (
 from nanovlm.console import bold, is_terminal, print_error, print_text
 from nanovlm.errors import ImageError, NanoVLMError, UsageError, is_out_of_memory
 from nanovlm.options import CHAT_MAX_NEW_TOKENS, GenerationOptions, ModelOptions
+from nanovlm.outputs import relative_name
 from nanovlm.processing.conversation import dialogue
 
 if TYPE_CHECKING:
@@ -148,7 +149,7 @@ class Chat:
         if path.exists() and os.path.abspath(path) not in self.saved:
             raise UsageError(f"{name} exists already; save under another name")
         if path.suffix == ".json":
-            images = [Path(os.path.relpath(image, path.parent)).as_posix() for image in self.paths]
+            images = [relative_name(image, path.parent) for image in self.paths]
             turns = [turn for pair in history for turn in zip(("user", "assistant"), pair)]
             messages = [{"role": role, "content": text} for role, text in turns]
             text = json.dumps([{"images": images, "messages": messages}], indent=2)

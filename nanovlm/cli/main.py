@@ -110,6 +110,7 @@ def run(args: argparse.Namespace) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a character that the terminal lacks is no failure
     configure_logging()
+    os.environ["PYTHONSAFEPATH"] = "1"  # processes that libraries start import nothing from the current folder either
     try:
         try:
             os.getcwd()

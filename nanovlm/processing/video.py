@@ -1,24 +1,22 @@
 """Videos as frames with times: video files by PyAV, animated GIF and WebP by Pillow, folders and lists of images.
 
 Frames are chosen as by transformers' SmolVLMVideoProcessor (version 5): one a second, without the first and last second
-of a long video, at most max_frames. Video files are decoded by a process of its own, see `video_decoder`.
+of a long video, at most max_frames. Video files are decoded by a limited process, see `video_decoder`.
 """
 
-import json
+import importlib.util
 import math
 import os
-import re
-import subprocess
-import sys
 from bisect import bisect_right
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from PIL import Image, ImageSequence
 
+from models.files import check_regular
 from nanovlm.errors import ImageError, MissingExtraError, UsageError
 from nanovlm.processing import MAX_FRAMES, VIDEO_EXTENSIONS, video_decoder
 from nanovlm.processing.image_loading import (
@@ -29,8 +27,11 @@ from nanovlm.processing.image_loading import (
     readable_extensions,
     reason,
 )
-from nanovlm.processing.video_decoder import DECODING_SECONDS, LISTED_FPS, MAX_FRAME_PIXELS, sample_times, spread
+from nanovlm.processing.limited_process import LimitedError, LimitedProcess
+from nanovlm.processing.video_decoder import LISTED_FPS, MAX_FRAME_PIXELS, sample_times, spread
 
+DECODING_SECONDS = 120  # of CPU
+DECODING_BYTES = 4 * 2**30  # of address space
 MAX_ANIMATION_FRAMES = 10_000
 ONES = (
     "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
@@ -123,26 +124,20 @@ def _read_animation(path: Path, max_frames: int) -> Video:
 
 def _decode(path: Path, max_frames: int) -> Video:
     """The frames of a video file, decoded by another process."""
-    if not path.is_file():
-        raise ImageError(f"{path}: No such file or directory")
-    command = [sys.executable, "-m", video_decoder.__name__, str(path), str(max_frames)]
     try:
-        result = subprocess.run(command, capture_output=True, timeout=DECODING_SECONDS, stdin=subprocess.DEVNULL)
-    except subprocess.TimeoutExpired:
-        raise ImageError(f"{path}: not decoded in {DECODING_SECONDS} seconds; cut it") from None
-    if result.returncode == MissingExtraError.exit_code:
-        raise MissingExtraError("videos are read by PyAV: pip install 'nanovlm[video]'")
-    if result.returncode:
-        lines = result.stderr.decode(errors="replace").strip().splitlines() or [f"exit code {result.returncode}"]
-        text = re.sub(r"^\S*: (\[Errno \d+\] )?", "", lines[-1]).removesuffix(f": {str(path)!r}")  # PyAV names it again
-        raise ImageError(f"{path}: not a video that can be read: {text}")
-    end = result.stdout.index(b"\n")
-    found = json.loads(result.stdout[:end])
-    pixels = memoryview(result.stdout)[end + 1 :]
+        check_regular(path)
+        if importlib.util.find_spec("av") is None:
+            raise MissingExtraError("videos are read by PyAV: pip install 'nanovlm[video]'")
+        with closing(LimitedProcess(f"{video_decoder.__name__}:decode", DECODING_SECONDS, DECODING_BYTES)) as process:
+            found, data = process.call(os.fspath(path), max_frames)
+    except LimitedError as error:
+        raise ImageError(f"{path}: not a video that can be read: {error}") from None
+    except OSError as error:
+        raise ImageError(f"{path}: {reason(error)}") from None
     size = tuple(found["size"])
     n_bytes = 3 * math.prod(size)
-    n_frames = len(found["seconds"])
-    frames = [Image.frombytes("RGB", size, pixels[i * n_bytes : (i + 1) * n_bytes]) for i in range(n_frames)]
+    pixels = memoryview(data)
+    frames = [Image.frombytes("RGB", size, pixels[at : at + n_bytes]) for at in range(0, len(data), n_bytes)]
     return Video(frames, found["seconds"], found["duration"])
 
 

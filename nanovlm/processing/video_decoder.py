@@ -1,22 +1,29 @@
-"""The process that decodes a video file, with limits on time and memory: decoders are large and read untrusted files.
+"""Decode a video file; in a limited process, as decoders are large and read untrusted files.
 
 It starts at once, as it imports no torch.
 """
 
-import json
-import sys
-from collections.abc import Iterable, Iterator
+import math
+import struct
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from PIL import Image
+from PIL.Image import Transpose
+
 from models import files
-from nanovlm.errors import MissingExtraError
+from nanovlm.errors import ImageError
 
 LISTED_FPS = 24.0  # of frames without times, as in transformers
 SKIPPED_SECONDS = 1  # at both ends of a long video
 TIME_ERROR = 0.001  # seconds: containers round times to as much
-DECODING_SECONDS = 120  # limits of the process that decodes
-DECODING_BYTES = 4 * 2**30
 MAX_FRAME_PIXELS = 16_000_000  # of a video file; 4K has half of them
+
+UPRIGHT = {  # signs of a display matrix (a, b, c, d) -> what it does
+    (-1, 0, 0, 1): Transpose.FLIP_LEFT_RIGHT, (1, 0, 0, -1): Transpose.FLIP_TOP_BOTTOM,
+    (-1, 0, 0, -1): Transpose.ROTATE_180, (0, 1, -1, 0): Transpose.ROTATE_270, (0, -1, 1, 0): Transpose.ROTATE_90,
+    (0, 1, 1, 0): Transpose.TRANSPOSE, (0, -1, -1, 0): Transpose.TRANSVERSE,
+}  # fmt: skip
 
 
 def sample_times(duration: float, last: float, max_frames: int) -> list[float]:
@@ -35,7 +42,7 @@ def shown_frames(frames: Iterable[Any], wanted: list[float], fps: float) -> Iter
     for i, frame in enumerate(frames):
         now = i / fps if frame.time is None else frame.time
         start = now if start is None else start
-        now -= start
+        now = now - start if current is None else max(now - start, current[0])  # AVI has times of other frames
         if current is not None and now > wanted[0]:
             yield current
             wanted = [second for second in wanted if second >= now]
@@ -52,25 +59,16 @@ def spread(first: int, last: int, n: int) -> list[int]:
     return sorted({int(first + i * step) if i < n - 1 or n == 1 else last for i in range(n)})
 
 
-def main(path: str, max_frames: int) -> None:
-    """Write a line of JSON, then the RGB pixels of the frames that are shown, to standard output."""
-    try:
-        import resource
+def decode(path: str, max_frames: int) -> tuple[dict[str, Any], list[bytes]]:
+    """Size, seconds and duration of the frames that are shown, and their RGB pixels; for a limited process."""
+    import av
 
-        resource.setrlimit(resource.RLIMIT_AS, (DECODING_BYTES, DECODING_BYTES))
-        resource.setrlimit(resource.RLIMIT_CPU, (DECODING_SECONDS, DECODING_SECONDS))
-    except ImportError:  # Windows
-        pass
-    try:
-        import av
-    except ImportError:
-        sys.exit(MissingExtraError.exit_code)
     # Of an open file FFmpeg takes no name for a protocol; the option keeps playlists from opening other files or URLs.
     options = {"protocol_whitelist": "none"}
     with files.opened(path) as file, av.open(file, "r", options=options) as container:
         stream = container.streams.video[0]
         if stream.width * stream.height > MAX_FRAME_PIXELS:
-            sys.exit(f"ImageError: frames of {stream.width} x {stream.height}, more than {MAX_FRAME_PIXELS:,} pixels")
+            raise ImageError(f"frames of {stream.width} x {stream.height}, more than {MAX_FRAME_PIXELS:,} pixels")
         fps = float(stream.average_rate or LISTED_FPS)
         lengths = [float(stream.duration * stream.time_base)] if stream.duration and stream.time_base else []
         lengths += [container.duration / av.time_base] if container.duration else []
@@ -82,16 +80,20 @@ def main(path: str, max_frames: int) -> None:
     with files.opened(path) as file, av.open(file, "r", options=options) as container:
         wanted = sample_times(seconds, last, max_frames)
         for second, frame in shown_frames(container.decode(video=0), wanted, fps):
+            matrix = frame.side_data.get("DISPLAYMATRIX")
             image = frame.to_image()
-            if turn := frame.rotation:  # of the display matrix: a phone's portrait video is stored sideways
-                image = image.rotate(turn, expand=True)
-            shown.append((second, image))
+            shown.append((second, image if matrix is None else upright(image, struct.unpack("=9i", bytes(matrix)))))
     size = shown[0][1].size
-    header = {"size": size, "seconds": [second for second, _ in shown], "duration": seconds}
-    sys.stdout.buffer.write(json.dumps(header).encode() + b"\n")
-    for _, image in shown:
-        sys.stdout.buffer.write((image if image.size == size else image.resize(size)).tobytes())
+    pixels = [(image if image.size == size else image.resize(size)).tobytes() for _, image in shown]
+    return {"size": size, "seconds": [second for second, _ in shown], "duration": seconds}, pixels
 
 
-if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+def upright(image: Image.Image, matrix: Sequence[int]) -> Image.Image:
+    """Turn and mirror a frame by its display matrix, as FFmpeg does: a phone's portrait video is stored sideways."""
+    a, b, _, c, d = matrix[:5]  # a point (x, y) is shown at (a x + c y, b x + d y)
+    largest = max(map(abs, (a, b, c, d))) or 1
+    signs = tuple(round(value / largest) for value in (a, b, c, d))
+    angle = math.degrees(math.atan2(b, a))  # clockwise
+    if abs(angle - 90 * round(angle / 90)) >= 1:
+        return image.rotate(-angle)
+    return image.transpose(UPRIGHT[signs]) if signs in UPRIGHT else image

@@ -374,6 +374,9 @@ async def unless_disconnected(http: Request, work: Coroutine[Any, Any, HTTPRespo
 
 def listen(options: ServeOptions) -> socket.socket:
     """The open port. Requests wait there until the model is loaded."""
+    import mimetypes
+
+    mimetypes.add_type("text/javascript", ".js")  # text/plain in some registries of Windows, which browsers refuse
     try:
         family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
         return socket.create_server((options.host, options.port), family=family, backlog=2048)

@@ -83,7 +83,7 @@ class Trainer:
                 self.context.claim(task.folder)
             if self.context.is_main:
                 for folder in (task.folder, task.folder / "checkpoints"):
-                    files.remove_parts(folder)
+                    files.remove_parts(folder, seconds=0)  # nobody else writes there
             empty = checkpointing.optimizer_state(model, self.optimizer)
             restored = checkpointing.restore_newest(task.folder, model, cfg, empty)
             self.context.broadcast_weights(model)

@@ -77,7 +77,7 @@ class MetricsLogger:
         steps_left = self.cfg.max_steps - step
         pace = sum(lap for _, _, lap in self.steps[1:]) / max(1, len(self.steps) - 1)  # the first step warms up
         left = steps_left * pace + math.ceil(steps_left / self.cfg.interval) * self.evaluation_seconds
-        needs = f"{memory / 2**20:,.0f} MiB, {pace:.2f} s/step, about {left / 60:,.0f} min left"
+        needs = f"{f'{memory / 2**20:,.0f}' if memory else '?'} MiB, {pace:.2f} s/step, about {left / 60:,.0f} min left"
         if step - self.first_step == FIRST_STEPS:
             logger.info(f"after {FIRST_STEPS} steps: peak memory {needs}; Ctrl-C ends with the best model so far")
         if step % self.cfg.log_every == 0 or steps_left == 0:

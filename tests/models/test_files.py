@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 
+import filelock
 import pytest
 
 from models import files
@@ -88,40 +89,54 @@ def test_a_folder_is_filled_and_its_other_files_stay(tmp_path):
     assert sorted(path.name for path in (tmp_path / "deep/out").iterdir()) == ["mine", "sub"]
 
 
-def test_what_a_killed_process_left_is_removed_and_what_a_living_one_writes_stays(tmp_path):
+def test_old_parts_are_removed_and_what_a_living_process_writes_stays(tmp_path):
+    long_ago = time.time() - files.DAY - 9
     (tmp_path / ".theirs.tmp").touch()
-    (tmp_path / f"{files.PART}0").mkdir()
-    (tmp_path / f"{files.PART}0/weights").touch()
-    (tmp_path / f"{files.PART}1").touch()
-    (tmp_path / f"{files.PART}2").symlink_to(tmp_path / ".theirs.tmp")
+    for i in range(4):
+        (tmp_path / f"{files.PART}{i}").mkdir()
+        (tmp_path / f"{files.PART}{i}/weights").touch()
+    for path in (f"{files.PART}4", f"{files.PART}5"):
+        (tmp_path / path).touch()
+    (tmp_path / f"{files.PART}6").symlink_to(tmp_path / ".theirs.tmp")
+    for path in ("0", "0/weights", "1/weights", "2", "4"):  # 1 is a new folder, 2 a folder with a new file
+        os.utime(tmp_path / f"{files.PART}{path}", (long_ago, long_ago))
     with files.replacing(tmp_path / "a") as new, files.filling(tmp_path / "b") as folder:
         files.remove_parts(tmp_path)
         assert new.exists() and folder.exists()
-        assert not list(tmp_path.glob(f"{files.PART}[01]"))
-    assert (tmp_path / ".theirs.tmp").exists()
+    left = {path.name.removeprefix(files.PART) for path in tmp_path.glob(f"{files.PART}*")}
+    assert left == {"1", "2", "3", "5", "6"} and (tmp_path / ".theirs.tmp").exists()
+    files.remove_parts(tmp_path, seconds=-9)
+    assert not [*tmp_path.glob(f"{files.PART}*")] and (tmp_path / ".theirs.tmp").exists()
 
 
-def test_on_a_drive_without_locks_nothing_is_removed_and_a_line_says_so(tmp_path, monkeypatch, caplog):
-    def refuses(*arguments):
-        raise OSError(errno.ENOLCK, "No locks available")
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOTSUP, None])
+def test_a_drive_without_locks_is_named(tmp_path, monkeypatch, caplog, number):
+    def refuses(*arguments, **options):
+        raise NotImplementedError if number is None else OSError(number, "No locks available")
 
-    monkeypatch.setattr(files.fcntl, "flock", refuses)
-    (tmp_path / f"{files.PART}0").touch()
-    files.remove_parts(tmp_path)
-    assert (tmp_path / f"{files.PART}0").exists() and not caplog.records
-    with files.locked(tmp_path) as is_held:
-        assert not is_held and "its drive has no locks" in caplog.text
+    monkeypatch.setattr(filelock.FileLock, "acquire", refuses)
+    with files.locked(tmp_path):
+        assert "its drive has no locks" in caplog.text
 
 
-def test_a_folder_that_cannot_be_opened_is_not_taken_for_locked(tmp_path, monkeypatch):
-    def refuses(path, flags):
-        raise FileError("Permission denied", errno.EACCES)
+@pytest.mark.parametrize("number", [errno.EACCES, errno.ENOSPC, errno.EROFS])
+def test_a_lock_that_cannot_be_made_is_one_line(tmp_path, monkeypatch, number):
+    def refuses(*arguments, **options):
+        raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(files, "_open", refuses)
-    with pytest.raises(FileError, match="Permission denied"), files.locked(tmp_path):
+    monkeypatch.setattr(filelock.FileLock, "acquire", refuses)
+    with pytest.raises(FileError, match=f"{files.LOCK}: {os.strerror(number)}$"), files.locked(tmp_path):
         pass
-    with files.locked(tmp_path, is_optional=True) as is_held:
-        assert not is_held
+    with pytest.raises(FileError, match="No such file"), files.locked(tmp_path / "missing"):
+        pass
+
+
+def test_a_link_in_the_place_of_a_lock_is_not_followed(tmp_path):
+    (tmp_path / "victim").write_text("mine")
+    (tmp_path / files.LOCK).symlink_to(tmp_path / "victim")
+    with pytest.raises(FileError), files.locked(tmp_path):
+        pass
+    assert (tmp_path / "victim").read_text() == "mine"
 
 
 def test_an_error_of_the_body_is_not_taken_for_that_of_the_lock(tmp_path):
@@ -167,9 +182,77 @@ def test_two_processes_exclude_each_other_and_a_kill_frees_the_lock(tmp_path, ki
     assert [*tmp_path.iterdir()] == ([path] if kind == "file" else [])
 
 
-def test_the_lock_is_that_of_the_file_which_has_the_name(tmp_path):
+def test_the_lock_is_that_of_the_name(tmp_path):
     (tmp_path / "a").touch()
     with files.locked(tmp_path / "a"):
         files.replace(tmp_path / "a", b"new")
-    with files.locked(tmp_path / "a"), pytest.raises(FileError), files.locked(tmp_path / "a"):
-        pass
+        with pytest.raises(FileError), files.locked(tmp_path / "a"):
+            pass
+
+
+FULL_DISK = """
+import os, resource, signal, sys
+import torch
+from safetensors.torch import save_file
+from models import files
+def fill(folder):
+    with files.filling(folder) as new:
+        files.replace(new / "config.json", "x" * 9999)
+def save(folder):
+    with files.filling(folder) as new:
+        save_file({"a": torch.zeros(9999)}, new / "model.safetensors")
+def stream(path):
+    with files.replacing(path) as new, open(new, "wb") as file:
+        file.write(b"x" * 9999)
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (99, 99))
+for write in (fill, save, stream, lambda path: files.replace(path, "x" * 9999), lambda path: files.append(path, b"x" * 9999)):
+    try: write(sys.argv[1])
+    except files.FileError as error: print(error)
+    assert not os.path.exists(sys.argv[1]) or not os.path.getsize(sys.argv[1])
+"""  # noqa: E501
+
+
+def test_a_full_disk_is_one_line_that_names_the_file(tmp_path):
+    command = [sys.executable, "-c", FULL_DISK, str(tmp_path / "out")]
+    run = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    lines = run.stdout.splitlines()
+    assert len(lines) == 5 and all(line.startswith(f"{tmp_path / 'out'}: ") for line in lines), run
+    assert [path.name for path in tmp_path.iterdir()] == ["out"], "appended to"
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    def refuses(path, flags, mode=0o777, **options):
+        raise PermissionError(errno.EACCES, "Permission denied", path)
+
+    monkeypatch.setattr(os, "open", refuses)
+    monkeypatch.setattr(os, "mkdir", refuses)
+    for write in (files.replacing, files.filling, lambda path: files.filling(path / "new/sub")):
+        with pytest.raises(FileError, match=f"^{tmp_path}.*: Permission denied$") as error, write(tmp_path / "a"):
+            pass
+        assert files.PART not in str(error.value)
+
+
+@pytest.mark.parametrize("given", [None, 0o700])
+def test_nobody_else_reads_a_private_file_while_it_is_written(tmp_path, given):
+    (tmp_path / "out").mkdir(mode=0o755)
+    for name in ("a", "out/a"):
+        (tmp_path / name).touch()
+        (tmp_path / name).chmod(0o600)
+    with files.replacing(tmp_path / "a", given) as new, files.filling(tmp_path / "out") as folder:
+        assert (new.stat().st_mode & 0o777, folder.stat().st_mode & 0o777) == (0o600, 0o700)
+        (folder / "a").write_text("new")
+        (folder / "b").write_text("new")
+    modes = [(tmp_path / name).stat().st_mode & 0o777 for name in ("a", "out/a", "out/b", "out")]
+    (tmp_path / "like").touch()
+    assert modes == [given or 0o600, 0o600, (tmp_path / "like").stat().st_mode & 0o777, 0o755]
+
+
+def test_without_fcntl_and_o_nofollow_a_link_is_not_followed(tmp_path, monkeypatch):
+    """As on Windows."""
+    for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC"):
+        monkeypatch.delattr(os, name)
+    test_a_link_is_replaced_and_not_followed(tmp_path)
+    files.append(tmp_path / "table", b"a\n")
+    files.truncate(tmp_path / "table", 0)
+    assert files.read_bytes(tmp_path / "table") == b""

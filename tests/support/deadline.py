@@ -28,6 +28,9 @@ def descendants():
 @contextmanager
 def limited(item):
     """Fail after the deadline of this test, a pytest item, by the alarm signal."""
+    if not hasattr(signal, "SIGALRM"):  # on Windows faulthandler_timeout of pyproject.toml ends the run
+        yield
+        return
     seconds = SECONDS * max((n for tier, n in TIERS.items() if item.get_closest_marker(tier)), default=1)
 
     def expire(number, frame):

@@ -1,6 +1,7 @@
 """`nanovlm export`."""
 
 import json
+import os
 import random
 import shutil
 import subprocess
@@ -173,10 +174,12 @@ def test_a_model_of_nanovlms_layout_becomes_gguf_files_and_edits_are_named(model
         assert code == 0 and "as it was published, but models/language_model.py is edited or patched" in err
 
 
-def test_what_a_killed_export_left_is_removed_by_the_next(model_folder, export, tmp_path):
+def test_what_a_killed_export_left_is_removed_a_day_later(model_folder, export, tmp_path):
     out = tmp_path / "out"
     (out / f"{files.PART}0").mkdir(parents=True)
     (out / f"{files.PART}0/model.safetensors").touch()
+    for path in out.rglob("*"):
+        os.utime(path, (0, 0))
     (out / ".theirs.tmp").mkdir()
     assert export(model_folder)[0] == 0
     assert not list(out.glob(f"{files.PART}*")) and (out / ".theirs.tmp").is_dir()

@@ -1,6 +1,7 @@
 """Videos: frames, times, text and pixels against transformers' SmolVLM processor; files, animations and folders."""
 
 import json
+import math
 import struct
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from nanovlm.cli.main import main
 from nanovlm.errors import ImageError, MissingExtraError, UsageError
 from nanovlm.processing.convert import convert_layout
 from nanovlm.processing.video import Video, in_words
-from nanovlm.processing.video_decoder import sample_times
+from nanovlm.processing.video_decoder import sample_times, upright
 from support import Package
 from support.generation import prompt_of
 from support.smolvlm import write_folder
@@ -93,37 +94,74 @@ def test_a_video_file_is_read_and_what_cannot_be_read_is_one_line(clip, monkeypa
         with pytest.raises(ImageError, match=f"^{name}: {words}") as error:
             Video.read(name)
         assert len(str(error.value).splitlines()) == 1 and (name == "list.mp4" or str(error.value).count(name) == 1)
-    Path("blocked").mkdir()
-    Path("blocked/av.py").write_text("raise ImportError")
-    monkeypatch.setenv("PYTHONPATH", "blocked", prepend=":")
+    monkeypatch.setitem(sys.modules, "av", None)
     with pytest.raises(MissingExtraError, match=r"nanovlm\[video\]"):
         Video.read("a.mp4")
     program = "import sys, nanovlm.processing.video_decoder; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0, "torch takes seconds to import"
 
 
-@pytest.mark.full
-def test_a_portrait_video_of_a_phone_is_upright_and_frames_have_their_own_times():
+COLORS = ("red", "green", "blue", "white")  # of the corners: top left, top right, bottom left, bottom right
+MATRICES = {  # signs of a display matrix -> the filters by which FFmpeg's own programs follow it (ffmpeg_filter.c)
+    (1, 0, 0, 1): [], (-1, 0, 0, 1): ["hflip"], (1, 0, 0, -1): ["vflip"], (-1, 0, 0, -1): ["hflip", "vflip"],
+    (0, 1, -1, 0): ["transpose=clock"], (0, -1, 1, 0): ["transpose=cclock"],
+    (0, 1, 1, 0): ["transpose=cclock_flip"], (0, -1, -1, 0): ["transpose=clock_flip"],
+}  # fmt: skip
+
+
+def write_corners(times, name="a.mp4"):
+    """Write a video of one picture, shown at these tenths of a second; the picture."""
     av = pytest.importorskip("av")
-    frame = Image.new("RGB", (64, 48), "blue")
-    frame.paste("red", (0, 0, 32, 48))
-    with av.open("a.mp4", "w") as container:
+    frame = Image.new("RGB", (64, 48))
+    for color, corner in zip(COLORS, ((0, 0), (32, 0), (0, 24), (32, 24))):
+        frame.paste(color, (*corner, corner[0] + 32, corner[1] + 24))
+    with av.open(name, "w") as container:
         stream = container.add_stream("mpeg4", rate=10)
         stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
-        for time in (0, 1, 2, 30, 40):  # tenths of a second
+        for time in times:
             picture = av.VideoFrame.from_image(frame)
             picture.pts, picture.time_base = time, Fraction(1, 10)
             container.mux(stream.encode(picture))
         container.mux(stream.encode())
+    return frame
+
+
+def corners(image):
+    """The color of COLORS that each corner of an image is nearest to."""
+    points = [(x, y) for y in (6, image.height - 7) for x in (6, image.width - 7)]
+    pixels = [image.getpixel(point) for point in points]
+    return [min(COLORS, key=lambda c: sum(abs(a - b) for a, b in zip(p, ImageColor.getrgb(c)))) for p in pixels]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("signs", MATRICES)
+def test_a_turned_and_mirrored_video_is_shown_as_ffmpeg_shows_it(signs):
+    av = pytest.importorskip("av")
+    picture = write_corners((0, 1, 2, 30, 40))
     data = Path("a.mp4").read_bytes()
-    upright, clockwise = struct.pack(">5i", 65536, 0, 0, 0, 65536), struct.pack(">5i", 0, 65536, 0, -65536, 0)
+    a, b, c, d = (65536 * sign for sign in signs)
+    upright = struct.pack(">5i", 65536, 0, 0, 0, 65536)
     at = data.index(upright, data.index(b"tkhd"))
-    Path("phone.bin").write_bytes(data[:at] + clockwise + data[at + len(upright) :])
+    Path("phone.bin").write_bytes(data[:at] + struct.pack(">5i", a, b, 0, c, d) + data[at + len(upright) :])
     video = Video.read("phone.bin")  # known by its content
-    assert video.frames[0].size == (48, 64), "upright"
-    assert [round(time, 3) for time in video.seconds] == [0, 0.2, 4]
-    top, bottom = (video.frames[0].getpixel((24, y)) for y in (8, 56))
-    assert top[0] > 150 > top[2] and bottom[2] > 150 > bottom[0]
+    graph = av.filter.Graph()
+    steps = [graph.add_buffer(width=64, height=48, format="rgb24", time_base=Fraction(1, 10))]
+    steps += [graph.add(*text.split("=")) for text in MATRICES[signs]]
+    steps.append(graph.add("buffersink"))
+    graph.link_nodes(*steps).configure()
+    graph.push(av.VideoFrame.from_image(picture))
+    expected = graph.pull().to_image()
+    assert (video.frames[0].size, corners(video.frames[0])) == (expected.size, corners(expected))
+    assert [round(time, 3) for time in video.seconds] == [0, 0.2, 4], "frames have their own times"
+
+
+@pytest.mark.parametrize("degrees", [5, 45, 200])
+def test_a_tilted_video_is_turned_by_its_angle(degrees):
+    picture = images(1)[0]
+    cos, sin = (round(65536 * f(math.radians(degrees))) for f in (math.cos, math.sin))
+    tilted = upright(picture, (cos, sin, 0, -sin, cos, 0, 0, 0, 1))
+    assert tilted.tobytes() == picture.rotate(-degrees).tobytes()
+    assert upright(picture, (0,) * 9).tobytes() == picture.tobytes(), "a damaged matrix"
 
 
 RECORDING = [*range(0, 1000, 10), *range(1000, 10_001, 1000)]  # a hundred frames in a second, then one a second

@@ -99,7 +99,10 @@ def test_a_folder_that_is_not_shared_is_reported_before_the_first_step(folder):
 
 @pytest.mark.slow
 def test_torchrun_on_two_hosts_equals_one_process_and_restarts_after_a_kill(folder, tmp_path):
-    """Two of torchrun's agents stand for two hosts; each starts the processes again when one of them is killed."""
+    """Two of torchrun's agents stand for two hosts; each starts the processes again when one of them is killed.
+
+    One store for all attempts, torchrun's default, holds the addresses of killed processes: pytorch/pytorch#135712.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         endpoint = f"127.0.0.1:{free.getsockname()[1]}"
@@ -107,7 +110,8 @@ def test_torchrun_on_two_hosts_equals_one_process_and_restarts_after_a_kill(fold
     flags += ["--rdzv-id", "run", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--local-addr", "127.0.0.1"]
     arguments = [str(PROGRAM), str(tmp_path), json.dumps([(2, [("run", KILL_AT)])])]
     command = [sys.executable, "-m", "torch.distributed.run", *flags, *arguments]
-    agents = [subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    environment = ENVIRONMENT | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    agents = [subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) for _ in range(2)]
     errors = [agent.communicate(timeout=240)[1] for agent in agents]
     assert [agent.returncode for agent in agents] == [0, 0], "".join(errors)
     assert "resumed" in (tmp_path / "run.0.log").read_text() and (tmp_path / "run/killed").exists()

@@ -1,0 +1,49 @@
+"""Functions for limited processes to call, some of which end them."""
+
+import os
+import signal
+import sys
+import time
+
+
+def echo(value):
+    return value, [b"12", b"", b"345"]
+
+
+def surroundings():
+    return {"environment": dict(os.environ), "path": sys.path, "modules": [*sys.modules]}, []
+
+
+def spin():
+    while True:
+        pass
+
+
+def sleep():
+    time.sleep(99)
+
+
+def fill():
+    return "x" * 10**12, []
+
+
+def kill():
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def leave():
+    os._exit(3)
+
+
+def tear():
+    os.write(1, b'{"value": 1, "n_bytes": 9}\nabc')
+    os._exit(0)
+
+
+def divide():
+    return 1 / 0, []
+
+
+def find():
+    with open("/nobody/there"):
+        pass
