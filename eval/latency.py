@@ -10,7 +10,8 @@
 Stages: encode (one preprocessed image), prefill (as many tokens as an image and a short prompt), decode (one token of
 every sequence), first-token (from the image) and cold-start (a whole process). All engines read the same weights, for a
 published size random ones in the widest precision measured, and take turns in every round. Figures are milliseconds.
-The stage train, a training step of 8 images, is measured where it is named; on a GPU decode is also a CUDA graph's.
+Two stages are measured where they are named: train, a training step of 8 images, and proof, the question of a request
+whether the kernels may be used (`models.inference.proof`). On a GPU decode is also a CUDA graph's.
 
 Engines of this project are named by dtype, quantization and level of CPU instructions, by default the highest here. A
 single lower level also holds PyTorch and the oneDNN in OpenVINO to it, in a process of its own. Other engines: "plain"
@@ -285,6 +286,9 @@ def measure(engines: Sequence[Engine], plain: PlainEngine, folder: Path, args: A
             name = str(dtype).removeprefix("torch.")
             models = {loop: deepcopy(plain.captioner.model) for loop in LOOPS}
             add(stage, {loop: partial(run, models[loop], name) for loop, run in LOOPS.items()}, warmup=0)
+        elif stage == "proof":
+            ours = {name: engine.captioner for name, engine in by_name.items() if isinstance(engine, NanoVLMEngine)}
+            add(stage, timed(lambda captioner: captioner.inference.network, ours))
         elif stage == "first-token":
             readers = {engine.name: engine.first_token for engine in engines if hasattr(engine, "first_token")}
             for side in args.image_size:
@@ -364,7 +368,13 @@ def add_flags(parser: Parser) -> None:
     levels = "avx2, avx2-vnni, vnni, bf16 or amx (default: the highest)"
     add("--level", nargs="+", type=command.level_here, metavar="LEVEL", help=levels)
     add("--baselines", nargs="*", default=["plain"], choices=BASELINES, help="other engines (default: plain)")
-    add("--stages", nargs="+", default=STAGES, choices=("train", *STAGES), help=f"(default: {' '.join(STAGES)})")
+    add(
+        "--stages",
+        nargs="+",
+        default=STAGES,
+        choices=("train", "proof", *STAGES),
+        help=f"(default: {' '.join(STAGES)})",
+    )
     add("--image-size", nargs="+", type=positive, default=[512], metavar="N", help="pixels of a side (default: 512)")
     add("--batch-size", type=positive, default=1, metavar="N", help="sequences of prefill and decode (default: 1)")
     add("--tokens", type=positive, default=32, metavar="N", help="decode steps in a round (default: 32)")
