@@ -14,13 +14,14 @@ EMBEDDED_LIMITS = (
 
 
 def default_prompt(folder: str | os.PathLike[str]) -> str:
-    """The prompt that the model in folder was trained to answer, if its nanovlm.json has one; else PROMPT."""
-    from models import files  # here: the package checks first that this is its own `models`
+    """The prompt that the model in folder was trained to answer, if its nanovlm.json has one; else PROMPT.
 
-    try:
-        prompt = json.loads(files.read_text(Path(folder, SETTINGS)))["prompt"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return PROMPT
+    CheckpointError for a file that cannot be read.
+    """
+    from models.checkpoint import read_object  # here, as it imports torch
+
+    path = Path(folder, SETTINGS)
+    prompt = read_object(path).get("prompt") if path.exists() else None
     return prompt if isinstance(prompt, str) and prompt.strip() else PROMPT
 
 

@@ -71,7 +71,7 @@ class StructuredOutput:
         """The value that an answer by a schema is. InputError for one that max_new_tokens has cut."""
         try:
             return json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise InputError(f"max_new_tokens ended the answer before its JSON did: {text!r}; raise it") from None
 
     @cached_property

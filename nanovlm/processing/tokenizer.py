@@ -3,11 +3,13 @@
 Text that a user writes never becomes special tokens, even if it spells one; document tags of Docling models do.
 """
 
+import json
 import re
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 
@@ -31,6 +33,7 @@ MARK = "\ue000{}.{}\ue001"  # of private characters, and a number that nobody ca
 HIDDEN_END = "\ue002"
 SURROGATES = re.compile(r"[^\s\ue000-\ue002]*[\ud800-\udfff][^\s\ue000-\ue002]*")  # a word with some
 NO_ID = -1
+MAX_GROWTH = 256  # times as long may a text become by the steps of a normalizer or a decoder; Llama's allow 2
 ROUND_TRIP_TEXT = "Describe this picture: are there 2 or 3 red cars?"
 
 
@@ -97,17 +100,21 @@ class Tokenizer:
         content = read_model_text(path)
         try:
             backend = tokenizers.Tokenizer.from_str(content)
+            for part in (backend.normalizer, backend.decoder):
+                if part is not None and (times := growth(json.loads(part.__getstate__()))) > MAX_GROWTH:
+                    kind = type(part).__module__.rpartition(".")[2].removesuffix("s")
+                    raise CheckpointError(f"its {kind} makes texts {times:.0f} times as long, more than {MAX_GROWTH}")
             if is_base_vocabulary(backend.get_vocab(with_added_tokens=True), cfg):
                 extra = cfg.special_tokens.values()
             new = [token for token in extra if backend.token_to_id(token) is None]  # the others would lose rstrip
             backend.add_special_tokens(new)
             tokenizer = cls(backend, cfg)
             text = tokenizer.decode(tokenizer.encode(ROUND_TRIP_TEXT))
-        except CheckpointError as error:
+        except (CheckpointError, InputError) as error:
             raise CheckpointError(f"{path}: {error}") from None
         except BaseException as error:
-            if type(error) is not Exception and type(error).__name__ != "PanicException":
-                raise  # these two are the library's
+            if not is_library_error(error):
+                raise
             raise CheckpointError(f"{path} is not a valid {TOKENIZER}: {error}") from None
         if text.casefold().split() != ROUND_TRIP_TEXT.casefold().split():
             raise CheckpointError(
@@ -209,6 +216,10 @@ class Tokenizer:
         except TypeError:  # a lone surrogate, which Python decodes from bytes that are not UTF-8
             word = SURROGATES.search(text)  # not all of text, which may be a turn of a chat
             raise InputError(f"{word[0] if word else text!r} is not valid Unicode text") from None
+        except BaseException as error:
+            if not is_library_error(error):
+                raise
+            raise InputError(f"the model's tokenizer fails at a text of {len(text):,} characters: {error}") from None
 
     @cached_property
     def text_prefix(self) -> list[int]:
@@ -278,7 +289,12 @@ class Tokenizer:
 
     def decode_raw(self, ids: Iterable[int]) -> str:
         """The text of ids with the space that some templates have before an answer."""
-        return self.backend.decode(list(ids), skip_special_tokens=self.skip_special_tokens)
+        try:
+            return self.backend.decode(list(ids), skip_special_tokens=self.skip_special_tokens)
+        except BaseException as error:
+            if not is_library_error(error):
+                raise
+            raise CheckpointError(f"the model's tokenizer cannot decode its own tokens: {error}") from None
 
     def stream(self, ids: Iterable[int]) -> Iterator[str]:
         """Text as its ids arrive, whole characters only; the pieces join to `decode` of all ids."""
@@ -288,6 +304,23 @@ class Tokenizer:
                 yield text
         if text := decoder.rest():
             yield text
+
+
+def growth(step: Any) -> float:
+    """How many times as long the steps in a tokenizer.json's object can make a text, at most."""
+    times = 1.0
+    for value in step.values() if isinstance(step, dict) else step if isinstance(step, list) else ():
+        times *= growth(value)
+    if isinstance(step, dict) and step.get("type") in ("Replace", "Prepend"):
+        added = step.get("content") or step.get("prepend") or ""
+        pattern = (step.get("pattern") or {}).get("String")
+        times *= max(1, len(added) / len(pattern) if pattern else len(added) + 1)  # a Regex may match nothing
+    return times
+
+
+def is_library_error(error: BaseException) -> bool:
+    """True of an error of the tokenizers library, whose panics are no Exceptions."""
+    return type(error) is Exception or type(error).__name__ == "PanicException"
 
 
 def any_of(tokens: Iterable[str]) -> re.Pattern:

@@ -147,7 +147,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     try:
         lines = files.read_text(path, limit=None).split("\n") if path.exists() else [""]
         return [json.loads(line) for line in lines[:-1]]
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise TrainingError(f"{path} cannot be read: {error}; move it away") from None
 
 

@@ -15,6 +15,7 @@ from nanovlm import EMBEDDED, SAMPLE
 from nanovlm.captioner import Captioner
 from nanovlm.data.examples import encode
 from nanovlm.embedded import PROMPT, default_prompt
+from nanovlm.errors import CheckpointError
 from nanovlm.synthetic import caption, draw, random_scene, recipe
 from nanovlm.synthetic.captions import short_caption
 from nanovlm.synthetic.recipe import CAPTION_PROMPTS, SHORT_PROMPTS, scene_example
@@ -83,7 +84,23 @@ def test_a_thousand_fresh_scenes_reach_the_required_shares(dtype):
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
-def test_settings_that_are_no_file_are_passed_over_at_once(tmp_path, kind):
+def test_settings_that_are_no_file_are_refused_at_once(tmp_path, kind):
     path = tmp_path / "nanovlm.json"
     {"pipe": lambda: os.mkfifo(path), "device": lambda: path.symlink_to("/dev/zero"), "folder": path.mkdir}[kind]()
+    with pytest.raises(CheckpointError, match=r"nanovlm\.json is a (folder|pipe)"):
+        default_prompt(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 200_000, '{"prompt":' * 100_000, "no JSON", '["prompt"]', "", '{"a": "\\ud800"}']
+)
+def test_settings_that_are_no_object_are_one_line(tmp_path, text):
+    (tmp_path / "nanovlm.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"^[^\n]*nanovlm\.json [^\n]*$"):
+        default_prompt(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["{}", '{"prompt": " "}', '{"prompt": 5}', None])
+def test_a_model_without_a_prompt_has_the_usual_one(tmp_path, text):
+    (tmp_path / "nanovlm.json").write_text(text) if text else None
     assert default_prompt(tmp_path) == PROMPT

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from tokenizers import decoders, models
 
-from nanovlm.errors import CheckpointError
+from nanovlm.errors import CheckpointError, InputError
 from nanovlm.processing.conversation import dialogue
 from nanovlm.processing.tokenizer import StreamingDecoder, Tokenizer
 
@@ -117,6 +117,38 @@ def test_streaming_keeps_spaces_of_sentencepiece_decoders(tokenizer):
         assert "".join(streamed) == llama.decode(ids) and not any("\ufffd" in piece for piece in streamed)
 
 
+def replaced(pattern, content, n=1):
+    step = {"type": "Replace", "pattern": pattern, "content": content}
+    return step if n == 1 else {"type": "Sequence", "normalizers": [step] * n, "decoders": [step] * n}
+
+
+MULTIPLYING = {
+    "twelve steps": replaced({"String": "e"}, "e" * 10, 12), "one step": replaced({"String": "e"}, "e" * 10**6),
+    "between all": replaced({"Regex": ""}, "ab", 9), "in front": {"type": "Prepend", "prepend": "x" * 10**6},
+    "nested": {"type": "Sequence", "normalizers": [replaced({"String": "e"}, "e" * 20, 2)] * 2},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("part", ["normalizer", "decoder"])
+@pytest.mark.parametrize("name", MULTIPLYING)
+def test_a_tokenizer_that_multiplies_texts_is_refused_before_it_does(tokenizer, tmp_path, part, name):
+    step = json.loads(json.dumps(MULTIPLYING[name]).replace("normalizers", f"{part}s"))
+    if part == "decoder" and name == "in front":
+        return  # no decoder's step
+    (tmp_path / "tokenizer.json").write_bytes(json_of(tokenizer, **{part: step}))
+    words = f"tokenizer.json: its {part} makes texts [0-9]+ times as long, more than 256$"
+    with pytest.raises(CheckpointError, match=words):
+        Tokenizer.from_pretrained(tmp_path, tokenizer.cfg)
+
+
+def test_a_tokenizer_that_fails_at_a_text_is_one_line(tokenizer, tmp_path):
+    (tmp_path / "tokenizer.json").write_bytes(json_of(tokenizer, normalizer=replaced({"Regex": "(a+)+$"}, "b")))
+    hostile = Tokenizer.from_pretrained(tmp_path, tokenizer.cfg)
+    with pytest.raises(InputError, match="^the model's tokenizer fails at a text of 61 characters: [^\n]*$"):
+        hostile.encode("a" * 60 + "!")
+    assert hostile.decode(hostile.encode("two cats")).strip() == "two cats"
+
+
 def json_of(tokenizer, **changes):
     return json.dumps(json.loads(tokenizer.to_json()) | changes).encode()
 
@@ -129,7 +161,7 @@ def json_of(tokenizer, **changes):
         (lambda tokenizer: json_of(tokenizer, pre_tokenizer={"type": "Whitespace"}), "after encoding and decoding"),
         (lambda tokenizer: json_of(tokenizer, decoder=None), "after encoding and decoding: pre_tokenizer or decoder"),
         (lambda tokenizer: json_of(tokenizer, decoder=PANIC), "tokenizer.json"),  # of some versions, no Exception
-        (lambda tokenizer: json_of(tokenizer, model=BARE), "is not a valid tokenizer.json"),  # a bare Exception
+        (lambda tokenizer: json_of(tokenizer, model=BARE), "tokenizer fails at a text"),  # a bare Exception
         (lambda tokenizer: None, "has no tokenizer.json, and lm_tokenizer cannot be loaded instead"),
         (lambda tokenizer: "a folder", "tokenizer.json"),
     ],
