@@ -374,7 +374,7 @@ def _read_chat(chat: Any) -> tuple[list[Turn], list[Any], list[str]]:
         if role == "system" and not said:
             turns += [Turn(role, parts)] if parts else []
             continue
-        said.append(role)
+        said.append(str(role))
         if role != ("user" if len(said) % 2 else "assistant"):
             n = len(said)
             raise ExampleError(f"has a message {n} of {role!r}; user and assistant must alternate, the user first")
@@ -419,7 +419,7 @@ def _read_parts(content: Any, is_answer: bool = False) -> tuple[list[str | None]
             # `datasets` fills every key of each part
             names = (f"{kind}_url", kind, "image_url", "image", "url", "path")
             images.append(next((part[name] for name in names if not is_empty(part.get(name))), part.get("index")))
-            parts.append(None)
+            parts += [None]
         else:
             raise ExampleError(f"has a part of type {kind!r}; only text and images can be read")
     if not is_list:  # white space beside a mark separates it from the text
