@@ -29,7 +29,7 @@ CAPTION = rf"text|captions?|{FOLDER_NAME.replace(' ', '_')}"
 QUESTION = r"questions?|prompts?|query|queries|instructions?"
 SYSTEM = r"system(_(prompt|message))?"
 LETTERS = "[a-h]"  # of answers to choose from, if there are several such columns
-SPLIT_COLUMN = r"(data_?set_?)?(split|subset|partition)s?"
+SPLIT_COLUMN = r"(data_?set_?)?(split|(sub)?set|partition)s?"
 LEFT_OUT = (
     "text_column", "has {} beside its answer; write it into the question, or leave it out by naming the answer with "
     "--text-column",
@@ -58,7 +58,8 @@ ROLES = {"human": "user", "gpt": "assistant", "model": "assistant"}  # of ShareG
 LOSS_KEYS = ("weight", "loss", "train", "training", "trainable")  # keys of a message that say whether it is learned
 MARK = re.compile("<image>")  # an image's position in the text of LLaVA and its followers
 OTHER_MARKS = re.compile(
-    r"<\|?(?:image|img|video|audio|vision|picture)[ _-]?(?:\d+|pad|start|here)?\|?>|\[IMG\]|<start_of_image>",
+    r"<\|?(?:image|img|video|audio|vision|picture)[ _-]?(?:\d+|pad|start|here)?\|?>|\[IMG\]"
+    r"|<start_of_image>|<bbox>|<ref-object>",
     re.IGNORECASE,
 )
 INSIDE = "with an image behind text: SmolVLM's layout reads it there, nanoVLM's before all text"  # notes of examples
@@ -231,11 +232,14 @@ def _read(row: Row, columns: _Columns, options: ReadOptions) -> Example:
         places[role] = f"the {column}" if is_file else f"column {column}"
     if isinstance(answer, Path):
         places["answer"] = "the text file"
-    split = next(filter(None, (split_named(str(columns.row[column])) for column in columns.find(SPLIT_COLUMN))), "")
+    splits = {
+        column: named for column in columns.find(SPLIT_COLUMN) if (named := split_named(str(columns.row[column])))
+    }
+    split = next(iter(splits.values()), "")
     path = row.values.get("__key__") if row.is_sample else next(iter(written), None)
     if not split and isinstance(path, str) and columns.read.get("image") != IMAGE_FILE:
         split = split_of_path(path)
-    left = [column for column in columns.row if column not in (*columns.read.values(), *system)]
+    left = [column for column in columns.row if column not in (*columns.read.values(), *system, *splits)]
     notes += [f"not read: column {column}" for column in left if not is_empty(columns.row[column])]
     if isinstance(answer, Path) and "\n" in example.chats[0][-1].text:
         notes.append(SEVERAL_LINES)
