@@ -7,6 +7,7 @@ import argparse
 import importlib
 import io
 import os
+import re
 import shlex
 import sys
 import traceback
@@ -33,6 +34,10 @@ class Parser(argparse.ArgumentParser):
     """An argparse parser that reports errors in one line, and takes images before and after flags."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        args = list(sys.argv[1:] if args is None else args)
+        for at in reversed(range(len(args) - 1)):  # --metric -module:function is a value, not a flag
+            if args[at] == "--metric" and re.fullmatch(r"-[\w.]+:\w+", args[at + 1]):
+                args[at : at + 2] = [f"--metric={args[at + 1]}"]
         parsed, rest = super().parse_known_args(args, namespace)
         names, ended, more = rest, [], []
         if "--" in rest:

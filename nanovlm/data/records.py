@@ -29,7 +29,7 @@ CAPTION = rf"text|captions?|{FOLDER_NAME.replace(' ', '_')}"
 QUESTION = r"questions?|prompts?|query|queries|instructions?"
 SYSTEM = r"system(_(prompt|message))?"
 LETTERS = "[a-h]"  # of answers to choose from, if there are several such columns
-SPLIT_COLUMN = r"(data_?set_?)?(split|subset|partition)s?"
+SPLIT_COLUMN = r"(data_?set_?)?(split|(sub)?set|partition)s?"
 LEFT_OUT = (
     "text_column", "has {} beside its answer; write it into the question, or leave it out by naming the answer with "
     "--text-column",
@@ -58,7 +58,8 @@ ROLES = {"human": "user", "gpt": "assistant", "model": "assistant"}  # of ShareG
 LOSS_KEYS = ("weight", "loss", "train", "training", "trainable")  # keys of a message that say whether it is learned
 MARK = re.compile("<image>")  # an image's position in the text of LLaVA and its followers
 OTHER_MARKS = re.compile(
-    r"<\|?(?:image|img|video|audio|vision|picture)[ _-]?(?:\d+|pad|start|here)?\|?>|\[IMG\]|<start_of_image>",
+    r"<\|?(?:image|img|video|audio|vision|picture)[ _-]?(?:\d+|pad|start|here)?\|?>|\[IMG\]"
+    r"|<start_of_image>|<bbox>|<ref-object>",
     re.IGNORECASE,
 )
 INSIDE = "with an image behind text: SmolVLM's layout reads it there, nanoVLM's before all text"  # notes of examples
@@ -231,11 +232,14 @@ def _read(row: Row, columns: _Columns, options: ReadOptions) -> Example:
         places[role] = f"the {column}" if is_file else f"column {column}"
     if isinstance(answer, Path):
         places["answer"] = "the text file"
-    split = next(filter(None, (split_named(str(columns.row[column])) for column in columns.find(SPLIT_COLUMN))), "")
+    splits = {
+        column: named for column in columns.find(SPLIT_COLUMN) if (named := split_named(str(columns.row[column])))
+    }
+    split = next(iter(splits.values()), "")
     path = row.values.get("__key__") if row.is_sample else next(iter(written), None)
     if not split and isinstance(path, str) and columns.read.get("image") != IMAGE_FILE:
         split = split_of_path(path)
-    left = [column for column in columns.row if column not in (*columns.read.values(), *system)]
+    left = [column for column in columns.row if column not in (*columns.read.values(), *system, *splits)]
     notes += [f"not read: column {column}" for column in left if not is_empty(columns.row[column])]
     if isinstance(answer, Path) and "\n" in example.chats[0][-1].text:
         notes.append(SEVERAL_LINES)
@@ -374,7 +378,7 @@ def _read_chat(chat: Any) -> tuple[list[Turn], list[Any], list[str]]:
         if role == "system" and not said:
             turns += [Turn(role, parts)] if parts else []
             continue
-        said.append(role)
+        said.append(str(role))
         if role != ("user" if len(said) % 2 else "assistant"):
             n = len(said)
             raise ExampleError(f"has a message {n} of {role!r}; user and assistant must alternate, the user first")
@@ -419,7 +423,7 @@ def _read_parts(content: Any, is_answer: bool = False) -> tuple[list[str | None]
             # `datasets` fills every key of each part
             names = (f"{kind}_url", kind, "image_url", "image", "url", "path")
             images.append(next((part[name] for name in names if not is_empty(part.get(name))), part.get("index")))
-            parts.append(None)
+            parts += [None]
         else:
             raise ExampleError(f"has a part of type {kind!r}; only text and images can be read")
     if not is_list:  # white space beside a mark separates it from the text

@@ -129,7 +129,8 @@ def _open_folder(path: str, options: ReadOptions) -> Source:
     if reader:  # the rows, not the folders, say which images are read
         names = [name for name in found if is_image(name) or name in names]
     others = sorted(set(found).difference(names))
-    hint = f"; --extension {suffix(beside[0])} reads {beside[0]}, and its like" if beside else ""
+    captions = [name for name in beside if suffix(name) not in PARSERS]
+    hint = f"; --extension {suffix(captions[0])} reads {captions[0]} and its like" if captions else ""
     if unread := [name for name in here if suffix(name) == ".txt" and not beside]:
         hint = f"; {unread[0]} stands beside no image: if it is a table, call it .csv"
     reader = reader or (_read_captions if texts else partial(_read_labels, splits=splits, hint=hint))
@@ -361,6 +362,7 @@ def _image_folder(folders: list[str], rows: Sequence[Row], options: ReadOptions)
     if len(complete) == 1:
         return complete[0]
     problem = f"which {' and '.join(complete)} have" if complete else f"which is not in {folder} or one folder below it"
+    problem += ", as names of files have no %20" * ("%" in names[0])
     where = rows[0].name.rpartition("[")[0]
     raise DataError(
         f"{where} names the image {names[0]}, {problem}; name the folder of the images with --images FOLDER"

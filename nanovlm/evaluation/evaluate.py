@@ -1,9 +1,10 @@
 """Ask a model the questions of examples, and score its answers."""
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import islice
 
 from models.inference.continuous_batching import Request
 from nanovlm.captioner import Captioner
@@ -11,7 +12,7 @@ from nanovlm.console import progress_bar
 from nanovlm.data import Source
 from nanovlm.data.examples import Example, Question, questions
 from nanovlm.errors import DataError, ImageError, InputError
-from nanovlm.evaluation.metrics import METRICS, Metric, exact_match, intervals
+from nanovlm.evaluation.metrics import METRICS, Metric, exact_match, intervals, is_same_by_f1
 from nanovlm.options import GenerationOptions, generation_options
 from nanovlm.processing.conversation import with_images
 from nanovlm.processing.image_loading import load_image
@@ -59,6 +60,17 @@ class Evaluation:
         """The mean of each metric over all answers."""
         names = self.answers[0].scores if self.answers else ()
         return {name: sum(answer.scores[name] for answer in self.answers) / len(self.answers) for name in names}
+
+    def to_choose_by(self, metric: str) -> float:
+        """The mean of a metric by which models are chosen: in f1, texts that differ in signs alone are no match."""
+        scores = [
+            0.0
+            if metric == "f1" and score == 1 and not is_same_by_f1(answer.text, answer.question.references)
+            else score
+            for answer in self.answers
+            if (score := answer.scores.get(metric)) is not None
+        ]
+        return sum(scores) / len(scores) if scores else math.nan
 
     def groups(self, max_prompts: int = MAX_PROMPTS) -> list[tuple[str, str | None, "Evaluation"]]:
         """(source, None, answers) of each source; of one with several prompts also (source, prompt, answers)."""
@@ -124,8 +136,8 @@ def evaluate(
     limit = options.max_new_tokens
     if limit is None:
         longest = captioner.inference.cfg.lm_max_position_embeddings * captioner.tokenizer.longest_token
-        texts = (text[:longest] for question in asked for text in question.references)
-        lengths = (len(captioner.tokenizer.encode(text)) for text in texts)
+        cut = (text[:longest] for question in asked for text in question.references)
+        lengths = (len(captioner.tokenizer.encode(text)) for text in cut)
         limit = max(lengths, default=0) + SPARE_TOKENS
     # a score that can be repeated; and an answer may repeat itself, as a reference may
     changes = {"max_new_tokens": limit, "temperature": 0.0, "repetition_detection": (0, 0, 0)}
@@ -150,8 +162,8 @@ def evaluate(
 def _request(captioner: Captioner, question: Question, options: GenerationOptions) -> Request:
     """A request for an answer that fits the context; its error says why the question cannot be asked."""
     try:
-        texts = [question.references, *([turn.text] for turn in question.chat)]
-        captioner.processor.check_bytes(chain.from_iterable(texts), len(question.images))
+        texts = [*question.references, *(turn.text for turn in question.chat)]
+        captioner.processor.check_bytes(texts, len(question.images))
         images = captioner.processor.prepare([load_image(image) for image in question.images])
         return captioner.chat_request(with_images(question.chat, images), options)
     except (ImageError, InputError) as error:

@@ -25,6 +25,7 @@ PUNCTUATION = re.escape(string.punctuation)
 ARTICLES = re.compile(rf"(?<![{PUNCTUATION}])\b(a|an|the)\b(?![{PUNCTUATION}])")  # not the A of A-5
 THOUSANDS = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(,\d{2,3})*,\d{3}(?![\d,])")  # 1,000 and India's 1,00,000
 CURRENCIES = "$€£¥₹"
+SIGNS = re.compile(r"[^\w\s.,;:!?'\"()\[\]{}]")
 DASHES = re.compile(rf"[‐-–−﹣－](?=[.{CURRENCIES}]*\d)|(?<=\d)[‐-–−﹣－]")  # a minus or a hyphen, not the long dash
 AROUND_NUMBERS = {"Sc", "So", "Pi", "Pf", "Ps", "Pe", "Po"}  # categories of what may stand at one, as in “€5”
 Z_95 = 1.96  # standard deviations to either side that hold 95% of a normal distribution
@@ -71,6 +72,13 @@ def token_f1(answer: str, references: Sequence[str]) -> float:
     words, *truths = map(_squad_words, (answer, *references))
     overlaps = [2 * (words & truth).total() / max(1, words.total() + truth.total()) for truth in truths]
     return 1.0 if not words and Counter() in truths else max(overlaps)
+
+
+def is_same_by_f1(answer: str, references: Sequence[str]) -> bool:
+    """True if F1 takes the answer for a reference with the same signs: A- and A+ differ in these alone."""
+    signs = SIGNS.findall(_plain_numbers(answer))
+    alike = (text for text in references if SIGNS.findall(_plain_numbers(text)) == signs)
+    return any(token_f1(answer, [text]) == 1 for text in alike)
 
 
 def _squad_words(text: str) -> Counter[str]:
@@ -201,7 +209,11 @@ METRICS: dict[str, Metric] = {
 
 
 def load_metric(name: str) -> tuple[str, Metric]:
-    """Name and function of one of METRICS, or of the user's module:function(answer, references) -> number."""
+    """Name and function of one of METRICS, or of the user's module:function(answer, references) -> number.
+
+    A minus before it says that it is an error rate, which changes no score.
+    """
+    name = name.removeprefix("-")
     if name in METRICS:
         return name, METRICS[name]
     module_name, _, function_name = name.partition(":")

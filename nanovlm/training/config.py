@@ -184,7 +184,8 @@ class FinetuneOptions:
     metric: str | None = setting(
         None,
         "the best model is the last checkpoint with the highest of this metric over held-out answers: f1, exact_match, "
-        "vqa_accuracy, anls, cider or module:function(answer, references); or with the lowest held-out loss",
+        "vqa_accuracy, anls, cider or module:function(answer, references); or with the lowest held-out loss, or error "
+        "rate, -module:function",
         metavar="NAME",
         default_text="f1; backbones: loss",
     )

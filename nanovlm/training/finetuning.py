@@ -197,6 +197,7 @@ def held_out_task(
         "n_validation": math.ceil(len(positions) / cfg.batch_size),
         "answer_questions": answer,
         "metric": LOSS if metric == LOSS else next(iter(metrics)),
+        "is_error_rate": metric.startswith("-"),
     }
 
 

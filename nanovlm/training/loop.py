@@ -48,12 +48,17 @@ class TrainingTask:
     n_validation: int = 0  # of these
     answer_questions: Callable[[VisionLanguageModel, bool], Evaluation] | None = None
     metric: str = LOSS  # of these answers, or the loss: says which checkpoint is the best
+    is_error_rate: bool = False  # the metric
     data_fingerprint: str | None = None  # kept for the run that resumes this one
     n_held_out: float | str = 0  # a number, a share or a path, kept as well
     base: str | None = None  # the model that adapters belong to
     prompt: str | None = None  # becomes the model's default prompt
     origin: Mapping[str, Any] = field(default_factory=dict)  # flags that name the model to start from
     model_digest: str | None = None  # of its weights
+
+    @property
+    def lower_is_better(self) -> bool:
+        return self.metric == LOSS or self.is_error_rate
 
 
 class Trainer:
@@ -225,7 +230,7 @@ class Trainer:
             answers = task.answer_questions(self.model, False)
         metrics.log_evaluation(self.step, loss, answers)
         if task.metric != LOSS:  # known to the main process alone
-            (score,) = self.context.sum(answers.scores.get(task.metric, math.nan) if answers else 0.0)
+            (score,) = self.context.sum(answers.to_choose_by(task.metric) if answers else 0.0)
         if score is not None and math.isfinite(score):
             self.scores[self.step] = score
 
@@ -245,7 +250,7 @@ class Trainer:
     def best(self) -> int | None:
         """Step with the best score among stored checkpoints and this model, the last of equals; None without scores."""
         steps = {*checkpoint_steps(self.task.folder), self.step} & self.scores.keys() - {0}
-        sign = -1 if self.task.metric == LOSS else 1
+        sign = -1 if self.task.lower_is_better else 1
         return max(steps, key=lambda step: (sign * self.scores[step], step), default=None)
 
     def save(self) -> None:
@@ -285,8 +290,9 @@ class Trainer:
             self.streams = state["streams"]
         if not self.context.is_main:
             return
-        now = asdict(self.cfg) | {"validation": task.n_held_out, "metric": task.metric}
-        before = stored | {"metric": state["metric"]}
+        ours, theirs = (next(iter(origin.values()), "the embedded model") for origin in (task.origin, state["origin"]))
+        now = asdict(self.cfg) | {"validation": task.n_held_out, "metric": task.metric, "model": ours}
+        before = stored | {"metric": state["metric"], "model": theirs}
         changes = ", ".join(f"{k}={v} instead of {before[k]}" for k, v in now.items() if before.get(k, v) != v)
         logger.info(
             f"resumed {task.folder} at step {self.step}"
@@ -334,7 +340,7 @@ class Trainer:
             line += f", the best by held-out {task.metric.replace('_', ' ')} {score:.4f}"
         logger.info(line)
         start = self.scores.get(0)
-        if score is not None and start is not None and (start <= score if task.metric == LOSS else start >= score):
+        if score is not None and start is not None and (start <= score if task.lower_is_better else start >= score):
             logger.warning(f"before training it was {start:.4f}: the model has not become better")
         if task.answer_questions and not stopped:
             try:

@@ -40,6 +40,13 @@ N_FLAGS = {
 }  # at most, with -h
 
 
+def test_an_error_rate_is_a_value_and_no_flag():
+    parser = cli.Parser(add_help=False)
+    cli.add_verb_flags(cli.import_verb("evaluate"), parser)
+    args = parser.parse_args(["--data", "d", "--metric", "-my.metrics:cer", "--metric", "f1", "--limit", "3"])
+    assert args.metric == ["-my.metrics:cer", "f1"] and args.limit == 3
+
+
 @pytest.mark.parametrize("verb", cli.VERBS)
 def test_every_flag_has_a_help_text_in_words_and_flags_are_few(verb):
     parser = cli.Parser(add_help=False)

@@ -1,12 +1,15 @@
 """Metrics of answers, against reference implementations and figures from their papers."""
 
+import math
 import random
 from functools import cache
 from itertools import combinations
 
 import pytest
 
+from nanovlm.data.examples import Question
 from nanovlm.errors import InputError
+from nanovlm.evaluation.evaluate import Answer, Evaluation
 from nanovlm.evaluation.metrics import METRICS, edit_distance, intervals, load_metric
 
 ANSWERS = ["a cat on a mat", "a dog runs", "Two red birds sit on a wire.", "", "the man's hat is blue blue blue"]
@@ -105,6 +108,19 @@ def test_cider_is_that_of_coco_caption():
     assert METRICS["cider"](ANSWERS, REFERENCES) == pytest.approx(list(expected), abs=1e-6)
 
 
+SAME = [("A-", ["A-"]), ("A red car.", ["red car"]), ("1,000", ["1000"]), ("A+", ["A-", "A+"]), ("Yes!", ["yes"])]
+OTHER = [("A-", ["A+"]), ("O+", ["O-"]), ("a+b", ["a-b"]), ("C#", ["C++", "D#"]), ("grade A-", ["Grade A"])]
+
+
+@pytest.mark.parametrize(("answer", "references"), [*SAME, *OTHER])
+def test_texts_that_differ_in_signs_alone_choose_no_model(answer, references):
+    assert METRICS["f1"]([answer], [references]) == [1], "the printed score is the field's"
+    answered = Answer(Question("d", "a", [], [], references), answer, {"f1": 1.0, "anls": 0.5})
+    chosen = Evaluation([answered, answered])
+    assert chosen.to_choose_by("f1") == ((answer, references) in SAME) and chosen.to_choose_by("anls") == 0.5
+    assert math.isnan(Evaluation([]).to_choose_by("f1"))
+
+
 def test_a_metric_of_the_users_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path / "nothing")  # which restores the path at the end
@@ -116,6 +132,7 @@ def test_a_metric_of_the_users_own(tmp_path, monkeypatch):
     assert name == "longer" and metric(["ab", "a"], [["a"], ["ab"]]) == [1.0, 0.0]
     with pytest.raises(InputError, match="my_metrics:broken failed for the answer 'ab'.*IndexError"):
         load_metric("my_metrics:broken")[1](["ab"], [["a"]])
+    assert load_metric("-my_metrics:longer")[0] == "longer"
     for wrong in ("bleu", "my_metrics:nothing", "no_such_module_x:f"):
         with pytest.raises(InputError, match=wrong):
             load_metric(wrong)

@@ -68,11 +68,17 @@ def test_resumed_run_equals_uninterrupted_bit_for_bit(learn, make_batch, held_ou
         ({}, "b", "the run is finished: .* raise --max-steps.* another --out; the data has changed: .* nothing is"),
         ({"max_steps": 8}, "b", ", with max_steps=8 instead of 6; the data .* it is b instead of None; training goes"),
         ({"max_steps": 8, "lr": 1e-3}, None, ", with max_steps=8 instead of 6, lr=0.001 instead of 0.003; step 8/8"),
+        (
+            {"max_steps": 8},
+            None,
+            ", with max_steps=8 instead of 6, model=/mine/m instead of the embedded model; step 8/8",
+        ),
     ],
 )
 def test_a_resumed_run_reports_what_changed(learn, tmp_path, whole, tensors, settings, data, line):
     shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
-    lines = learn(tmp_path, replace(CFG, **settings), data_fingerprint=data)
+    origin = {"model": "/mine/m"} if "model=" in line else {}
+    lines = learn(tmp_path, replace(CFG, **settings), data_fingerprint=data, origin=origin)
     assert re.match(f"resumed {tmp_path} at step 6.*{line}", "; ".join(lines)), lines
     assert (tensors(tmp_path) == tensors(whole)) == (not settings)
 

@@ -15,8 +15,10 @@ import pytest
 import torch
 
 from models import files
+from nanovlm.data.examples import Question
 from nanovlm.embedded import SETTINGS
 from nanovlm.errors import BusyError, MissingExtraError, TrainingError
+from nanovlm.evaluation.evaluate import Answer, Evaluation
 from nanovlm.training.distributed import DistributedContext
 from nanovlm.training.loader import TrainingInterrupted, load_batches
 from nanovlm.training.metrics import MetricsLogger, check_installed, read_metrics, truncate
@@ -83,6 +85,18 @@ def test_evaluation_and_workers_change_no_weights(learn, held_out, tmp_path, who
     learn(tmp_path, replace(CFG, num_workers=1), **held_out)
     name = "checkpoints/step-6/model.safetensors"
     assert tensors(tmp_path)[name] == tensors(whole)[name]
+
+
+def test_of_an_error_rate_the_lowest_is_the_best(learn, held_out, tmp_path):
+    rates = iter([9.0, 0.25, 0.5, 0.25])  # before training, at each checkpoint, of the final model
+
+    def answer(*_):
+        return Evaluation([Answer(Question("d", "a", [], [], ["x"]), "y", {"cer": next(rates)})])
+
+    task = held_out | {"answer_questions": answer, "metric": "cer", "is_error_rate": True}
+    lines = learn(tmp_path, CFG, **task)
+    assert f"{tmp_path} holds the model of step 3, the best by held-out cer 0.2500" in lines
+    assert not any("has not become better" in line for line in lines)
 
 
 def test_of_equal_scores_the_last_counts_and_none_of_another_metric(learn, held_out, tmp_path):
