@@ -19,7 +19,8 @@ from nanovlm.processing.conversation import Turn
 
 NO_LIMIT = -1  # as max_tokens
 ANY_OBJECT = {"type": "object"}  # the JSON schema of json_object
-MAX_VALUES = 100_000  # of a request, counted before it is parsed
+MAX_VALUES = 50_000  # of a request, counted before it is parsed
+MAX_FIELDS = 100  # of an object
 MAX_ITEMS = 1000  # messages, and parts of one
 # pydantic's name of the kind of a part or format, in a path
 TAG = re.compile(r"^(messages\.\d+\.content\.\d+|response_format)\.(text|image_url|refusal|json_object|json_schema)")
@@ -59,6 +60,8 @@ class Record(BaseModel):
     def _drop_neutral(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
+        if len(data) > MAX_FIELDS:  # each unknown one would be an error
+            raise ValueError(f"an object of {len(data):,} fields, more than {MAX_FIELDS}; send less")
         known = {name: value for name, value in data.items() if value is not None and name not in cls.HARMLESS}
         return {name: value for name, value in known.items() if value not in cls.NEUTRAL.get(name, ())}
 

@@ -94,8 +94,13 @@ REFUSED = {  # changes of a request, and what the error says
     "spaces": (image(" " * 10**6 + "!"), "image 1: "),  # in no more time than others
     "half an image": (image(SAMPLE_URL[: len(SAMPLE_URL) // 8 * 4]), "image 1: "),
     "many pixels": (image(data_url(png(9000, 9000))), "more than 64,000,000 pixels"),
-    "many values": ({"stop": [""] * 200_000}, "^the request has more than 100,000 values; send less"),
+    "many values": ({"stop": [""] * 200_000}, "^the request has more than 50,000 values; send less"),
     "many parts": (content(*[text("")] * 1001), "^messages.0.content: .*at most 1000"),
+    "many fields": ({f"f{i}": 1 for i in range(40_000)}, "^an object of 40,001 fields, more than 100; send less$"),
+    "many fields of a part": (
+        content(text("") | {f"f{i}": 1 for i in range(200)}),
+        "^messages.0.content.0: .*202 fields",
+    ),
     "many messages": ({"messages": user_message("?") * 1001}, "^messages: .*at most 1000"),
     "no schema": (json_schema(1), "response_format: the JSON schema cannot be followed"),
     "a wrong type": too_much({"type": "objec"}),
