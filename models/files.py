@@ -161,6 +161,8 @@ def replacing(path: PathLike, mode: int | None = None) -> Iterator[Path]:
                 yield new
             _store(new, mode)
             os.replace(new, path)
+    except OSError as error:
+        raise error if isinstance(error, FileError) else file_error(path, error) from None  # not of the part's name
     finally:
         os.close(descriptor)
         new.unlink(missing_ok=True)

@@ -108,7 +108,7 @@ def make_app(captioner: Captioner, name: str, options: ServeOptions, description
     if options.allow_origin:
         cors: dict[str, Any] = {"allow_methods": ["*"], "allow_headers": ["*"], "expose_headers": ["Retry-After"]}
         app.add_middleware(CORSMiddleware, allow_origins=options.allow_origin, **cors)
-    app.add_middleware(Gate, chats=chats)
+    app.add_middleware(Gate, options=options, chats=chats)
     app.include_router(api, prefix="/v1")
     app.include_router(api)  # some clients leave /v1 out, as llama.cpp's server allows
     pages = {"/": STATIC / "index.html", "/sample.png": SAMPLE} | {f"/{file.name}": file for file in STATIC.iterdir()}
@@ -126,10 +126,10 @@ class Gate:
     Any web page in a browser can send requests to a server on the same machine.
     """
 
-    def __init__(self, app: ASGIApp, chats: "Chats"):
+    def __init__(self, app: ASGIApp, options: ServeOptions, chats: "Chats | None" = None):
         self.app = app
         self.chats = chats
-        self.options = chats.options
+        self.options = options
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -152,7 +152,7 @@ class Gate:
         finally:
             response = state.get("response")
             problem = state["problem"]
-            if response is not None:
+            if response is not None and self.chats is not None:
                 await self.chats.release(response)
             if not self.options.quiet and (response or problem):
                 details = problem or response.summary(time.monotonic() - started)

@@ -10,11 +10,10 @@ const cards = []; // by the number of the image
 let order = []; // cards, doubtful ones first
 let shown = []; // cards that the filters let through
 let prompt = null; // of the model, if there is one
-let unsaved = 0; // requests on their way
 let inOrder = Promise.resolve();
 
-async function call(path, body) {
-  const options = body === undefined ? {} : { method: "POST", body: JSON.stringify(body), priority: "high",
+async function call(path, body, keepalive = false) {
+  const options = body === undefined ? {} : { method: "POST", body: JSON.stringify(body), priority: "high", keepalive,
     headers: { "Content-Type": "application/json" } }; // before the thumbnails that wait
   const response = await fetch(path, options).catch(() => { throw new Error("the program has ended; start it again"); });
   const answer = await response.json().catch(() => ({}));
@@ -22,19 +21,21 @@ async function call(path, body) {
   return answer;
 }
 
-function change(path, body, touched) { // one after the other; answers are states of cards
-  unsaved += 1;
+function change(path, body, touched, isLeaving) { // one after the other; answers are states of cards
   for (const card of touched) card.isKept = true;
-  inOrder = inOrder.then(() => call(path, body())).then((states) => {
+  const answer = isLeaving ? call(path, body(), true) : inOrder.then(() => call(path, body()));
+  inOrder = answer.then((states) => {
     for (const state of states) state.conflict ? clash(cards[state.id], state) : take(cards[state.id], state, true);
     refresh();
     const clashes = states.filter((state) => state.conflict).length;
     say(clashes ? `${clashes} changed outside of this page; look at the notes` : states.length ? "Saved" : "Nothing to undo");
   }).catch((error) => {
     say(error.message);
-    for (const card of touched) note(card, `Not saved: ${error.message}`);
-  }).finally(() => { unsaved -= 1; });
-  return inOrder;
+    for (const card of touched) {
+      card.isFailed = true;
+      note(card, `Not saved: ${error.message}`);
+    }
+  });
 }
 
 function say(text) { $("#status").textContent = text; }
@@ -52,16 +53,19 @@ function note(card, text, ...buttons) {
 }
 
 function clash(card, state) { // the version stays, so that nothing is saved before a person has decided
+  card.isFailed = true;
   note(card, `Changed outside of this page to: “${state.text}”`,
-    ["Keep mine", () => { card.state.version = state.version; save(card, true); }],
+    ["Keep mine", () => { card.state = state; save(card); }],
     ["Take theirs", () => { card.box.value = card.state.text; take(card, state, true); }]);
 }
 
 function take(card, state, isOurs) { // the box follows unless a person has typed into it since
-  const isTyped = card.box && card.box.value !== card.state.text && !(isOurs && card.box.value.trim() === state.text);
-  if (isTyped && !isOurs && state.version !== card.state.version) return clash(card, state);
+  const wasTyped = isTyped(card);
+  if (wasTyped && !isOurs && state.text !== card.sent) return clash(card, state);
   card.state = state;
-  if (card.box && (!isTyped || isOurs && card.box !== document.activeElement)) card.box.value = state.text;
+  card.sent = undefined;
+  card.isFailed = false;
+  if (!wasTyped && isTyped(card)) card.box.value = state.text;
   note(card, failure(card));
   paint(card);
 }
@@ -82,11 +86,18 @@ function paint(card) {
   $(".name", card.element).title = card.state.made;
 }
 
-function save(card, isCertain) {
-  const text = card.box.value.trim();
+function isTyped(card) { return card.box && card.box.value.trim() !== card.state.text.trim(); }
+
+function typed(card) { // `sent` may have been saved, though no answer has told its version yet
+  const sent = card.sent ?? card.state.text;
+  card.sent = card.box.value.trim();
+  return [{ id: card.state.id, text: card.sent, version: card.state.version, sent }];
+}
+
+function save(card, isLeaving) {
+  clearTimeout(card.timer);
   paint(card);
-  if (!isCertain && text === card.state.text.trim()) return;
-  change("captions", () => [{ id: card.state.id, text, version: card.state.version }], [card]);
+  if (isTyped(card)) change("captions", () => typed(card), [card], isLeaving);
 }
 
 function refresh() { // marks that depend on others, counts, and what is shown
@@ -219,7 +230,11 @@ function makeElement(card) {
   $("img", element).src = `thumbnails/${state.id}.jpg`;
   $(".again", element).hidden = prompt === null;
   $(".again", element).onclick = () => again(card);
-  card.box.oninput = () => paint(card);
+  card.box.oninput = () => {
+    paint(card);
+    clearTimeout(card.timer);
+    card.timer = setTimeout(save, 1000, card);
+  };
   card.box.onblur = () => save(card);
   card.box.onkeydown = (event) => {
     const by = event.altKey && { ArrowDown: 1, ArrowUp: -1 }[event.key];
@@ -267,10 +282,11 @@ async function start() {
       refresh();
     }).catch((error) => say(error.message));
   });
+  const saveAll = () => cards.filter(isTyped).forEach((card) => save(card, true));
+  window.addEventListener("pagehide", saveAll); // what was typed less than a second ago
+  document.addEventListener("visibilitychange", () => { if (document.hidden) saveAll(); });
   window.addEventListener("beforeunload", (event) => {
-    const card = cards[document.activeElement.closest?.("article")?.dataset.id];
-    if (card) save(card);
-    if (unsaved) event.preventDefault();
+    if (cards.some((card) => card.isFailed && isTyped(card))) event.preventDefault();
   });
 }
 
