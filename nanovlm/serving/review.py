@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from nanovlm.captioner import Captioner
 
 PAGE = Path(__file__).parent / "review_page"
-THUMBNAIL, LARGE = 256, 1600  # longest sides
+SIDES = {"thumbnails": 256, "pictures": 640, "images": 1600}  # the longest sides, by the beginning of the address
 QUALITY = 80
 N_THUMBNAILS = 4_000  # that are kept, some 10 kB each
 IMPROBABLE = 0.7  # a label's probability, below which a person should look
@@ -65,7 +65,7 @@ class Review:
         self.options = options or CaptionOptions()
         self.model = model
         self.changes: list[tuple[str, list[Change]]] = []  # with what a person calls them
-        self.n_written = 0  # of the change that runs
+        self.n_written = self.n_wanted = 0  # of the change that runs
         self.writing = threading.RLock()
         self.captioning = threading.Lock()
         self.decoders = threading.BoundedSemaphore(os.cpu_count() or 1)  # a picture takes much memory
@@ -147,7 +147,7 @@ class Review:
 
     def status(self) -> dict[str, Any]:
         """How far a change is, and what `undo` takes back."""
-        return {"done": self.n_written, "undo": self.changes[-1][0] if self.changes else ""}
+        return {"done": self.n_written, "total": self.n_wanted, "undo": self.changes[-1][0] if self.changes else ""}
 
     def _write(
         self, what: str, wanted: list[Wanted], edit: Callable[[Row, str], Row] | None = None
@@ -157,7 +157,7 @@ class Review:
         images = [self.images[number] for number, *_ in wanted]
         todo: list[tuple[Row, Change]] = []
         conflicts = set()
-        self.n_written = 0
+        self.n_written, self.n_wanted = 0, len(wanted)
 
         def write(image: str, row: Row) -> None:
             output.write(image, row)
@@ -205,7 +205,7 @@ class Review:
             modified = os.stat(self.images[number]).st_mtime_ns
         except (OSError, ValueError) as error:
             raise ImageError(f"{self.images[number]}: {getattr(error, 'strerror', None) or error}") from None
-        make = self.thumbnail if side == THUMBNAIL else self._thumbnail
+        make = self.thumbnail if side == SIDES["thumbnails"] else self._thumbnail
         return make(number, side, modified)
 
 
@@ -241,10 +241,9 @@ def make_review_app(review: Review, token: str) -> FastAPI:
 
     @api.get("/{kind}/{number}.jpg")
     def picture(kind: str, number: int) -> Response:
-        side = {"thumbnails": THUMBNAIL, "images": LARGE}.get(kind)
-        if side is None or not 0 <= number < len(review.images):
+        if kind not in SIDES or not 0 <= number < len(review.images):
             raise APIError(404, "no such image in the list")
-        return Response(review.picture(number, side), media_type="image/jpeg")
+        return Response(review.picture(number, SIDES[kind]), media_type="image/jpeg")
 
     @api.post("/captions")
     async def change(request: Request, replaced: bool = False) -> list[dict[str, Any]]:

@@ -239,16 +239,16 @@ def test_undo_puts_back_the_types_of_another_programs_rows(name, target):
 def test_what_a_person_goes_on_typing_is_one_change_and_known_by_its_text(target):
     review = Review(target)
     api = client(review)
-    assert api.get("/t/status").json() == {"done": 0, "undo": ""}
+    assert api.get("/t/status").json() == {"done": 0, "total": 0, "undo": ""}
     sent = "a dog, a.png"
     for text in ("a c", "a cat", "a cat"):  # of the first two the page has no answer yet
         (state,) = api.post("/t/captions", json=[change(0, text, "a dog, a.png") | {"sent": sent}]).json()
         assert state["text"] == text and not state["conflict"]
         sent = text
-    assert api.get("/t/status").json() == {"done": 0, "undo": "edit of a.png"}
+    assert api.get("/t/status").json() == {"done": 0, "total": 1, "undo": "edit of a.png"}
     wanted = [change(i, "x", text) for i, text in enumerate(("a cat", "a dog, b.png"))]
     api.post("/t/captions?replaced=true", json=wanted)
-    assert api.get("/t/status").json() == {"done": 2, "undo": "replacement of 2 captions"}
+    assert api.get("/t/status").json() == {"done": 2, "total": 2, "undo": "replacement of 2 captions"}
     api.post("/t/undo", json={})
     with files.locked(target):
         assert api.post("/t/undo", json={}).status_code == 409
@@ -449,13 +449,51 @@ def test_the_page_edits_filters_replaces_undoes_and_captions_again(size, target,
     page.get_by_label("Filter by folder").select_option("/sub")
     expect(page.locator("article:visible")).to_have_count(2)
     page.get_by_label("Filter by folder").select_option("")
+    page.get_by_role("button", name="More").click()
     page.get_by_label("Prompt to caption").fill("Why?")
+    page.keyboard.press("Escape")
     page.locator("article", has=box(page, "b.png")).get_by_role("button", name="Caption again").click()
     expect(box(page, "b.png")).to_have_value(embedded.caption("photos/b.png", "Why?", max_new_tokens=6).strip())
     page.get_by_role("button", name="Show b.png large").click()
     expect(page.locator("dialog img")).to_be_visible()
     page.keyboard.press("Escape")
     expect(page.locator("dialog img")).to_be_hidden()
+
+
+@pytest.mark.full
+def test_tags_are_counted_filtered_added_and_removed(target, open_review):
+    expect = pytest.importorskip("playwright.sync_api").expect
+    page = open_review(Review(target))
+    undo = page.get_by_role("button", name="Undo")
+    expect(undo).to_be_disabled()
+    top = box(page, "a.png").bounding_box()
+    page.get_by_role("button", name="Tags").click()
+    expect(page.locator("#chips button")).to_have_text(["a dog 3", "a.png 1", "b.png 1", "sub/c.png 1"])
+    page.get_by_label("Tag or trigger word").fill("ohwx")
+    page.get_by_label("at the start").check()
+    page.get_by_role("button", name="Add to 3").click()
+    expect(undo).to_have_text("Undo replacement of 3 captions")
+    assert [text_of(target, name) for name in NAMES] == [f"ohwx, a dog, {name}" for name in NAMES]
+    expect(page.get_by_role("button", name="Add to 0")).to_be_disabled()
+    page.get_by_role("button", name="b.png 1").click()
+    expect(page.locator("article")).to_have_count(1)
+    page.get_by_role("button", name="Remove from 1").click()
+    expect(box(page, "b.png")).to_have_value("ohwx, a dog")
+    page.get_by_role("button", name="ohwx 3").click()
+    page.get_by_role("button", name="Remove from 3").click()
+    expect(page.get_by_role("status")).to_have_text("Saved")
+    assert [text_of(target, name) for name in NAMES] == ["a dog, a.png", "a dog", "a dog, sub/c.png"]
+    page.keyboard.press("Escape")
+    page.get_by_label("Filter by words").fill("x & y")
+    expect(page.get_by_text("No caption has “x & y” and the tag “ohwx”")).to_be_visible()
+    expect(page.get_by_role("status")).to_be_hidden()
+    page.get_by_role("button", name="Clear the filter").click()
+    expect(page.locator("article")).to_have_count(3)
+    assert box(page, "a.png").bounding_box() == top, "panels and notes move no card"
+    page.get_by_role("button", name="More").click()
+    page.get_by_label("Size of pictures").fill("400")
+    expect(page.locator("article img").first).to_have_attribute("src", re.compile("pictures/"))
+    assert page.locator("article .picture").first.bounding_box()["width"] == 400
 
 
 LEAVE = {  # ways to leave the page with words in a box
@@ -513,7 +551,7 @@ def test_a_thousand_cards_are_made_as_they_are_seen(target, open_review):
     expect(page.locator("article")).to_have_attribute("data-id", number)
     assert "a cat" in Path(target).read_text()
     page.locator("#words").fill("")
-    page.locator("summary").click()
+    page.get_by_role("button", name="Find and replace").click()
     page.locator("#find").fill("dog")
     page.locator("#put").fill("wolf")
     page.get_by_role("button", name="Replace 1002 in 1002 captions").click()
