@@ -9,7 +9,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+MAX_LOCKED = 200  # folders; each takes a descriptor
 LOG_INTERVAL = 30.0  # seconds between progress lines where there is no terminal
 
 
@@ -120,7 +121,7 @@ def caption_files(
     origin = partial(_origin, model, options)
     with ExitStack() as stack:
         try:
-            stack.enter_context(output.opened(_folders(names, report.images)))
+            stack.enter_context(output.opened(folders_of(names, report.images)))
         except OSError as error:
             problem = error if isinstance(error, FileError) else f"{output.target('')}: {error.strerror}"
             raise UsageError(f"{problem}; name a file elsewhere by --out") from None
@@ -130,12 +131,12 @@ def caption_files(
     return report
 
 
-def _folders(names: Sequence[str | os.PathLike[str]], images: Sequence[str]) -> list[str]:
-    """The folders that are named or, of names of files only, the one that holds them all."""
-    folders = {os.path.realpath(name): os.fspath(name) for name in names if os.path.isdir(name)}
-    with suppress(ValueError):  # no images, or on several drives
-        return list(folders.values()) or [os.path.commonpath([os.path.dirname(os.path.abspath(i)) for i in images])]
-    return []
+def folders_of(names: Sequence[str | os.PathLike[str]], images: Sequence[str]) -> list[str]:
+    """The folders to lock, each once: those that are named, and those of the first images."""
+    found: dict[str, str] = {}
+    for folder in chain((os.fspath(name) for name in names if os.path.isdir(name)), map(os.path.dirname, images)):
+        found.setdefault(os.path.realpath(folder), folder or ".")
+    return list(found.values())[:MAX_LOCKED]
 
 
 def _origin(model: str, options: CaptionOptions, image: str) -> Row:

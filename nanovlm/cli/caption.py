@@ -93,7 +93,8 @@ def run(args: argparse.Namespace) -> int:
     several = not options.as_video and any(map(names_several, args.images))
     if args.ray is not None or args.from_file or args.out or several:
         report = caption_names(args, [*args.images, *read_names(args.from_file)], model, options)
-        print_summary(report)
+        beside = f".{(args.extension or 'txt').removeprefix('.')} files beside the images"
+        print_summary(report, "" if args.json else beside if args.out in (None, "txt") else args.out)
         return 1 if report.failed else 0
     refuse_flags(args, FILE_FLAGS, "files: name a folder, or a file by --out")
     if report_missing(args.images):
@@ -152,7 +153,7 @@ def caption_names(args: argparse.Namespace, names: list[str], model: ModelOption
 
     def load() -> "Captioner":
         check_model_named()
-        return load_captioner(model, options.prompts, options.max_new_tokens)
+        return load_captioner(model, options.prompts, options.max_new_tokens, own_images=True)
 
     if args.ray is not None and not ADDRESS.fullmatch(args.ray):
         raise UsageError(f"--ray {args.ray} is no address like auto or ray://HOST:10001; name images before --ray")
@@ -215,16 +216,17 @@ def read_names(file: str | None) -> list[str]:
     return [os.fsdecode(name) for name in names if name.strip()]
 
 
-def print_summary(report: "Report") -> None:
-    """Print what a run did, and then a line for each thing that a person may want to look at."""
+def print_summary(report: "Report", place: str) -> None:
+    """Print what a run did and where it is, and then a line for each thing that a person may want to look at."""
     from nanovlm.processing.image_loading import HEIF_EXTENSIONS, INSTALL_HEIC
 
     parts = []
     if report.captioned or not (report.skipped or report.kept):
         rate = f" ({60 * report.captioned / report.seconds:,.0f} a minute)" if report.seconds > 1 else ""
-        parts.append(f"{report.captioned:,} captioned in {report.seconds:.0f} s{rate}")
+        where = f", in {printable(place)}" if place and report.captioned else ""
+        parts.append(f"{report.captioned:,} captioned in {report.seconds:.0f} s{rate}{where}")
     if report.skipped:
-        parts.append(f"{len(report.skipped):,} had captions ({some(report.skipped)})")
+        parts.append(f"{len(report.skipped):,} had captions")
     parts += [f"{len(report.failed):,} failed"] if report.failed else []
     for extension, n in report.left_out.items():
         hint = f" (to read them: {INSTALL_HEIC})" if extension in HEIF_EXTENSIONS else ""
@@ -234,7 +236,7 @@ def print_summary(report: "Report") -> None:
     if report.kept:
         verb = "is" if len(report.kept) == 1 else "are"
         texts = f"{count(len(report.kept), 'text')} that a person wrote or edited {verb} kept"
-        print_error(f"{texts} ({some(report.kept)}); --overwrite all replaces what a person wrote, too")
+        print_error(f"{texts}; --overwrite all replaces what a person wrote, too")
     for origin, n in report.others.items():
         print_error(f"{count(n, 'existing caption')} of another run, with {origin}; --overwrite replaces what is old")
     for reason, images in report.cut.items():

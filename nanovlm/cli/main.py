@@ -64,6 +64,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if is_file and first not in VERBS:
         print_error(f"nanovlm: {first!r} is not a verb; did you mean: nanovlm caption {shlex.join(argv)}")
         return EXIT_USAGE
+    if similar := [] if first in VERBS else get_close_matches(first, VERBS, 1):
+        print_error(f"nanovlm: {first!r} is not a verb; did you mean {similar[0]}?")
+        return EXIT_USAGE
     names = [first] if first in VERBS else VERBS
     verbs = {name: import_verb(name) for name in names}  # each imports what its flags need
     parser = Parser(

@@ -1,27 +1,30 @@
 """`nanovlm review`: a page to look at the captions of images beside the pictures, and to change them."""
 
 import asyncio
-import functools
 import json
 import logging
 import os
 import secrets
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache, lru_cache, partial
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import FileResponse, JSONResponse
 
+from models import files
 from models.files import FileError
-from nanovlm.bulk import Report, caption_rows, extensions, find_images
+from nanovlm.bulk import Report, caption_rows, extensions, find_images, folders_of
+from nanovlm.console import count
 from nanovlm.errors import ImageError, NanoVLMError, UsageError
 from nanovlm.options import CaptionOptions, with_changes
-from nanovlm.outputs import EDITED, MADE, Output, Row, Sidecars, Table, edited, reasons, text_hash
+from nanovlm.outputs import EDITED, Row, Sidecars, Table, edited, reasons, text_hash, text_of
 from nanovlm.processing.image_loading import thumbnail
 from nanovlm.serving.app import Gate, read_body
 from nanovlm.serving.openai_api import APIError
@@ -31,12 +34,13 @@ if TYPE_CHECKING:
     from nanovlm.captioner import Captioner
 
 PAGE = Path(__file__).parent / "review_page"
-THUMBNAIL, LARGE = 256, 1600  # longest sides
+SIDES = {"thumbnails": 256, "pictures": 640, "images": 1600}  # the longest sides, by the beginning of the address
 QUALITY = 80
 N_THUMBNAILS = 4_000  # that are kept, some 10 kB each
 IMPROBABLE = 0.7  # a label's probability, below which a person should look
 MAX_UNDO = 50
-Change = tuple[int, Row, str]  # an image's number, its row before or to be, and the version of the text after or before
+Wanted = tuple[int, Row, set[str]]  # an image's number, its row to be, and versions of the text that it may replace
+Change = tuple[int, Row, str]  # an image's number, its row before, and the version of the text after
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +48,8 @@ logger = logging.getLogger(__name__)
 class Review:
     """The captions of some images: listed, marked, changed through the output of a caption run, and undone.
 
-    target is a folder, with text files of this extension, or a table. Each change locks what it writes, reads it anew,
-    and is refused where the text is not the one that the page has.
+    target is a folder, with text files of this extension, or a table. Each change locks what it writes, looks for what
+    others wrote, and is refused where the text is not one that the page has.
     """
 
     def __init__(
@@ -57,22 +61,25 @@ class Review:
         model: str = "",
     ):
         self.target = target
-        self.extension = extension
-        self.load = functools.cache(load) if load else None
+        self.load = cache(load) if load else None
         self.options = options or CaptionOptions()
         self.model = model
-        self.changes: list[list[Change]] = []
-        self.writing = threading.Lock()
+        self.changes: list[tuple[str, list[Change]]] = []  # with what a person calls them
+        self.n_written = self.n_wanted = 0  # of the change that runs
+        self.writing = threading.RLock()
         self.captioning = threading.Lock()
         self.decoders = threading.BoundedSemaphore(os.cpu_count() or 1)  # a picture takes much memory
-        self.thumbnail = functools.lru_cache(N_THUMBNAILS)(self._thumbnail)
-        output = self.output()
-        if isinstance(output, Table):
+        self.thumbnail = lru_cache(N_THUMBNAILS)(self._thumbnail)
+        self.output: Sidecars | Table
+        if not os.path.isdir(target):
+            self.output = output = Table(target, "all")
+            output.read()
             self.folder = os.path.dirname(target) or "."
             rows = (output.rows | output.failures.rows).values()
             images = [os.path.join(self.folder, row["file_name"]) for row in rows]
             self.images = [image for image in images if output.made(image) or os.path.exists(image)]
         else:
+            self.output = Sidecars(extension, "all")
             self.folder = target
             report = Report()
             find_images([target], extensions(self.options), report)
@@ -80,21 +87,17 @@ class Review:
         if not self.images:
             raise UsageError(f"{target} has no images; name a folder of images, or a .jsonl table")
 
-    def output(self) -> Sidecars | Table:
-        """The captions as they are now."""
-        if os.path.isdir(self.target):
-            return Sidecars(self.extension)
-        table = Table(self.target)
-        table.check()
-        table.read()
-        return table
-
     def listing(self) -> list[dict[str, Any]]:
-        output = self.output()
-        return [self._state(output, number) for number in range(len(self.images))]
+        return self._states(range(len(self.images)))
 
-    def _state(self, output: Output, number: int) -> dict[str, Any]:
+    def _states(self, numbers: Iterable[int], conflicts: Collection[int] = ()) -> list[dict[str, Any]]:
+        with self.writing:
+            self.output.read()
+            return [self._state(number) | {"conflict": number in conflicts} for number in numbers]
+
+    def _state(self, number: int) -> dict[str, Any]:
         image = self.images[number]
+        output = self.output
         problem = output.refusal(image)
         row: Row = {}
         try:
@@ -102,7 +105,7 @@ class Review:
             problem = problem or (not row and output.failure(image)) or ""
         except FileError as error:
             problem = str(error)
-        text = str(row.get("text", ""))
+        text = text_of(row)
         name = os.path.relpath(image, self.folder)
         made = ", ".join(f"{key} {row[key]!r}" for key in ("model", "prompt", "prefix", "choices") if row.get(key))
         shown = {"name": name, "folder": os.path.dirname(name), "text": text, "made": made, "problem": problem}
@@ -110,18 +113,19 @@ class Review:
         more = {"version": text_hash(text), "marks": marks(row), "is_label": bool(row.get("choices"))}
         return {"id": number} | shown | more
 
-    def change(self, wanted: list[tuple[int, str, str]], is_replaced: bool = False) -> list[dict[str, Any]]:
+    def change(self, wanted: list[Wanted], is_replaced: bool = False) -> list[dict[str, Any]]:
         """Write texts that a person typed, or replaced words of, if the page has their versions; returns states."""
-        changes: list[Change] = [(number, {"text": text.strip()}, version) for number, text, version in wanted]
-        return self._write(changes, functools.partial(edited, is_replaced=is_replaced))
+        return self._write("replacement" if is_replaced else "edit", wanted, partial(edited, is_replaced=is_replaced))
 
-    def again(self, number: int, prompt: str, version: str) -> list[dict[str, Any]]:
+    def again(self, number: int, prompt: str, versions: set[str]) -> list[dict[str, Any]]:
         """Caption an image again by a prompt, with the prefix that its caption has; returns its state."""
         if self.load is None:
             raise UsageError("no model to caption with; start the page with --model")
         image = self.images[number]
-        output = self.output()
-        prefix = (output.made(image) or output.record(image).made(image)).get("prefix", "")
+        with self.writing:
+            self.output.read()
+            made = self.output.made(image) or self.output.record(image).made(image)
+        prefix = made.get("prefix", "")
         options = with_changes(self.options, {"prompts": (prompt,), "prefix": prefix})
         with self.captioning:
             (row,) = caption_rows(self.load(), [(image, image)], options)
@@ -129,44 +133,67 @@ class Review:
                 raise row if isinstance(row, NanoVLMError) else ImageError(f"{image}: {row}")
         origin = {"model": self.model, "prompt": options.filled(prompt, image), "prefix": prefix}
         row |= {name: value for name, value in origin.items() if value}
-        return self._write([(number, row, version)])
+        return self._write("caption", [(number, row, versions)])
 
     def undo(self) -> list[dict[str, Any]]:
         """Put the rows before the last change back, where nothing changed since; returns the states now."""
-        return self._write(self.changes.pop(), is_undo=True) if self.changes else []
+        with self.writing:
+            if not self.changes:
+                return []
+            _, last = self.changes[-1]
+            states = self._write("", [(number, row, {version}) for number, row, version in last])
+            del self.changes[-1]
+            return states
+
+    def status(self) -> dict[str, Any]:
+        """How far a change is, and what `undo` takes back."""
+        return {"done": self.n_written, "total": self.n_wanted, "undo": self.changes[-1][0] if self.changes else ""}
 
     def _write(
-        self, rows: list[Change], edit: Callable[[Row, str], Row] | None = None, is_undo: bool = False
+        self, what: str, wanted: list[Wanted], edit: Callable[[Row, str], Row] | None = None
     ) -> list[dict[str, Any]]:
-        """Write rows, or those that edit makes of old ones and texts, where the texts have the versions given."""
-        with self.writing:
-            output = self.output()
-            output.overwrite = "all"
-            todo = []
-            conflicts = set()
-            with output.opened([self.folder]), ThreadPoolExecutor(output.n_writers) as threads:
-                for number, row, version in rows:
-                    image = self.images[number]
-                    if reason := output.refusal(image):
-                        raise UsageError(f"{image}: {reason}")
-                    old = output.row(image)
-                    if text_hash(str(old.get("text", ""))) == version:
-                        row = edit(old or output.made(image), row["text"]) if edit else row
-                        todo.append((number, row, {"text": ""} | {name: old[name] for name in MADE if name in old}))
-                    else:
-                        conflicts.add(number)
-                written = [threads.submit(output.write, self.images[number], row) for number, row, _ in todo]
-            done = [
-                (number, old, text_hash(str(row["text"])))
-                for (number, row, old), future in zip(todo, written)
-                if future.exception() is None
-            ]
-            if done and not is_undo:
-                self.changes = [*self.changes, done][-MAX_UNDO:]
-            for future in written:
-                future.result()  # raises its error
-            output = self.output()
-            return [self._state(output, number) | {"conflict": number in conflicts} for number, *_ in rows]
+        """Write rows, or those that edit makes of old ones and texts, where the texts have one of their versions."""
+        output = self.output
+        images = [self.images[number] for number, *_ in wanted]
+        todo: list[tuple[Row, Change]] = []
+        conflicts = set()
+        self.n_written, self.n_wanted = 0, len(wanted)
+
+        def write(image: str, row: Row) -> None:
+            output.write(image, row)
+            self.n_written += 1
+
+        with self.writing, output.opened(folders_of([], images)), ThreadPoolExecutor(output.n_writers) as threads:
+            for image, (number, row, versions) in zip(images, wanted):
+                if reason := output.refusal(image):
+                    raise UsageError(f"{image}: {reason}")
+                old = output.row(image)
+                version = text_hash(text_of(old))
+                new = edit(old or output.made(image), row["text"]) if edit else row
+                if version not in versions:
+                    conflicts.add(number)
+                elif edit is None or text_hash(new["text"]) != version:
+                    todo.append((new, (number, output.kept(image), version)))
+            writes = [threads.submit(write, self.images[change[0]], row) for row, change in todo]
+            done = [(row, change) for (row, change), each in zip(todo, writes) if each.exception() is None]
+            if done and what:
+                self._remember(what, done)
+            for each in writes:
+                each.result()  # raises its error
+        return self._states([number for number, *_ in wanted], conflicts)
+
+    def _remember(self, what: str, done: list[tuple[Row, Change]]) -> None:
+        """Add changes to those that `undo` takes back; what a person goes on typing is one change."""
+        changes = [(number, kept, text_hash(row["text"])) for row, (number, kept, _) in done]
+        number, _, before = done[0][1]
+        name = os.path.relpath(self.images[number], self.folder)
+        label = f"{what} of {name if len(done) == 1 else count(len(done), 'caption')}"
+        if what == "edit" and self.changes and self.changes[-1][0] == label and len(done) == 1:
+            _, ((_, kept, version),) = self.changes[-1]
+            if version == before:
+                self.changes.pop()
+                changes = [(number, kept, changes[0][2])]
+        self.changes = [*self.changes, (label, changes)][-MAX_UNDO:]
 
     def _thumbnail(self, number: int, side: int, modified: int) -> bytes:
         """JPEG of an image as the model sees it. ImageError if it cannot be read."""
@@ -178,7 +205,7 @@ class Review:
             modified = os.stat(self.images[number]).st_mtime_ns
         except (OSError, ValueError) as error:
             raise ImageError(f"{self.images[number]}: {getattr(error, 'strerror', None) or error}") from None
-        make = self.thumbnail if side == THUMBNAIL else self._thumbnail
+        make = self.thumbnail if side == SIDES["thumbnails"] else self._thumbnail
         return make(number, side, modified)
 
 
@@ -200,7 +227,6 @@ def marks(row: Row) -> list[str]:
 
 def make_review_app(review: Review, token: str) -> FastAPI:
     """The page and its API below /TOKEN, which only the address that was printed holds."""
-    options = ServeOptions(quiet=True)
     app = FastAPI(title="nanoVLM review", openapi_url=None)
     api = APIRouter()
 
@@ -211,14 +237,13 @@ def make_review_app(review: Review, token: str) -> FastAPI:
     @api.get("/captions")
     def listing() -> dict[str, Any]:
         prompt = review.options.prompts[0] if review.load else None
-        return {"title": review.target, "prompt": prompt, "captions": review.listing()}
+        return {"title": os.path.abspath(review.target), "prompt": prompt, "captions": review.listing()}
 
     @api.get("/{kind}/{number}.jpg")
     def picture(kind: str, number: int) -> Response:
-        side = {"thumbnails": THUMBNAIL, "images": LARGE}.get(kind)
-        if side is None or not 0 <= number < len(review.images):
+        if kind not in SIDES or not 0 <= number < len(review.images):
             raise APIError(404, "no such image in the list")
-        return Response(review.picture(number, side), media_type="image/jpeg")
+        return Response(review.picture(number, SIDES[kind]), media_type="image/jpeg")
 
     @api.post("/captions")
     async def change(request: Request, replaced: bool = False) -> list[dict[str, Any]]:
@@ -228,15 +253,19 @@ def make_review_app(review: Review, token: str) -> FastAPI:
     @api.post("/again")
     async def again(request: Request) -> list[dict[str, Any]]:
         body = await read_json(request, dict)
-        number, prompt, version = read_change(body | {"text": body.get("prompt")}, review)
-        if not prompt.strip():
+        number, row, versions = read_change(body | {"text": body.get("prompt")}, review)
+        if not row["text"]:
             raise APIError(400, "the prompt is empty")
-        return await asyncio.to_thread(review.again, number, prompt, version)
+        return await asyncio.to_thread(review.again, number, row["text"], versions)
 
     @api.post("/undo")
     async def undo(request: Request) -> list[dict[str, Any]]:
         await read_json(request, dict)
         return await asyncio.to_thread(review.undo)
+
+    @api.get("/status")
+    def status() -> dict[str, Any]:
+        return review.status()
 
     @api.get("/review.css")
     def style() -> FileResponse:
@@ -247,7 +276,7 @@ def make_review_app(review: Review, token: str) -> FastAPI:
         return FileResponse(PAGE / "review.js")
 
     app.include_router(api, prefix=f"/{token}")
-    app.add_middleware(Gate, options=options)
+    app.add_middleware(Gate, options=ServeOptions(quiet=True))
     for kind in (NanoVLMError, APIError, Exception):
         app.add_exception_handler(kind, send_error)
     return app
@@ -275,18 +304,28 @@ async def read_json(request: Request, kind: type) -> Any:
     return body
 
 
-def read_change(item: Any, review: Review) -> tuple[int, str, str]:
+def read_change(item: Any, review: Review) -> Wanted:
     match item:
         case {"id": int(number), "text": str(text), "version": str(version)} if 0 <= number < len(review.images):
-            return number, text, version
+            sent = item.get("sent")  # a text that the page has sent, and whose version it does not know yet
+            return number, {"text": text.strip()}, {version, text_hash(sent) if isinstance(sent, str) else version}
     raise APIError(400, "a change has the id of a listed image, a text and the version that it replaces")
 
 
 def serve_review(review: Review, listening_socket: socket.socket, open_browser: Callable[[str], Any]) -> None:
-    """Serve the page until SIGINT or SIGTERM."""
+    """Serve the page until SIGINT or SIGTERM. The browser opens a private file, as ps shows its command line to all."""
     token = secrets.token_urlsafe(16)
     address = f"http://127.0.0.1:{listening_socket.getsockname()[1]}/{token}/"
-    logger.info("%s shows %d captions; stop it with ctrl-c", address, len(review.images))
-    threading.Thread(target=open_browser, args=[address], daemon=True).start()  # the page waits for the server
-    config = uvicorn.Config(make_review_app(review, token), http="h11", ws="none", log_level="critical")
-    uvicorn.Server(config).run(sockets=[listening_socket])
+    logger.info("%s shows %s; stop it with ctrl-c", address, count(len(review.images), "caption"))
+    server = Server(uvicorn.Config(make_review_app(review, token), http="h11", ws="none", log_level="critical"))
+    with files.scratch_folder() as folder:
+        files.replace(folder / "open.html", f'<meta http-equiv="refresh" content="0;url={address}">')
+        url = (folder / "open.html").as_uri()
+        threading.Thread(target=open_browser, args=[url], daemon=True).start()  # the page waits for the server
+        server.run(sockets=[listening_socket])
+
+
+class Server(uvicorn.Server):
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Stop, but do not raise the signal again, which would leave the private file."""
+        self.should_exit = True

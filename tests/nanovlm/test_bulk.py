@@ -70,7 +70,7 @@ CASES = {  # files before, settings, files after, (captioned, skipped)
         {"m.jsonl": row("z.png", "") + row("a.png", split="x", **MADE) + made("sub/b.png")}, (2, 0),
     ),
     "table, killed before its rows were joined": (
-        {"m.jsonl": row("a.png", "", id=7) + made("a.png") + made("sub/b.png")}, TABLE,
+        {"m.jsonl": row("a.png", "", id=7) + made("a.png", **OURS) + made("sub/b.png")}, TABLE,
         {"m.jsonl": row("a.png", id=7, **MADE) + made("sub/b.png")}, (0, 2),
     ),
     "table, overwrite": (
@@ -85,9 +85,9 @@ CASES = {  # files before, settings, files after, (captioned, skipped)
         {"m.jsonl": row("a.png", "old", id=7) + made("a.png", "new", **OURS) + made("z.png", "z", **OURS)},
         TABLE | OVERWRITE, {"m.jsonl": row("a.png", id=7, **MADE) + made("z.png", "z") + made("sub/b.png")}, (2, 0),
     ),
-    "table, rows are kept as they are written": (
+    "table, rows of others are kept as they are written, and numbers": (
         {"m.jsonl": ODD + '{"file_name":"a.png","n":1e400, "big": ' + "7" * 5000 + ',"é":"\\u00e9"}\n'}, TABLE,
-        {"m.jsonl": ODD + '{"file_name": "a.png", "n": 1e400, "big": ' + "7" * 5000 + ', "é": "\\u00e9", '
+        {"m.jsonl": ODD + '{"file_name": "a.png", "n": 1e400, "big": ' + "7" * 5000 + ', "é": "é", '
             + made("a.png").partition(", ")[2] + made("sub/b.png")}, (2, 0),
     ),
     "a text in a link": ({"mine": "x"}, {"link": {"a.txt": "gone"}}, BOTH, (2, 0)),
@@ -427,6 +427,19 @@ def test_one_run_writes_at_a_time(settings, photos, embedded):
     with files.locked(target), pytest.raises(UsageError, match="another run writes there"):
         run(embedded, photos, settings)
     assert run(embedded, photos, settings).captioned == 2
+
+
+@pytest.mark.parametrize("order", [("photos", "photos/sub"), ("photos/sub", "photos"), ("photos/link", "photos/sub")])
+def test_a_folder_and_its_subfolder_have_one_run_at_a_time(order, photos, embedded):
+    Path("photos/link").symlink_to("sub")
+    first, second = map(Path, order)
+
+    def load():
+        with pytest.raises(UsageError, match="another run writes there"):
+            run(lambda: 1 / 0, second, {})
+        return embedded
+
+    assert run(load, first, {}).captioned > 0 and run(embedded, second, {}).failed.keys() <= {"photos/bad.jpg"}
 
 
 def test_two_tables_of_a_folder_are_written_at_once(photos, embedded):

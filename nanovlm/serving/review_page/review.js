@@ -6,15 +6,16 @@
 const $ = (selector, root = document) => root.querySelector(selector);
 const ORDER = ["failed", "empty", "repeated", "cut", "improbable", "identical", "edited"];
 const SECTION = 12; // cards, a multiple of any number of columns
+const N_TAGS = 300; // that are listed, the most frequent ones
 const cards = []; // by the number of the image
 let order = []; // cards, doubtful ones first
 let shown = []; // cards that the filters let through
 let prompt = null; // of the model, if there is one
-let unsaved = 0; // requests on their way
+let tag = ""; // to filter by
 let inOrder = Promise.resolve();
 
-async function call(path, body) {
-  const options = body === undefined ? {} : { method: "POST", body: JSON.stringify(body), priority: "high",
+async function call(path, body, keepalive = false) {
+  const options = body === undefined ? {} : { method: "POST", body: JSON.stringify(body), priority: "high", keepalive,
     headers: { "Content-Type": "application/json" } }; // before the thumbnails that wait
   const response = await fetch(path, options).catch(() => { throw new Error("the program has ended; start it again"); });
   const answer = await response.json().catch(() => ({}));
@@ -22,19 +23,32 @@ async function call(path, body) {
   return answer;
 }
 
-function change(path, body, touched) { // one after the other; answers are states of cards
-  unsaved += 1;
+function change(path, body, touched, isLeaving) { // one after the other; answers are states of cards
   for (const card of touched) card.isKept = true;
-  inOrder = inOrder.then(() => call(path, body())).then((states) => {
+  const progress = setInterval(async () => {
+    const { done, total } = await call("status");
+    say(`${done.toLocaleString("en")} of ${total.toLocaleString("en")} saved ...`);
+  }, 700);
+  const answer = isLeaving ? call(path, body(), true) : inOrder.then(() => call(path, body()));
+  inOrder = answer.then(async (states) => {
     for (const state of states) state.conflict ? clash(cards[state.id], state) : take(cards[state.id], state, true);
     refresh();
     const clashes = states.filter((state) => state.conflict).length;
-    say(clashes ? `${clashes} changed outside of this page; look at the notes` : states.length ? "Saved" : "Nothing to undo");
+    say(clashes ? `${clashes} changed outside of this page; look at the notes` : "Saved");
+    await showUndo();
   }).catch((error) => {
     say(error.message);
-    for (const card of touched) note(card, `Not saved: ${error.message}`);
-  }).finally(() => { unsaved -= 1; });
-  return inOrder;
+    for (const card of touched) {
+      card.isFailed = true;
+      note(card, `Not saved: ${error.message}`);
+    }
+  }).finally(() => clearInterval(progress));
+}
+
+async function showUndo() {
+  const { undo } = await call("status");
+  $("#undo").disabled = !undo;
+  $("#undo").textContent = $("#undo").title = undo ? `Undo ${undo}` : "Undo";
 }
 
 function say(text) { $("#status").textContent = text; }
@@ -52,16 +66,19 @@ function note(card, text, ...buttons) {
 }
 
 function clash(card, state) { // the version stays, so that nothing is saved before a person has decided
+  card.isFailed = true;
   note(card, `Changed outside of this page to: “${state.text}”`,
-    ["Keep mine", () => { card.state.version = state.version; save(card, true); }],
+    ["Keep mine", () => { card.state = state; save(card); }],
     ["Take theirs", () => { card.box.value = card.state.text; take(card, state, true); }]);
 }
 
 function take(card, state, isOurs) { // the box follows unless a person has typed into it since
-  const isTyped = card.box && card.box.value !== card.state.text && !(isOurs && card.box.value.trim() === state.text);
-  if (isTyped && !isOurs && state.version !== card.state.version) return clash(card, state);
+  const wasTyped = isTyped(card);
+  if (wasTyped && !isOurs && state.text !== card.sent) return clash(card, state);
   card.state = state;
-  if (card.box && (!isTyped || isOurs && card.box !== document.activeElement)) card.box.value = state.text;
+  card.sent = undefined;
+  card.isFailed = false;
+  if (!wasTyped && isTyped(card)) card.box.value = state.text;
   note(card, failure(card));
   paint(card);
 }
@@ -82,11 +99,18 @@ function paint(card) {
   $(".name", card.element).title = card.state.made;
 }
 
-function save(card, isCertain) {
-  const text = card.box.value.trim();
+function isTyped(card) { return card.box && card.box.value.trim() !== card.state.text.trim(); }
+
+function typed(card) { // `sent` may have been saved, though no answer has told its version yet
+  const sent = card.sent ?? card.state.text;
+  card.sent = card.box.value.trim();
+  return [{ id: card.state.id, text: card.sent, version: card.state.version, sent }];
+}
+
+function save(card, isLeaving) {
+  clearTimeout(card.timer);
   paint(card);
-  if (!isCertain && text === card.state.text.trim()) return;
-  change("captions", () => [{ id: card.state.id, text, version: card.state.version }], [card]);
+  if (isTyped(card)) change("captions", () => typed(card), [card], isLeaving);
 }
 
 function refresh() { // marks that depend on others, counts, and what is shown
@@ -101,21 +125,27 @@ function refresh() { // marks that depend on others, counts, and what is shown
     const identical = state.text && !state.is_label ? counts.get(state.text) - 1 : 0;
     if (identical !== card.identical) { card.identical = identical; paint(card); }
     for (const name of card.marks) byMark.set(name, byMark.get(name) + 1);
-    const isShown = (!mark || card.marks.includes(mark)) && (!folder || state.folder === folder.slice(1))
+    const isShown = (!tag || tagsOf(state.text).includes(tag)) && (!mark || card.marks.includes(mark)) && (!folder || state.folder === folder.slice(1))
       && `${state.name}\n${state.text}`.toLowerCase().includes(words);
     if (isShown || card.isKept || card.element?.contains(document.activeElement)) next.push(card);
   }
   show(next);
   for (const option of [...$("#mark").options].slice(1)) option.text = `${option.value} (${byMark.get(option.value)})`;
-  $("#title").textContent = `${document.title}: ${shown.length.toLocaleString("en")} of ${cards.length.toLocaleString("en")}`;
+  $("#title").textContent = `${shown.length.toLocaleString("en")} of ${cards.length.toLocaleString("en")} · ${document.title}`;
+  $("#nothing").hidden = shown.length > 0;
+  const asked = [$("#words").value && `“${$("#words").value}”`, tag && `the tag “${tag}”`, mark && `the mark ${mark}`];
+  $("#nothing p").textContent = `No caption ${folder ? `of ${folder} ` : ""}has ${asked.filter(Boolean).join(" and ")}`;
   countFound();
+  showTags();
 }
 
 function show(next) {
   if (next.length === shown.length && next.every((card, i) => card === shown[i])) return;
   const main = $("#cards");
   const focused = document.activeElement;
-  const height = 160 * Math.ceil(SECTION / Math.max(1, Math.floor(main.clientWidth / 384))); // until it is known
+  const size = Number($("#size").value);
+  const columns = Math.max(1, Math.floor(main.clientWidth / (size + 284)));
+  const height = (Math.max(size, 112) + 30) * Math.ceil(SECTION / columns); // until it is known
   shown = next;
   const n = Math.ceil(shown.length / SECTION);
   while (main.children.length > n) main.lastChild.remove();
@@ -159,11 +189,87 @@ function countFound() {
   button.textContent = n ? `Replace ${n} in ${hits.length} captions` : "Replace";
 }
 
+function edit(hits, edited) { // words of captions, which stay cut if they were
+  change("captions?replaced=true", () => hits.map(({ state }) =>
+    ({ id: state.id, text: edited(state.text), version: state.version })), hits);
+}
+
 function replaceAll(event) {
   event.preventDefault();
-  const [text, by, hits] = [$("#find").value, $("#put").value, found()];
-  change("captions?replaced=true", () => hits.map(({ state }) =>
-    ({ id: state.id, text: state.text.replaceAll(text, () => by), version: state.version })), hits);
+  const [text, by] = [$("#find").value, $("#put").value];
+  edit(found(), (old) => old.replaceAll(text, () => by));
+}
+
+function tagsOf(text) { return text.split(",").map((each) => each.trim()).filter(Boolean); }
+
+function tagged() { // shown cards without the tag that is typed, and those with it
+  const name = $("#tag").value.trim();
+  const has = (card) => tagsOf(card.state.text).includes(name);
+  const isTrigger = $("#first").checked; // alone it is no caption
+  return [name, name ? shown.filter((card) => !has(card) && (card.state.text || !isTrigger)) : [], shown.filter(has)];
+}
+
+function showTags() {
+  if ($("#tags").hidden) return;
+  const counts = new Map();
+  for (const { state } of cards) for (const each of new Set(tagsOf(state.text))) counts.set(each, (counts.get(each) ?? 0) + 1);
+  const most = [...counts].sort((a, b) => b[1] - a[1] || a[0].localeCompare(b[0])).slice(0, N_TAGS);
+  $("#chips").replaceChildren(...most.map(([name, n]) => {
+    const button = Object.assign(document.createElement("button"), { type: "button", className: "plain" });
+    button.textContent = `${name} ${n.toLocaleString("en")}`;
+    button.ariaPressed = name === tag;
+    button.onclick = () => {
+      tag = name === tag ? "" : name;
+      $("#tag").value = name;
+      filter();
+    };
+    return button;
+  }));
+  const [, without, having] = tagged();
+  for (const [name, label, { length }] of [["add", "Add to", without], ["remove", "Remove from", having]]) {
+    const button = $(`#tags [name=${name}]`);
+    button.disabled = !length;
+    button.textContent = `${label} ${length.toLocaleString("en")}`;
+  }
+}
+
+function addTag(event) {
+  event.preventDefault();
+  const [name, without] = tagged();
+  const isFirst = $("#first").checked;
+  edit(without, (text) => text ? isFirst ? `${name}, ${text}` : `${text}, ${name}` : name);
+}
+
+function removeTag() {
+  const [name, , having] = tagged();
+  edit(having, (text) => text.split(",").filter((each) => each.trim() !== name).join(",").trim());
+}
+
+function filter() {
+  for (const card of cards) card.isKept = false; // what was changed stays in sight until another filter is set
+  say("");
+  refresh();
+}
+
+function open(button) { // one panel at a time; it covers cards, and moves none
+  for (const each of document.querySelectorAll("[aria-controls]")) {
+    const isOpen = each === button && each.ariaExpanded !== "true";
+    each.ariaExpanded = isOpen;
+    const panel = $(`#${each.getAttribute("aria-controls")}`);
+    panel.hidden = !isOpen;
+    if (isOpen) $("input", panel).focus();
+  }
+  showTags();
+}
+
+function resize() {
+  document.documentElement.style.setProperty("--picture", `${$("#size").value}px`);
+  for (const card of cards) if (card.element) showPicture(card);
+}
+
+function showPicture(card) { // sharp at its size
+  const kind = $("#size").value > 200 ? "pictures" : "thumbnails";
+  $("img", card.element).src = `${kind}/${card.state.id}.jpg`;
 }
 
 function again(card) {
@@ -216,10 +322,14 @@ function makeElement(card) {
   $(".picture", element).ariaLabel = `Show ${state.name} large`;
   $(".picture", element).onclick = () => enlarge(card);
   $("img", element).onerror = () => unread(card);
-  $("img", element).src = `thumbnails/${state.id}.jpg`;
+  showPicture(card);
   $(".again", element).hidden = prompt === null;
   $(".again", element).onclick = () => again(card);
-  card.box.oninput = () => paint(card);
+  card.box.oninput = () => {
+    paint(card);
+    clearTimeout(card.timer);
+    card.timer = setTimeout(save, 1000, card);
+  };
   card.box.onblur = () => save(card);
   card.box.onkeydown = (event) => {
     const by = event.altKey && { ArrowDown: 1, ArrowUp: -1 }[event.key];
@@ -233,7 +343,8 @@ function makeElement(card) {
 
 async function start() {
   const list = await call("captions");
-  document.title = list.title;
+  document.title = list.title.split(/[\\/]/).pop();
+  $("#title").title = list.title;
   prompt = list.prompt;
   $("#prompt-row").hidden = prompt === null;
   $("#prompt").value = prompt ?? "";
@@ -248,15 +359,23 @@ async function start() {
   const place = (card) => Math.min(ORDER.length, ...card.marks.filter((mark) => mark !== "edited").map((mark) => ORDER.indexOf(mark)));
   order = [...cards].sort((a, b) => place(a) - place(b));
   refresh();
-  $("#words").oninput = $("#mark").onchange = $("#folder").onchange = () => {
-    for (const card of cards) card.isKept = false; // what was changed stays in sight until another filter is set
-    refresh();
+  $("#words").oninput = $("#mark").onchange = $("#folder").onchange = filter;
+  $("#nothing button").onclick = () => {
+    tag = $("#words").value = $("#mark").value = $("#folder").value = "";
+    filter();
   };
+  for (const button of document.querySelectorAll("[aria-controls]")) button.onclick = () => open(button);
+  $("#tag").oninput = $("#first").onchange = showTags;
+  $("#tags form").onsubmit = addTag;
+  $("#tags [name=remove]").onclick = removeTag;
+  if (matchMedia("(max-width: 30rem)").matches) $("#size").value = 88;
+  $("#size").oninput = resize;
   $("#find").oninput = countFound;
   $("#replace").onsubmit = replaceAll;
   $("#undo").onclick = () => change("undo", () => ({}), []);
   $("#large button").onclick = () => $("#large").close();
   document.addEventListener("keydown", (event) => {
+    if (event.key === "Escape") open();
     if (event.target.matches("input, textarea, select")) return;
     if (event.key === "/") { event.preventDefault(); $("#words").focus(); }
     if (event.key === "z" && (event.ctrlKey || event.metaKey)) $("#undo").click();
@@ -267,10 +386,12 @@ async function start() {
       refresh();
     }).catch((error) => say(error.message));
   });
+  await showUndo();
+  const saveAll = () => cards.filter(isTyped).forEach((card) => save(card, true));
+  window.addEventListener("pagehide", saveAll); // what was typed less than a second ago
+  document.addEventListener("visibilitychange", () => { if (document.hidden) saveAll(); });
   window.addEventListener("beforeunload", (event) => {
-    const card = cards[document.activeElement.closest?.("article")?.dataset.id];
-    if (card) save(card);
-    if (unsaved) event.preventDefault();
+    if (cards.some((card) => card.isFailed && isTyped(card))) event.preventDefault();
   });
 }
 

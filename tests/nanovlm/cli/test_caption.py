@@ -32,7 +32,7 @@ def test_edited_texts_are_kept_unless_all_are_overwritten(generate, image_folder
     assert generate(image_folder, "--prompt", "a")[0] == 0
     Path("images/a.txt").write_text("mine")
     _, _, err = generate("--prompt", "b", "--overwrite", image_folder)
-    kept = "1 text that a person wrote or edited is kept (images/a.png); --overwrite all replaces"
+    kept = "1 text that a person wrote or edited is kept; --overwrite all replaces"
     assert err.splitlines()[0].startswith("4 captioned in ") and err.splitlines()[1].startswith(kept)
     assert generate(image_folder, "--prompt", "c", "--overwrite", "all")[2].startswith("5 captioned in ")
     _, _, err = generate(image_folder, "--prompt", "d", "--prefix", "x")
@@ -181,10 +181,11 @@ def test_the_embedded_model_is_for_folders_only_if_named(generate, image_folder,
     code, out, err = generate(image_folder, "--model", "embedded", model=None)
     assert (code, out) == (0, "") and len(list(image_folder.rglob("*.txt"))) == 5
     lines = err.splitlines()
-    assert lines[0].startswith("5 captioned in 0 s") and len(lines) == 2
-    assert lines[1].startswith("5 captions were cut at --max-new-tokens; raise it: images/")
+    assert lines[0].startswith("note: the embedded model knows only drawn scenes") and len(lines) == 3
+    assert lines[1].startswith("5 captioned in ") and lines[1].endswith(", in .txt files beside the images")
+    assert lines[2].startswith("5 captions were cut at --max-new-tokens; raise it: images/")
     _, _, err = generate(image_folder, model=None)
-    assert err.startswith("5 had captions (images/") and len(err.splitlines()) == 1, "and no model is loaded"
+    assert err == "5 had captions\n" and len(err.splitlines()) == 1, "and no model is loaded"
 
 
 def test_a_folder_is_printed_as_json_lines_and_a_list_captioned(generate, image_folder, captions_of, monkeypatch):

@@ -115,6 +115,8 @@ WRONG = {  # command -> a pattern of the error
     "serve --model no/such/folder --port 0": "no/such/folder",
     "serve --adapter nowhere --port 0": "must be a folder with adapter_config.json",
     "serve --nonsense": "--nonsense",
+    "capton photos": "did you mean caption?",
+    "reveiw": "did you mean review?",
 }
 
 

@@ -3,6 +3,9 @@
 import io
 import json
 import os
+import re
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -181,6 +184,111 @@ def test_an_image_is_captioned_again_with_another_prompt_and_its_prefix(target, 
     assert answer.status_code == 409 and "--model" in answer.json()["error"]["message"]
 
 
+def test_a_full_disk_is_one_line(target, monkeypatch):
+    review = Review(target)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: fail(OSError(28, "No space left on device")))
+        for text in ("a cat", ""):
+            answer = client(review).post("/t/captions", json=[change(0, text, "a dog, a.png")])
+            message = answer.json()["error"]["message"]
+            assert answer.status_code == 409 and message.endswith(": No space left on device"), message
+            assert not any(Path("photos").rglob(".nanovlm-part-*"))
+    api = client(Review(target))
+    text = api.get("/t/captions").json()["captions"][0]["text"]
+    assert text == ("a dog, a.png" if target == "photos" else "a cat"), "a table keeps an appended row for the next run"
+    (state,) = api.post("/t/captions", json=[change(0, "a hat", text)]).json()
+    assert not state["conflict"] and text_of(target, "a.png") == "a hat"
+
+
+def fail(error):
+    raise error
+
+
+ROWS = {  # columns of ours as another program wrote them
+    "a number": '{"file_name":"a.png","text":5}',
+    "zero": '{"file_name": "a.png", "text": 0, "id": 1.50}',
+    "a float": '{"file_name": "a.png", "text": 1.50, "n": 1e400}',
+    "null": '{"file_name": "a.png", "text": null}',
+    "no text": '{"file_name": "a.png", "other": [1, 2.0, "3"]}',
+    "a label": '{"file_name": "a.png", "text": "7", "choices": 7, "probability": 1, "finish_reason": null}',
+    "a list": '{"file_name": "a.png", "text": ["a", {"b": 1E2}], "prompt": false}',
+    "a large number": '{"file_name": "a.png", "text": ' + "7" * 5000 + "}",
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("target", ["table"], indirect=True)
+def test_undo_puts_back_the_types_of_another_programs_rows(name, target):
+    line = ROWS[name]
+    odd = '{ "file_name":"z.png",  "text":1E400 }\r\n'
+    Path(target).write_bytes((line + "\n" + odd).encode())
+    api = client(Review(target))
+    old = api.get("/t/captions").json()["captions"][0]
+    for text in ("a cat", "", "5"):
+        (state,) = api.post("/t/captions", json=[change(0, text, old["text"])]).json()
+        if text == old["text"]:
+            continue
+        assert not state["conflict"] and text_of(target, "a.png") == text
+        (state,) = api.post("/t/undo", json={}).json()
+        assert state == old | {"conflict": False}
+        first, rest = Path(target).read_bytes().split(b"\n", 1)
+        exact = {"parse_float": str, "parse_int": str}
+        assert json.loads(first, **exact) == json.loads(line, **exact) and rest == odd.encode()
+
+
+def test_what_a_person_goes_on_typing_is_one_change_and_known_by_its_text(target):
+    review = Review(target)
+    api = client(review)
+    assert api.get("/t/status").json() == {"done": 0, "total": 0, "undo": ""}
+    sent = "a dog, a.png"
+    for text in ("a c", "a cat", "a cat"):  # of the first two the page has no answer yet
+        (state,) = api.post("/t/captions", json=[change(0, text, "a dog, a.png") | {"sent": sent}]).json()
+        assert state["text"] == text and not state["conflict"]
+        sent = text
+    assert api.get("/t/status").json() == {"done": 0, "total": 1, "undo": "edit of a.png"}
+    wanted = [change(i, "x", text) for i, text in enumerate(("a cat", "a dog, b.png"))]
+    api.post("/t/captions?replaced=true", json=wanted)
+    assert api.get("/t/status").json() == {"done": 2, "total": 2, "undo": "replacement of 2 captions"}
+    api.post("/t/undo", json={})
+    with files.locked(target):
+        assert api.post("/t/undo", json={}).status_code == 409
+    (state,) = api.post("/t/undo", json={}).json()
+    assert state["text"] == "a dog, a.png" and api.get("/t/status").json()["undo"] == ""
+
+
+@pytest.mark.parametrize("target", ["table"], indirect=True)
+def test_a_table_is_read_once(target, monkeypatch):
+    reads = []
+    real = files.read_bytes
+    monkeypatch.setattr(files, "read_bytes", lambda path, *rest: reads.append(Path(path).name) or real(path, *rest))
+    api = client(Review(target))
+    api.get("/t/captions")
+    for i in range(5):
+        api.post("/t/captions", json=[change(0, f"{i}", f"{i - 1}" if i else "a dog, a.png")])
+    assert reads == ["m.jsonl"] and text_of(target, "a.png") == "4"
+    set_text(target, "b.png", "mine")
+    assert api.get("/t/captions").json()["captions"][1]["text"] == "mine" and len(reads) == 2
+
+
+def test_the_token_is_on_no_command_line():
+    noise_image(40, 40).save("a.png")
+    program = Path("browser")
+    program.write_text("#!/bin/sh\nps -eo args > ps\necho $1 > url\nstat -c %a $(dirname ${1#file://}) >> url\n")
+    program.chmod(0o755)
+    command = [sys.executable, "-m", "nanovlm", "review", "."]
+    options = {"env": os.environ | {"BROWSER": str(program.resolve())}, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **options) as process:
+        address = re.search(r"http://[^ ]+", process.stderr.readline())[0]
+        until(lambda: Path("url").exists() and len(Path("url").read_text().splitlines()) == 2)
+        url, mode = Path("url").read_text().splitlines()
+        page = Path(url.removeprefix("file://"))
+        assert address.split("/")[3] not in Path("ps").read_text() + url and mode == "700"
+        assert f"url={address}" in page.read_text()
+        process.terminate()
+        process.wait(30)
+    assert not page.exists()
+
+
 REFUSED = {  # method, path, keywords -> status
     "no token": ("GET", "/captions", {}, 404),
     "another token": ("GET", "/u/captions", {}, 404),
@@ -305,7 +413,6 @@ def test_the_page_edits_filters_replaces_undoes_and_captions_again(size, target,
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
     box(page, "a.png").fill("a cat, <b>a.png</b>")
-    assert text_of(target, "a.png") == "a dog, a.png"
     page.keyboard.press("Alt+ArrowDown")  # leaves the box
     expect(page.locator("article:visible .mark.edited")).to_have_count(1)
     assert text_of(target, "a.png") == "a cat, <b>a.png</b>"
@@ -342,13 +449,82 @@ def test_the_page_edits_filters_replaces_undoes_and_captions_again(size, target,
     page.get_by_label("Filter by folder").select_option("/sub")
     expect(page.locator("article:visible")).to_have_count(2)
     page.get_by_label("Filter by folder").select_option("")
+    page.get_by_role("button", name="More").click()
     page.get_by_label("Prompt to caption").fill("Why?")
+    page.keyboard.press("Escape")
     page.locator("article", has=box(page, "b.png")).get_by_role("button", name="Caption again").click()
     expect(box(page, "b.png")).to_have_value(embedded.caption("photos/b.png", "Why?", max_new_tokens=6).strip())
     page.get_by_role("button", name="Show b.png large").click()
     expect(page.locator("dialog img")).to_be_visible()
     page.keyboard.press("Escape")
     expect(page.locator("dialog img")).to_be_hidden()
+
+
+@pytest.mark.full
+def test_tags_are_counted_filtered_added_and_removed(target, open_review):
+    expect = pytest.importorskip("playwright.sync_api").expect
+    page = open_review(Review(target))
+    undo = page.get_by_role("button", name="Undo")
+    expect(undo).to_be_disabled()
+    top = box(page, "a.png").bounding_box()
+    page.get_by_role("button", name="Tags").click()
+    expect(page.locator("#chips button")).to_have_text(["a dog 3", "a.png 1", "b.png 1", "sub/c.png 1"])
+    page.get_by_label("Tag or trigger word").fill("ohwx")
+    page.get_by_label("at the start").check()
+    page.get_by_role("button", name="Add to 3").click()
+    expect(undo).to_have_text("Undo replacement of 3 captions")
+    assert [text_of(target, name) for name in NAMES] == [f"ohwx, a dog, {name}" for name in NAMES]
+    expect(page.get_by_role("button", name="Add to 0")).to_be_disabled()
+    page.get_by_role("button", name="b.png 1").click()
+    expect(page.locator("article")).to_have_count(1)
+    page.get_by_role("button", name="Remove from 1").click()
+    expect(box(page, "b.png")).to_have_value("ohwx, a dog")
+    page.get_by_role("button", name="ohwx 3").click()
+    page.get_by_role("button", name="Remove from 3").click()
+    expect(page.get_by_role("status")).to_have_text("Saved")
+    assert [text_of(target, name) for name in NAMES] == ["a dog, a.png", "a dog", "a dog, sub/c.png"]
+    page.keyboard.press("Escape")
+    page.get_by_label("Filter by words").fill("x & y")
+    expect(page.get_by_text("No caption has “x & y” and the tag “ohwx”")).to_be_visible()
+    expect(page.get_by_role("status")).to_be_hidden()
+    page.get_by_role("button", name="Clear the filter").click()
+    expect(page.locator("article")).to_have_count(3)
+    assert box(page, "a.png").bounding_box() == top, "panels and notes move no card"
+    page.get_by_role("button", name="More").click()
+    page.get_by_label("Size of pictures").fill("400")
+    expect(page.locator("article img").first).to_have_attribute("src", re.compile("pictures/"))
+    assert page.locator("article .picture").first.bounding_box()["width"] == 400
+
+
+LEAVE = {  # ways to leave the page with words in a box
+    "nothing": lambda page: None,
+    "the tab is closed": lambda page: page.close(),
+    "the browser's question is asked": lambda page: page.close(run_before_unload=True),
+    "another page": lambda page: page.goto("about:blank"),
+    "reload": lambda page: page.reload(),
+    "two saves, of which one is on its way": lambda page: (
+        page.evaluate("document.activeElement.blur()"),
+        page.close(),
+    ),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("way", LEAVE)
+def test_typed_words_are_saved_however_the_page_is_left(way, target, open_review):
+    page = open_review(Review(target))
+    page.on("dialog", lambda dialog: pytest.fail("the browser asks"))
+    box(page, "a.png").click()
+    page.keyboard.press("End")
+    page.keyboard.type(" and a cat")
+    if "two" in way:
+        page.keyboard.press("Escape")
+        box(page, "a.png").click()
+        page.keyboard.press("End")
+        page.keyboard.type(" and a bird")
+    LEAVE[way](page)
+    expected = "a dog, a.png and a cat" + " and a bird" * ("two" in way)
+    until(lambda: text_of(target, "a.png") == expected)
 
 
 @pytest.mark.full
@@ -375,7 +551,7 @@ def test_a_thousand_cards_are_made_as_they_are_seen(target, open_review):
     expect(page.locator("article")).to_have_attribute("data-id", number)
     assert "a cat" in Path(target).read_text()
     page.locator("#words").fill("")
-    page.locator("summary").click()
+    page.get_by_role("button", name="Find and replace").click()
     page.locator("#find").fill("dog")
     page.locator("#put").fill("wolf")
     page.get_by_role("button", name="Replace 1002 in 1002 captions").click()
