@@ -74,8 +74,7 @@ class TrainConfig:
     )
     freeze: Sequence[str] = setting(
         (),
-        f"parts of the model that are not trained: {', '.join(PARTS)}. With --backbones and --lora-rank the default is "
-        "vision",
+        f"parts of the model that are not trained: {', '.join(PARTS)}. With --backbones the default is vision",
         limits=f"among {', '.join(PARTS)}, but not all three: something must be trained",
         fits=lambda parts: set(parts) < set(PARTS),
         metavar="PART",
@@ -216,8 +215,8 @@ def choose_settings(
     """Apply options.epochs and choose the settings that options.automatic names; returns cfg and the reasons.
 
     The wider the model, the lower the learning rate, in proportion (Yang et al. 2022). The optimizer that a model was
-    trained_by suits it best, but Muon needs whole matrices. Gradients of a new projector would make adapters of the
-    encoder forget what images show. steps_per_epoch is 0 if unknown.
+    trained_by suits it best, but Muon needs whole matrices. Gradients of a new projector would make the encoder
+    forget what images show. steps_per_epoch is 0 if unknown.
     """
     chosen: dict[str, Any] = {}
     reasons = []
@@ -228,7 +227,7 @@ def choose_settings(
         is_muon = chosen.get("optimizer", cfg.optimizer) == "muon"
         chosen["lr"] = (MUON_LR if is_muon else cfg.lr) * REFERENCE_WIDTH / width
         reasons.append(f"learning rate {chosen['lr']:.1e} for a width of {width:,}")
-    if "freeze" in options.automatic and options.backbones and cfg.lora_rank:
+    if "freeze" in options.automatic and options.backbones:
         chosen["freeze"] = ("vision",)
         reasons.append("vision frozen, as the projector is new")
     if options.epochs is not None:
