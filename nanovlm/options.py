@@ -184,7 +184,7 @@ class ReadOptions:
     )
     extension: str | None = setting(
         None, "extension of the text files beside images, such as .caption", "like .caption",
-        lambda text: re.fullmatch(r"\.?\w+", text), metavar="EXT", default_text=".txt",
+        lambda text: bool(re.fullmatch(r"\.?\w+", text)), metavar="EXT", default_text=".txt",
     )  # fmt: skip
     stream: bool = setting(False, "read .tar, .parquet or .arrow files or a Hub data set in sequence, without a copy")
     on_error: str = setting("stop", "what to do with an unusable example", choices=("stop", "skip"))

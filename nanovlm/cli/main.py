@@ -140,8 +140,8 @@ def explain(error: Exception, args: argparse.Namespace) -> tuple[str, int]:
     """The line and the exit code for an error; a bug's traceback is printed before."""
     match error:
         case NanoVLMError():
-            is_flag = error.field is not None and error.field in args
-            line = f"--{error.field.replace('_', '-')} {error.problem}" if is_flag else str(error)
+            field = error.field or ""
+            line = f"--{field.replace('_', '-')} {error.problem}" if field in args else str(error)
             return line, error.exit_code
         case _ if is_out_of_memory(error):
             ways = "--dtype bfloat16, --max-tiles 1 or smaller batches"

@@ -233,7 +233,7 @@ def _read(row: Row, columns: _Columns, options: ReadOptions) -> Example:
     if isinstance(answer, Path):
         places["answer"] = "the text file"
     splits = {
-        column: named for column in columns.find(SPLIT_COLUMN) if (named := split_named(str(columns.row[column])))
+        column: part for column in columns.find(SPLIT_COLUMN) if (part := split_named(str(columns.row[column])))
     }
     split = next(iter(splits.values()), "")
     path = row.values.get("__key__") if row.is_sample else next(iter(written), None)
