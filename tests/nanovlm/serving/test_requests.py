@@ -66,7 +66,7 @@ REFUSED = {  # changes of a request, and what the error says
     "a bare text": (content("a"), "messages.0.content.0: "),
     "a type that is a list": (content({"type": ["text"]}), "messages.0.content.0.type: "),
     "no URL": (content({"type": "image_url", "image_url": {"url": 1}}), "messages.0.content.0.image_url.url: "),
-    "many errors": (content(*[1] * 90_000), "messages.0.content.0: "),
+    "many errors": (content(*[1] * 40_000), "messages.0.content.0: "),
     "a refusal by the user": (content({"type": "refusal", "refusal": "no"}), "messages.0: only the assistant refuses"),
     "a refusal beside": ({"messages": [{"role": "user", "refusal": "no"}]}, "messages.0: only the assistant refuses"),
     "a temperature": ({"temperature": -1}, "temperature=-1"),
