@@ -181,7 +181,7 @@ def test_the_embedded_model_is_for_folders_only_if_named(generate, image_folder,
     code, out, err = generate(image_folder, "--model", "embedded", model=None)
     assert (code, out) == (0, "") and len(list(image_folder.rglob("*.txt"))) == 5
     lines = err.splitlines()
-    assert lines[0].startswith("5 captioned in ") and len(lines) == 2
+    assert lines[0].startswith("5 captioned in 0 s") and len(lines) == 2
     assert lines[1].startswith("5 captions were cut at --max-new-tokens; raise it: images/")
     _, _, err = generate(image_folder, model=None)
     assert err.startswith("5 had captions (images/") and len(err.splitlines()) == 1, "and no model is loaded"
