@@ -1,8 +1,5 @@
 """Models for all tests, made once a session: small, with random weights large enough that any mistake shows."""
 
-import inspect
-import os
-import re
 import shutil
 
 import pytest
@@ -12,21 +9,10 @@ from models.config import VLMConfig
 from models.vision_language_model import VisionLanguageModel
 from support import TINY, randomize
 from support.deadline import limited
+from support.posix import pytest_collection_modifyitems  # noqa: F401 (a hook)
 
 torch.set_num_threads(1)  # two threads slow each other tenfold under load
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # in processes that tests start, too
-POSIX = re.compile(
-    r"mkfifo|symlink|chmod|umask|geteuid|setrlimit|\bfcntl|openpty|os\.fork|os\.kill|SIG(TERM|KILL|ALRM)|/(dev|proc)/"
-)
-
-
-def pytest_collection_modifyitems(items):
-    """Skip on Windows what names a part of POSIX, in the test itself or in a function of its table."""
-    for item in items if os.name == "nt" else ():
-        given = getattr(item, "callspec", None)
-        functions = [item.function, *filter(inspect.isfunction, given.params.values() if given else ())]
-        if used := POSIX.search("".join(map(inspect.getsource, functions))):
-            item.add_marker(pytest.mark.skip(reason=f"Windows has no {used[0]}, or another"))
 
 
 @pytest.hookimpl(wrapper=True)
