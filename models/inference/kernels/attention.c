@@ -106,6 +106,7 @@ static void softmax_panel(const attention_args *a, long t, long n, long n_keys, 
         }
         store(total + i, sum * scale);
     }
+    pair_units(weights->data, weights->type, weights->units);
 }
 
 // Integer sums (rows, PANEL) to float32, times a scale of each row and, if given, of each token
@@ -245,7 +246,7 @@ INLINE void attend_heads(const attention_args *a, long h, const long n) {
 static void attend_one(const attention_args *a, long first, long n_heads) {
     const long stop = first + n_heads;
     for (long h = first, n; h < stop; h += n) {
-        n = min_long(LEVEL >= VNNI ? 4 : 3, stop - h);  // whose sums stay in registers
+        n = min_long(HAS_32_REGISTERS ? 4 : 3, stop - h);  // whose sums stay in registers
         if (n == 1) attend_heads(a, h, 1);
         else if (n == 2) attend_heads(a, h, 2);
         else if (n == 3) attend_heads(a, h, 3);

@@ -4,13 +4,25 @@
 #include <stdlib.h>
 #include <string.h>
 
-// Levels of instructions. This source is compiled into one library for each, with -DLEVEL=<number>.
+// Levels of instructions. This source is compiled into one library for each, with -DLEVEL=<name>; those of ARM with
+// -march, too, as not all compilers know its features in a pragma.
 #define NAIVE 0  // plain loops: what the tests compare the others with
 #define AVX2 1
 #define AVX2_VNNI 2  // AVX2 with int8 dot products
 #define VNNI 3   // AVX-512 with int8 dot products
 #define BF16_DOT 4  // AVX-512 with bfloat16 dot products, too
 #define AMX 5
+#define NEON 6  // every 64-bit ARM
+#define NEON_DOTPROD 7  // with int8 dot products
+#define NEON_I8MM 8  // with matrix products of int8 and of bfloat16, too
+
+#define IS_ARM (LEVEL >= NEON)
+#define HAS_AVX512 (LEVEL >= VNNI && LEVEL <= AMX)
+#define HAS_32_REGISTERS (HAS_AVX512 || IS_ARM)
+#define HAS_BF16_DOT (LEVEL == NAIVE || LEVEL == BF16_DOT || LEVEL == AMX || LEVEL == NEON_I8MM)
+#define HAS_INT16_DOT (LEVEL >= AVX2_VNNI && LEVEL < AMX)  // that attention uses
+#define HAS_MATRIX_PRODUCT (LEVEL == NEON_I8MM)  // two rows of 8 bytes times those of two tokens
+#define INT8_IN_FLOAT32 (LEVEL == NEON)  // its products of int16 would be no faster
 
 #if LEVEL == AVX2
 #pragma GCC target("avx2,fma,f16c")
@@ -18,25 +30,28 @@
 #pragma GCC target("avx2,fma,f16c,avxvnni")
 #elif LEVEL == VNNI
 #pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,prefer-vector-width=512")
-#elif LEVEL >= BF16_DOT
+#elif LEVEL == BF16_DOT || LEVEL == AMX
 #pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16,prefer-vector-width=512")
 #endif
 #if LEVEL == AMX && !defined(EMULATE_AMX)
 #pragma GCC target("amx-tile,amx-bf16,amx-int8")
 #endif
-#if LEVEL > NAIVE
+#if IS_ARM
+#include <arm_neon.h>
+#elif LEVEL > NAIVE
 #include <cpuid.h>
 #include <immintrin.h>
 #endif
 
-#define LANES (LEVEL >= VNNI ? 16 : 8)  // float32 values of a vector
-#define PANEL (2 * LANES)               // tokens of a panel
-#define BLOCK_ROWS (LEVEL == AMX ? 32 : LEVEL >= VNNI ? 12 : LEVEL > NAIVE ? 6 : 4)  // weight rows of one multiply
-#define UNIT_MULTIPLE (LEVEL == AMX ? 16 : 1)  // a depth in units is padded to it
-#define HAS_BF16_DOT (LEVEL == NAIVE || LEVEL >= BF16_DOT)
-#define HAS_INT16_DOT (LEVEL >= AVX2_VNNI && LEVEL < AMX)  // that attention uses
-#define INT8_PER_UNIT (LEVEL == AVX2 ? 2 : 4)  // AVX2 multiplies int8 as int16
-#define INT8_OFFSET (LEVEL == AVX2 ? 0 : 128)  // of stored int8 weights when they are multiplied
+#define LANES (HAS_AVX512 ? 16 : IS_ARM ? 4 : 8)  // float32 values of a vector
+#define PANEL (2 * LANES)                         // tokens of a panel
+#define ROW_LANES (IS_ARM ? 4 : 8)                // float32 values of a row that are read, or transposed, together
+#define BLOCK_ROWS (LEVEL == AMX ? 32 : HAS_32_REGISTERS ? 12 : LEVEL > NAIVE ? 6 : 4)  // weight rows of one multiply
+#define UNIT_MULTIPLE (LEVEL == AMX ? 16 : HAS_MATRIX_PRODUCT ? 2 : 1)  // a depth in units is padded to it
+#define INT8_PER_UNIT (LEVEL == AVX2 ? 2 : INT8_IN_FLOAT32 ? 1 : 4)  // AVX2 multiplies int8 as int16
+#define CONVERTS_INT8 (LEVEL == NEON_DOTPROD)  // weights of a block, to signed bytes
+// What stored int8 weights are above their value when they are multiplied
+#define INT8_OFFSET (LEVEL == AVX2 || LEVEL == NEON || LEVEL == NEON_DOTPROD ? 0 : 128)
 #define QUANT_GROUP 64  // values of one token that share a scale when a single token is multiplied by int8 or int4;
                         // and that int8 mixes by a Hadamard matrix
 #define INT4_GROUP 32   // weights that share a scale and a minimum
@@ -45,11 +60,12 @@
 #define ALIGNED __attribute__((aligned(64)))
 
 typedef float vec __attribute__((vector_size(4 * LANES)));
-typedef float vec8 __attribute__((vector_size(32)));
+typedef float row_vec __attribute__((vector_size(4 * ROW_LANES)));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
 typedef uint16_t hvec __attribute__((vector_size(2 * LANES)));
 typedef struct { vec v; } __attribute__((packed, aligned(1), may_alias)) unaligned_vec;
 typedef struct { ivec v; } __attribute__((packed, aligned(1), may_alias)) unaligned_ivec;
+typedef struct { uint32_t v; } __attribute__((packed, aligned(1), may_alias)) unaligned_int;
 typedef struct { hvec v; } __attribute__((packed, aligned(1), may_alias)) unaligned_hvec;
 
 enum { FLOAT32, BFLOAT16, INT8, INT4, INT16 };  // how a weight, an operand or a cache is stored
@@ -93,12 +109,21 @@ INLINE void store_int(void *x, ivec y) { ((unaligned_ivec *)x)->v = y; }
 INLINE long min_long(long a, long b) { return a < b ? a : b; }
 INLINE long max_long(long a, long b) { return a > b ? a : b; }
 INLINE long round_up(long n, long multiple) { return (n + multiple - 1) / multiple * multiple; }
-#if LEVEL >= VNNI
+#if HAS_AVX512
 INLINE vec max_vec(vec a, vec b) { return (vec)_mm512_max_ps((__m512)a, (__m512)b); }
 INLINE vec min_vec(vec a, vec b) { return (vec)_mm512_min_ps((__m512)a, (__m512)b); }
 INLINE ivec max_int(ivec a, ivec b) { return (ivec)_mm512_max_epi32((__m512i)a, (__m512i)b); }
 INLINE ivec load_uint8(const uint8_t *x) { return (ivec)_mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)x)); }
 INLINE ivec load_uint16(const uint16_t *x) { return (ivec)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)x)); }
+#elif IS_ARM
+INLINE vec max_vec(vec a, vec b) { return vmaxq_f32(a, b); }
+INLINE vec min_vec(vec a, vec b) { return vminq_f32(a, b); }
+INLINE ivec max_int(ivec a, ivec b) { return vmaxq_s32(a, b); }
+INLINE ivec load_uint8(const uint8_t *x) {
+    const uint8x8_t four = (uint8x8_t)(uint64x1_t){((const unaligned_int *)x)->v};
+    return (ivec)vmovl_u16(vget_low_u16(vmovl_u8(four)));
+}
+INLINE ivec load_uint16(const uint16_t *x) { return (ivec)vmovl_u16(vld1_u16(x)); }
 #elif LEVEL > NAIVE
 INLINE vec max_vec(vec a, vec b) { return (vec)_mm256_max_ps((__m256)a, (__m256)b); }
 INLINE vec min_vec(vec a, vec b) { return (vec)_mm256_min_ps((__m256)a, (__m256)b); }
@@ -115,19 +140,19 @@ INLINE ivec load_uint16(const uint16_t *x) { return (ivec){x[0], x[1], x[2], x[3
 // Max of `largest` and |x| as integers, so that a NaN, the highest of them, is not lost; max_vec gives b for a NaN
 INLINE vec max_abs(vec largest, vec x) { return (vec)max_int((ivec)largest, (ivec)x & 0x7fffffff); }
 
-INLINE float sum8(vec8 x) {
+INLINE float sum_row(row_vec x) {
     typedef float quarter __attribute__((vector_size(16)));
     quarter low, high;
-    memcpy(&low, &x, 16), memcpy(&high, (char *)&x + 16, 16);
-    low += high;
+    memcpy(&low, &x, 16);
+    if (ROW_LANES == 8) memcpy(&high, (char *)&x + 16, 16), low += high;
     return (low[0] + low[1]) + (low[2] + low[3]);
 }
 
 INLINE float sum_lanes(vec x) {
-#if LEVEL >= VNNI
+#if HAS_AVX512
     return _mm512_reduce_add_ps((__m512)x);
 #else
-    return sum8(x);
+    return sum_row(x);
 #endif
 }
 
@@ -146,7 +171,7 @@ INLINE void store_bf16(uint16_t *x, vec y) {
 
 // Two bfloat16 values in each lane of 4 bytes
 INLINE ivec pack_bf16(vec low, vec high) {
-#if LEVEL >= BF16_DOT
+#if HAS_AVX512 && HAS_BF16_DOT
     const __m512i a = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)low));
     return (ivec)a | (ivec)_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)high)) << 16;
 #else
@@ -203,23 +228,38 @@ INLINE long panel_at(long c, long m, long n_features) { return (m / PANEL * n_fe
 INLINE long n_panels(long n_tokens) { return (n_tokens + PANEL - 1) / PANEL; }
 
 #if LEVEL > NAIVE
-// Eight successive values as float32, and back
-INLINE __m256 load8(const void *x, const long dtype) {
+// ROW_LANES successive values as float32, and back
+#if IS_ARM
+INLINE vec load_row(const void *x, const long dtype) { return dtype == FLOAT32 ? load(x) : load_bf16(x); }
+INLINE void store_row(void *x, const long dtype, vec y) { dtype == FLOAT32 ? store(x, y) : store_bf16(x, y); }
+#else
+INLINE __m256 load_row(const void *x, const long dtype) {
     if (dtype == FLOAT32) return _mm256_loadu_ps(x);
     return (__m256)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(x)), 16);
 }
 
-INLINE void store8(void *x, const long dtype, __m256 y) {
+INLINE void store_row(void *x, const long dtype, __m256 y) {
     if (dtype == FLOAT32) return _mm256_storeu_ps(x, y);
     __m256i bits = (__m256i)y, odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
     bits = _mm256_srli_epi32(_mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))), 16);
     _mm_storeu_si128(x, _mm_packus_epi32(_mm256_castsi256_si128(bits), _mm256_extracti128_si256(bits, 1)));
 }
+#endif
 
-INLINE void transpose8(const char *from, const long from_dtype, long from_bytes, char *to, const long to_dtype,
-                       long to_bytes) {
+INLINE void transpose_tile(const char *from, const long from_dtype, long from_bytes, char *to, const long to_dtype,
+                           long to_bytes) {
+#if IS_ARM
+    float32x4_t a[4], b[4];
+    for (int i = 0; i < 4; i++) a[i] = load_row(from + i * from_bytes, from_dtype);
+    for (int i = 0; i < 4; i += 2) b[i] = vtrn1q_f32(a[i], a[i + 1]), b[i + 1] = vtrn2q_f32(a[i], a[i + 1]);
+    for (int i = 0; i < 2; i++) {
+        const float64x2_t low = (float64x2_t)b[i], high = (float64x2_t)b[i + 2];
+        store_row(to + i * to_bytes, to_dtype, (vec)vzip1q_f64(low, high));
+        store_row(to + (i + 2) * to_bytes, to_dtype, (vec)vzip2q_f64(low, high));
+    }
+#else
     __m256 a[8], b[8];
-    for (int i = 0; i < 8; i++) a[i] = load8(from + i * from_bytes, from_dtype);
+    for (int i = 0; i < 8; i++) a[i] = load_row(from + i * from_bytes, from_dtype);
     for (int i = 0; i < 8; i += 2)
         b[i] = _mm256_unpacklo_ps(a[i], a[i + 1]), b[i + 1] = _mm256_unpackhi_ps(a[i], a[i + 1]);
     for (int i = 0; i < 8; i += 4)
@@ -228,9 +268,10 @@ INLINE void transpose8(const char *from, const long from_dtype, long from_bytes,
             a[i + 2 * j + 1] = _mm256_shuffle_ps(b[i + j], b[i + j + 2], 0xee);
         }
     for (int i = 0; i < 4; i++) {
-        store8(to + i * to_bytes, to_dtype, _mm256_permute2f128_ps(a[i], a[i + 4], 0x20));
-        store8(to + (i + 4) * to_bytes, to_dtype, _mm256_permute2f128_ps(a[i], a[i + 4], 0x31));
+        store_row(to + i * to_bytes, to_dtype, _mm256_permute2f128_ps(a[i], a[i + 4], 0x20));
+        store_row(to + (i + 4) * to_bytes, to_dtype, _mm256_permute2f128_ps(a[i], a[i + 4], 0x31));
     }
+#endif
 }
 #endif
 
@@ -239,13 +280,13 @@ static void transpose(const void *from, long from_dtype, long from_stride, long 
                       long to_dtype, long to_stride) {
     long rows = 0, columns = 0;
 #if LEVEL > NAIVE
-    rows = n_rows / 8 * 8, columns = n_columns / 8 * 8;
+    rows = n_rows / ROW_LANES * ROW_LANES, columns = n_columns / ROW_LANES * ROW_LANES;
     const long from_size = from_dtype == FLOAT32 ? 4 : 2, to_size = to_dtype == FLOAT32 ? 4 : 2;
-    for (long r = 0; r < rows; r += 8)
-        for (long c = 0; c < columns; c += 8) {
+    for (long r = 0; r < rows; r += ROW_LANES)
+        for (long c = 0; c < columns; c += ROW_LANES) {
             const char *x = (const char *)from + (r * from_stride + c) * from_size;
             char *y = (char *)to + (c * to_stride + r) * to_size;
-            transpose8(x, from_dtype, from_stride * from_size, y, to_dtype, to_stride * to_size);
+            transpose_tile(x, from_dtype, from_stride * from_size, y, to_dtype, to_stride * to_size);
         }
 #endif
     for (long r = 0; r < n_rows; r++)

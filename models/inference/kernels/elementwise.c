@@ -157,6 +157,19 @@ static void mix_group(float *x) {
     }
 }
 
+#if HAS_MATRIX_PRODUCT
+// Two successive units of a token side by side, in place: of eight tokens
+INLINE void pair_units(char *units, long type, long n_units) {
+    for (long u = 0; type != FLOAT32 && u < n_units; u += 2, units += 2 * PANEL * 4) {
+        const ivec a = load_int(units), b = load_int(units + 16), c = load_int(units + 32), d = load_int(units + 48);
+        store_int(units, vzip1q_s32(a, c)), store_int(units + 16, vzip2q_s32(a, c));
+        store_int(units + 32, vzip1q_s32(b, d)), store_int(units + 48, vzip2q_s32(b, d));
+    }
+}
+#else
+INLINE void pair_units(char *units, long type, long n_units) {}
+#endif
+
 // Units of an operand from a panel x (depth, PANEL) of float32, which is mixed for int8
 static void pack_panel(const float *x, operand *out, long panel) {
     const long depth = out->depth;
@@ -192,13 +205,14 @@ static void pack_panel(const float *x, operand *out, long panel) {
             for (long j = 0; j < n && u * n + j < n_values; j++) {
                 ivec q = round_to_int(load(lane + (u * n + j) * stride) * inverse);
                 sum += q;
-                unit |= (q & mask) << (int)(j * bits);
+                unit |= INT8_IN_FLOAT32 ? (ivec)__builtin_convertvector(q, vec) : (q & mask) << (int)(j * bits);
             }
             store_int(to + u * PANEL * 4, unit);
         }
         store(out->scale + panel * PANEL + i, largest / limit);
         store_int(out->sum + panel * PANEL + i, sum);
     }
+    pair_units(units, out->type, out->units);
     release(mixed);
 }
 

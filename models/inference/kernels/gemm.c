@@ -52,8 +52,24 @@ static void multiply(long type, long rows, const char *left, long stride, const 
         }
 }
 #else
-// Sums of one unit: left is the same for all tokens
+// A unit of a row, for all tokens. ARM multiplies by a lane.
+INLINE ivec load_unit(const void *at) {
+#if IS_ARM
+    return (ivec)(uint64x2_t){*(const uint32_t *)at};
+#else
+    return (ivec){0} + *(const int32_t *)at;
+#endif
+}
+
+// Sums of one unit
 INLINE ivec dot(long type, ivec sum, ivec left, ivec right) {
+#if IS_ARM
+    const int32x2_t unit = vget_low_s32(left);
+    if (type == FLOAT32) return (ivec)vfmaq_lane_f32((vec)sum, (vec)right, (float32x2_t)unit, 0);
+#if LEVEL == NEON_DOTPROD
+    return vdotq_lane_s32(sum, (int8x16_t)right, (int8x8_t)unit, 0);
+#endif
+#else
     if (type == FLOAT32) return (ivec)((vec)sum + (vec)left * (vec)right);
 #if LEVEL == AVX2
     return sum + (ivec)_mm256_madd_epi16((__m256i)left, (__m256i)right);
@@ -63,21 +79,57 @@ INLINE ivec dot(long type, ivec sum, ivec left, ivec right) {
 #else
     if (type == INT16) return (ivec)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)left, (__m512i)right);
     if (type == INT8) return (ivec)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)left, (__m512i)right);
-#if LEVEL >= BF16_DOT
+#if HAS_BF16_DOT
     return (ivec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)left, (__m512bh)right);
+#endif
 #endif
 #endif
     return sum;
 }
 
+#if HAS_MATRIX_PRODUCT
+// A product is of two rows and two tokens: two units of the first row, then of the second, times those of the tokens.
+INLINE void multiply_pairs(const long type, const long rows, const long vectors, const char *left, long stride,
+                           const char *panel, long units, void *sums) {
+    ivec exact[6][4] = {0};  // for INT8; the compiler copies sums of both types at each product
+    vec sum[6][4] = {0};
+    for (long u = 0; u < units; u += 2, panel += 2 * PANEL * 4) {
+        ivec tokens[4];
+        for (long t = 0; t < 2 * vectors; t++) tokens[t] = load_int(panel + t * 16);
+        #pragma GCC unroll 6
+        for (long r = 0; r < rows; r += 2) {
+            const char *row = left + r * stride + u * 4;
+            const ivec both = (ivec)vcombine_u8(vld1_u8((const void *)row), vld1_u8((const void *)(row + stride)));
+            #pragma GCC unroll 4
+            for (long t = 0; t < 2 * vectors; t++) {
+                ivec *integers = &exact[r / 2][t];
+                vec *floats = &sum[r / 2][t];
+                if (type == INT8) *integers = vusmmlaq_s32(*integers, (uint8x16_t)both, (int8x16_t)tokens[t]);
+                else *floats = vbfmmlaq_f32(*floats, (bfloat16x8_t)both, (bfloat16x8_t)tokens[t]);
+            }
+        }
+    }
+    #pragma GCC unroll 12
+    for (long r = 0; r < rows; r++)
+        for (long v = 0; v < vectors; v++) {
+            const int64x2_t *pairs = type == INT8 ? (int64x2_t *)exact[r / 2] : (int64x2_t *)sum[r / 2];
+            const int64x2_t a = pairs[2 * v], b = pairs[2 * v + 1];
+            store_int((float *)sums + r * PANEL + v * LANES, (ivec)(r % 2 ? vzip2q_s64(a, b) : vzip1q_s64(a, b)));
+        }
+}
+#endif
+
 INLINE void multiply_rows(const long type, const long rows, const long vectors, const char *left, long stride,
                           const char *panel, long units, void *sums) {
+#if HAS_MATRIX_PRODUCT
+    if (type != FLOAT32) return multiply_pairs(type, rows, vectors, left, stride, panel, units, sums);
+#endif
     ivec sum[12][2] = {0};
     for (long u = 0; u < units; u++) {
         ivec first = load_int(panel + u * PANEL * 4), second = load_int(panel + u * PANEL * 4 + 4 * LANES);
         #pragma GCC unroll 12
         for (long r = 0; r < rows; r++) {
-            ivec unit = (ivec){0} + *(const int32_t *)(left + r * stride + u * 4);
+            ivec unit = load_unit(left + r * stride + u * 4);
             sum[r][0] = dot(type, sum[r][0], unit, first);
             if (vectors == 2) sum[r][1] = dot(type, sum[r][1], unit, second);
         }
@@ -110,7 +162,8 @@ INLINE void multiply_type(const long type, long rows, const char *left, long str
 
 static void multiply(long type, long rows, const char *left, long stride, const char *panel, long units, void *sums,
                      long vectors) {
-    if (type == FLOAT32) multiply_type(FLOAT32, rows, left, stride, panel, units, sums, vectors);
+    if (type == FLOAT32 || (INT8_IN_FLOAT32 && type == INT8))
+        multiply_type(FLOAT32, rows, left, stride, panel, units, sums, vectors);
     else if (type == INT8) multiply_type(INT8, rows, left, stride, panel, units, sums, vectors);
     else if (type == BFLOAT16 && HAS_BF16_DOT) multiply_type(BFLOAT16, rows, left, stride, panel, units, sums, vectors);
     else if (HAS_INT16_DOT) multiply_type(INT16, rows, left, stride, panel, units, sums, vectors);
@@ -136,6 +189,14 @@ INLINE void convert_int4(const uint8_t *from, const uint32_t *groups, long depth
     }
 }
 
+#if INT8_IN_FLOAT32
+typedef float converted_int8;
+#elif CONVERTS_INT8
+typedef int8_t converted_int8;
+#else
+typedef int16_t converted_int8;
+#endif
+
 // One row of w in the form that `type` multiplies, with zeros up to `padded` values
 static void convert_row(const matrix *w, long row, long type, long padded, char *to) {
     const long depth = w->dtype == INT8 ? w->stride : w->depth;
@@ -145,8 +206,8 @@ static void convert_row(const matrix *w, long row, long type, long padded, char 
     const uint32_t *groups = w->groups + row * (w->stride / INT4_GROUP);
     if (w->dtype == INT4 && type == BFLOAT16) convert_int4((const uint8_t *)from, groups, depth, BFLOAT16, to);
     else if (w->dtype == INT4) convert_int4((const uint8_t *)from, groups, depth, FLOAT32, to);
-    else if (bytes == value_bytes(w)) memcpy(to, from, depth * bytes);
-    else if (w->dtype == INT8) for (; i < depth; i++) ((int16_t *)to)[i] = ((const uint8_t *)from)[i] - 128;
+    else if (bytes == value_bytes(w) && !(CONVERTS_INT8 && w->dtype == INT8)) memcpy(to, from, depth * bytes);
+    else if (w->dtype == INT8) for (; i < depth; i++) ((converted_int8 *)to)[i] = ((const uint8_t *)from)[i] - 128;
     else {
         for (; i + LANES <= depth; i += LANES) store((float *)to + i, load_bf16((const uint16_t *)from + i));
         for (; i < depth; i++) ((float *)to)[i] = from_bf16(((const uint16_t *)from)[i]);
@@ -158,7 +219,7 @@ static void convert_row(const matrix *w, long row, long type, long padded, char 
 // are zero. Returns the first row, and the bytes from a row to the next in *stride.
 static const char *left_rows(const matrix *w, long row, long type, long units, char *buffer, long *stride) {
     const long rows = min_long(BLOCK_ROWS, w->n_rows - row), row_bytes = w->stride * value_bytes(w);
-    const int same = w->dtype == type && 4 / values_per_unit(type) == value_bytes(w);
+    const int same = w->dtype == type && 4 / values_per_unit(type) == value_bytes(w) && !(CONVERTS_INT8 && type == INT8);
     const int whole = w->dtype == INT8 ? units * 4 <= row_bytes : units * 4 == w->depth * value_bytes(w);
     if (same && whole && rows == BLOCK_ROWS) {
         *stride = row_bytes;
@@ -187,7 +248,8 @@ INLINE void finish_block(const matrix *w, long row, long rows, const operand *x,
             vec value = load((const float *)sums + r * PANEL + v * LANES);
             if (x->type == INT8) {
                 ivec exact = (ivec)value - INT8_OFFSET * load_int(x->sum + panel * PANEL + v * LANES);
-                value = __builtin_convertvector(exact, vec) * load(x->scale + panel * PANEL + v * LANES);
+                if (!INT8_IN_FLOAT32) value = __builtin_convertvector(exact, vec);
+                value *= load(x->scale + panel * PANEL + v * LANES);
                 value *= w->scale[row + r];
             }
             if (w->bias) value += w->bias[row + r];

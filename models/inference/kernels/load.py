@@ -15,6 +15,7 @@ import shlex
 import shutil
 import stat
 import subprocess
+import sys
 import textwrap
 from contextlib import suppress
 from functools import cache
@@ -29,24 +30,42 @@ logger = logging.getLogger(__name__)
 FOLDER = Path(__file__).parent
 AVX2 = ("avx2", "fma", "f16c")
 AVX512 = (*AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni")
-LEVELS = {  # name: what common.h is compiled with, and the flags that the CPU must have
-    "naive": (("-DLEVEL=0",), ()),
-    "avx2": (("-DLEVEL=1",), AVX2),
-    "avx2-vnni": (("-DLEVEL=2",), (*AVX2, "avx_vnni")),
-    "vnni": (("-DLEVEL=3",), AVX512),
-    "bf16": (("-DLEVEL=4",), (*AVX512, "avx512_bf16")),
-    "amx-emulated": (("-DLEVEL=5", "-DEMULATE_AMX"), (*AVX512, "avx512_bf16")),
-    "amx": (("-DLEVEL=5",), (*AVX512, "avx512_bf16", "amx_tile", "amx_bf16", "amx_int8")),
+X86 = {  # name: what common.h is compiled with, and the flags that the CPU must have
+    "avx2": (("-DLEVEL=AVX2",), AVX2),
+    "avx2-vnni": (("-DLEVEL=AVX2_VNNI",), (*AVX2, "avx_vnni")),
+    "vnni": (("-DLEVEL=VNNI",), AVX512),
+    "bf16": (("-DLEVEL=BF16_DOT",), (*AVX512, "avx512_bf16")),
+    "amx-emulated": (("-DLEVEL=AMX", "-DEMULATE_AMX"), (*AVX512, "avx512_bf16")),
+    "amx": (("-DLEVEL=AMX",), (*AVX512, "avx512_bf16", "amx_tile", "amx_bf16", "amx_int8")),
 }
-WITHOUT_BF16_DOT = ("avx2", "avx2-vnni", "vnni")  # levels that multiply bfloat16 weights in float32
-NEED_NEW_COMPILER = {"avx2-vnni": "avx2", "amx": "bf16"}  # gcc 11 or clang 12; with older ones, the level to use
+ARM = {
+    "neon": (("-DLEVEL=NEON", "-march=armv8-a"), ("asimd",)),
+    "neon-dotprod": (("-DLEVEL=NEON_DOTPROD", "-march=armv8.2-a+dotprod"), ("asimd", "asimddp")),
+    "neon-i8mm": (
+        ("-DLEVEL=NEON_I8MM", "-march=armv8.2-a+dotprod+i8mm+bf16"),
+        ("asimd", "asimddp", "i8mm", "bf16"),
+    ),
+}
+ARM_FEATURES = {  # name: entry and bit of Linux's getauxval (asm/hwcap.h), and macOS's name
+    "asimd": (16, 1, "AdvSIMD"),
+    "asimddp": (16, 20, "FEAT_DotProd"),
+    "i8mm": (26, 13, "FEAT_I8MM"),
+    "bf16": (26, 14, "FEAT_BF16"),
+}
+IS_ARM = platform.machine() in ("aarch64", "arm64")
+LEVELS = {"naive": (("-DLEVEL=NAIVE",), ()), **(ARM if IS_ARM else X86)}  # of this machine, lowest first
+WITHOUT_BF16_DOT = ("avx2", "avx2-vnni", "vnni", "neon", "neon-dotprod")  # multiply bfloat16 weights in float32
+# Levels for gcc 11 or clang 12, and what an older compiler builds
+NEED_NEW_COMPILER = {"avx2-vnni": "avx2", "amx": "bf16", "neon-i8mm": "neon-dotprod"}
 FOR_TESTS = ("naive", "amx-emulated")  # plain loops, and AMX's instructions in plain C
 MAX_REASON = 50  # characters, of a line of 120
-FLAGS = [
-    "-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-fopenmp", "-fPIC", "-shared", "-w",
-    "-nostartfiles",
-    "-nodefaultlibs", "-lm", "-lc",  # without libgomp: torch has loaded one, and two would compete for the cores
-]  # fmt: skip
+FLAGS = ["-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-fPIC", "-shared", "-w"]
+if IS_ARM:  # no calls of libgcc; and not gcc's first scheduling, which keeps more values than there are registers
+    FLAGS += ["-mno-outline-atomics", "-fno-schedule-insns"]
+if sys.platform == "darwin":  # Apple's clang hides OpenMP; its calls are looked up in torch's library at loading
+    FLAGS += ["-Xclang", "-fopenmp", "-undefined", "dynamic_lookup"]
+else:  # without libgomp: torch has loaded one, and two would compete for the cores
+    FLAGS += ["-fopenmp", "-nostartfiles", "-nodefaultlibs", "-lm", "-lc"]
 
 
 def read_structs() -> dict[str, Any]:
@@ -84,14 +103,27 @@ def amx_is_allowed() -> bool:
     return ctypes.CDLL(None).syscall(158, 0x1023, 18) == 0
 
 
+def cpu_features() -> set[str]:
+    """Names of this CPU's instructions, as Linux calls them; empty where kernels are not written for it."""
+    if platform.machine() == "x86_64":
+        return set(cpu_info("flags").split())
+    if IS_ARM and sys.platform == "linux":
+        getauxval = ctypes.CDLL(None).getauxval
+        getauxval.argtypes = [ctypes.c_ulong]
+        getauxval.restype = ctypes.c_ulong
+        return {name for name, (entry, bit, _) in ARM_FEATURES.items() if getauxval(entry) >> bit & 1}
+    if IS_ARM and sys.platform == "darwin":
+        listed = subprocess.run(["sysctl", "hw.optional.arm"], capture_output=True, text=True).stdout.splitlines()
+        return {name for name, (*_, key) in ARM_FEATURES.items() if f"hw.optional.arm.{key}: 1" in listed}
+    return set()
+
+
 def available_levels() -> list[str]:
-    """The levels that this CPU can run, lowest first; empty on a CPU that is not x86-64, or not on Linux."""
-    flags = set(cpu_info("flags").split())
-    if platform.machine() != "x86_64" or not flags:
-        return []
-    if "amx_tile" in flags and not amx_is_allowed():
-        flags.remove("amx_tile")
-    return [name for name, (_, needed) in LEVELS.items() if flags.issuperset(needed)]
+    """The levels that this CPU can run, lowest first; empty where there are no kernels."""
+    features = cpu_features()
+    if "amx_tile" in features and not amx_is_allowed():
+        features.remove("amx_tile")
+    return [name for name, (_, needed) in LEVELS.items() if features and features.issuperset(needed)]
 
 
 def chosen_level() -> str | None:
@@ -144,6 +176,15 @@ def is_trusted(path: Path) -> bool:
     return hashlib.sha256(content[:-32]).digest() == content[-32:]
 
 
+def open_library(path: Path) -> ctypes.CDLL:
+    """Load a library; on macOS after torch's OpenMP, whose names it uses."""
+    if sys.platform == "darwin":
+        import torch
+
+        ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libomp.dylib"), ctypes.RTLD_GLOBAL)
+    return ctypes.CDLL(str(path))
+
+
 @cache
 def load_library(level: str) -> ctypes.CDLL | None:
     """A level's library, built now if need be; None, with a log entry, if that is not possible."""
@@ -151,12 +192,12 @@ def load_library(level: str) -> ctypes.CDLL | None:
     for path in (folder / library_name(level) for folder in (FOLDER, own)):
         if is_trusted(path):
             with suppress(OSError):  # of another system
-                return ctypes.CDLL(str(path))
+                return open_library(path)
     try:
         path = build(level, own)
         if not is_trusted(path):
             raise OSError(f"other users can write to {path.parent}")
-        return ctypes.CDLL(str(path))
+        return open_library(path)
     except (OSError, subprocess.SubprocessError) as error:
         if level in NEED_NEW_COMPILER:
             return load_library(NEED_NEW_COMPILER[level])

@@ -1,4 +1,4 @@
-// One level of the kernel library, compiled with -DLEVEL=0 to 5 (see common.h): the two forward passes, each written
+// One level of the kernel library, compiled with -DLEVEL=<name> (see common.h): the two forward passes, each written
 // once over the kernels, the decoder for any number of sequences and tokens, and the vision encoder.
 #include "common.h"
 #include "amx.c"

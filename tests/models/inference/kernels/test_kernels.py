@@ -9,7 +9,7 @@ from models.inference.kernels.load import load_library
 from models.inference.quantization import QuantizedLinear
 from support.kernels import LEVELS
 
-HAVE_BF16_DOT = ("naive", "bf16", "amx-emulated", "amx")
+HAVE_BF16_DOT = ("naive", "bf16", "amx-emulated", "amx", "neon-i8mm")
 SHAPES = [  # rows and depth of a weight, tokens
     (64, 128, 1), (64, 128, 5), (100, 70, 1), (100, 70, 40), (33, 130, 17), (97, 576, 33), (5, 3, 2), (4, 1, 3),
     (14, 66, 300),

@@ -5,6 +5,7 @@ import os
 import platform
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -47,8 +48,34 @@ def test_the_level_is_the_highest_or_the_one_asked_for(monkeypatch):
     monkeypatch.setenv("NANOVLM_CPU_LEVEL", "none")
     assert chosen_level() is None
     monkeypatch.setenv("NANOVLM_CPU_LEVEL", "sse")
-    with pytest.raises(InputError, match=r"NANOVLM_CPU_LEVEL=sse is not a level; use naive, avx2, .* or none"):
+    with pytest.raises(InputError, match=r"NANOVLM_CPU_LEVEL=sse is not a level; use naive, .* or none"):
         chosen_level()
+
+
+@pytest.mark.parametrize(
+    "bits, names, level",  # of Linux's getauxval, of macOS's sysctl
+    [
+        ({16: 1 << 1}, "AdvSIMD", "neon"),  # Cortex-A72
+        ({16: 1 << 1 | 1 << 20}, "AdvSIMD FEAT_DotProd", "neon-dotprod"),  # Neoverse N1, Apple M1
+        ({16: 1 << 1 | 1 << 20, 26: 1 << 13}, "AdvSIMD FEAT_DotProd FEAT_I8MM", "neon-dotprod"),
+        ({16: 1 << 1 | 1 << 20, 26: 3 << 13}, "AdvSIMD FEAT_DotProd FEAT_I8MM FEAT_BF16", "neon-i8mm"),
+        ({}, "", None),
+    ],
+)
+@pytest.mark.parametrize("system", ["linux", "darwin"])
+def test_the_level_of_an_arm_cpu_is_read_from_its_system(monkeypatch, system, bits, names, level):
+    def auxiliary(entry):
+        return bits.get(entry, 0)
+
+    lines = "".join(f"hw.optional.arm.{name}: 1\n" for name in names.split()) + "hw.optional.arm.FEAT_SME: 0\n"
+    monkeypatch.setattr(platform, "machine", lambda: "arm64")
+    monkeypatch.setattr(sys, "platform", system)
+    monkeypatch.setattr(load, "IS_ARM", True)
+    monkeypatch.setattr(load, "LEVELS", {"naive": ((), ())} | load.ARM)
+    monkeypatch.setattr(load.ctypes, "CDLL", lambda path: SimpleNamespace(getauxval=auxiliary))
+    monkeypatch.setattr(subprocess, "run", lambda *args, **options: SimpleNamespace(stdout=lines))
+    monkeypatch.delenv("NANOVLM_CPU_LEVEL", raising=False)
+    assert chosen_level() == level
 
 
 @pytest.mark.skipif(not IS_X86, reason="the levels are for Linux on x86-64")
