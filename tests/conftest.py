@@ -1,5 +1,6 @@
 """Models for all tests, made once a session: small, with random weights large enough that any mistake shows."""
 
+import os
 import shutil
 
 import pytest

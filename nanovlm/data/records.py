@@ -232,9 +232,7 @@ def _read(row: Row, columns: _Columns, options: ReadOptions) -> Example:
         places[role] = f"the {column}" if is_file else f"column {column}"
     if isinstance(answer, Path):
         places["answer"] = "the text file"
-    splits = {
-        column: part for column in columns.find(SPLIT_COLUMN) if (part := split_named(str(columns.row[column])))
-    }
+    splits = {column: part for column in columns.find(SPLIT_COLUMN) if (part := split_named(str(columns.row[column])))}
     split = next(iter(splits.values()), "")
     path = row.values.get("__key__") if row.is_sample else next(iter(written), None)
     if not split and isinstance(path, str) and columns.read.get("image") != IMAGE_FILE:
