@@ -152,11 +152,12 @@ def replacing(path: PathLike, mode: int | None = None) -> Iterator[Path]:
     can read it before the end. Folders on the way to path are made. FileError if the file cannot be written.
     """
     path = Path(path)
-    if path.is_dir():  # os.replace would say so after the work
-        raise FileError(f"{path} is a folder; name a file", errno.EISDIR)
+    with _errors(path):
+        if path.is_dir():  # os.replace would say so after the work
+            raise FileError(f"{path} is a folder; name a file", errno.EISDIR)
+        mode = _mode_of(path) if mode is None else mode
     make_folder(path.parent)
     new = _part_name(path.parent)
-    mode = _mode_of(path) if mode is None else mode
     with _write_errors(path, new):
         os.close(_open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666 if mode is None else 0o600))
         try:
@@ -183,7 +184,8 @@ def filling(path: PathLike) -> Iterator[Path]:
     removed. FileError if the folder cannot be written, or a folder of path is a link.
     """
     path = Path(path)
-    beside = path if path.exists() else path.parent  # another folder may be on another disk
+    with _errors(path):
+        beside = path if path.exists() else path.parent  # another folder may be on another disk
     make_folder(beside)
     remove_parts(beside)
     new = _part_name(beside)

@@ -64,8 +64,8 @@ def decode(path: str, max_frames: int) -> tuple[dict[str, Any], list[bytes]]:
     import av
 
     # Of an open file FFmpeg takes no name for a protocol; the option keeps playlists from opening other files or URLs.
-    options = {"protocol_whitelist": "none"}
-    with files.opened(path) as file, av.open(file, "r", options=options) as container:
+    options: dict[str, Any] = {"options": {"protocol_whitelist": "none"}, "metadata_errors": "replace"}  # Latin-1
+    with files.opened(path) as file, av.open(file, "r", **options) as container:
         stream = container.streams.video[0]
         if stream.width * stream.height > MAX_FRAME_PIXELS:
             raise ImageError(f"frames of {stream.width} x {stream.height}, more than {MAX_FRAME_PIXELS:,} pixels")
@@ -77,7 +77,7 @@ def decode(path: str, max_frames: int) -> tuple[dict[str, Any], list[bytes]]:
         last = float(max(times) - min(times)) if times else max(0, len(packets) - 1) / fps
         seconds = max([*lengths, last]) or 1 / fps
     shown = []
-    with files.opened(path) as file, av.open(file, "r", options=options) as container:
+    with files.opened(path) as file, av.open(file, "r", **options) as container:
         wanted = sample_times(seconds, last, max_frames)
         for second, frame in shown_frames(container.decode(video=0), wanted, fps):
             matrix = frame.side_data.get("DISPLAYMATRIX")

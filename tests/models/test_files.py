@@ -233,6 +233,18 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path, monkeypatch):
         assert files.PART not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "words"), [("x" * 300, "too long"), ("nul\0l", "null"), ("a/b", "File exists|Not a d")]
+)
+def test_a_name_that_cannot_be_written_is_one_line(tmp_path, name, words):
+    (tmp_path / "a").touch()
+    with pytest.raises(FileError, match=words):
+        files.replace(tmp_path / name, "")
+    if "\0" not in name:
+        with pytest.raises(FileError, match=words), files.filling(tmp_path / name):
+            pass
+
+
 @pytest.mark.parametrize("given", [None, 0o700])
 def test_nobody_else_reads_a_private_file_while_it_is_written(tmp_path, given):
     (tmp_path / "out").mkdir(mode=0o755)
