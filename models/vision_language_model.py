@@ -73,10 +73,7 @@ class VisionLanguageModel(nn.Module, GenerationMixin):
         tokenizer is the text of a tokenizer.json, by default the one that the model was loaded with, if any. dtype is
         that of the stored weights, by default the model's. InputError if the folder is a file or lies below one.
         """
-        try:
-            checkpoint.save_checkpoint(folder, self, tokenizer or self.tokenizer_json, dtype)
-        except (FileExistsError, NotADirectoryError):
-            raise InputError(f"{folder} is a file or lies below one; name a folder") from None
+        checkpoint.save_checkpoint(folder, self, tokenizer or self.tokenizer_json, dtype)
 
     def push_to_hub(
         self, repo_id: str, *, private: bool = False, revision: str | None = None, token: str | None = None

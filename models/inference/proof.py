@@ -43,7 +43,7 @@ WRITTEN_FOR = {
     "models/decoding.py": "a9f91752ea9530d3",
     "models/language_model.py": "d0885770785deea9",
     "models/modality_projector.py": "7b50272bc3b811d4",
-    "models/vision_language_model.py": "7129cb1c0835c275",
+    "models/vision_language_model.py": "d8542d57f1c22045",
     "models/vision_transformer.py": "edd0220d8c2c664f",
 }
 LIBRARY = (nn.Module, nn.Linear, nn.Conv2d, nn.Embedding, nn.LayerNorm, nn.Dropout)
