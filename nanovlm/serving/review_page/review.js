@@ -25,10 +25,8 @@ async function call(path, body, keepalive = false) {
 
 function change(path, body, touched, isLeaving) { // one after the other; answers are states of cards
   for (const card of touched) card.isKept = true;
-  const progress = setInterval(async () => {
-    const { done, total } = await call("status");
-    say(`${done.toLocaleString("en")} of ${total.toLocaleString("en")} saved ...`);
-  }, 700);
+  const progress = touched.length === 1 ? 0 : setInterval(() => call("status").then(({ done, total }) =>
+    say(`${done.toLocaleString("en")} of ${total.toLocaleString("en")} saved ...`)).catch(() => {}), 700);
   const answer = isLeaving ? call(path, body(), true) : inOrder.then(() => call(path, body()));
   inOrder = answer.then(async (states) => {
     for (const state of states) state.conflict ? clash(cards[state.id], state) : take(cards[state.id], state, true);
