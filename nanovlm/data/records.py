@@ -232,7 +232,7 @@ def _read(row: Row, columns: _Columns, options: ReadOptions) -> Example:
         places[role] = f"the {column}" if is_file else f"column {column}"
     if isinstance(answer, Path):
         places["answer"] = "the text file"
-    splits = {column: part for column in columns.find(SPLIT_COLUMN) if (part := split_named(str(columns.row[column])))}
+    splits = {column: word for column in columns.find(SPLIT_COLUMN) if (word := split_named(str(columns.row[column])))}
     split = next(iter(splits.values()), "")
     path = row.values.get("__key__") if row.is_sample else next(iter(written), None)
     if not split and isinstance(path, str) and columns.read.get("image") != IMAGE_FILE:
@@ -262,8 +262,8 @@ def _pairs(question: Any, answer: Any) -> tuple[list[list[Turn]], list[Any]]:
         counts = f"{len(questions)} questions, but {len(answers)} answers"
         raise ExampleError(f"has {counts}; write one for each, or a row for each question")
     read = [_read_parts(one) for one in questions]
-    answers = [clean_text(text) for text in answers or [""]]
-    turns = [[Turn("user", parts), Turn("assistant", (text,))] for (parts, _), text in zip(read, answers)]
+    texts = [clean_text(text) for text in answers or [""]]
+    turns = [[Turn("user", parts), Turn("assistant", (text,))] for (parts, _), text in zip(read, texts)]
     return turns, max((marks for _, marks in read), key=len)
 
 
