@@ -181,7 +181,7 @@ def test_the_embedded_model_is_for_folders_only_if_named(generate, image_folder,
     code, out, err = generate(image_folder, "--model", "embedded", model=None)
     assert (code, out) == (0, "") and len(list(image_folder.rglob("*.txt"))) == 5
     lines = err.splitlines()
-    assert lines[0].startswith("5 captioned in 0 s") and len(lines) == 2
+    assert re.match(r"5 captioned in \d+ s", lines[0]) and len(lines) == 2
     assert lines[1].startswith("5 captions were cut at --max-new-tokens; raise it: images/")
     _, _, err = generate(image_folder, model=None)
     assert err.startswith("5 had captions (images/") and len(err.splitlines()) == 1, "and no model is loaded"
@@ -222,7 +222,7 @@ def test_rows_name_the_model_its_adapters_and_its_own_prompt(generate, image_fol
     Path("adapters/adapter_config.json").write_text("{}")
     Path("adapters/nanovlm.json").write_text('{"prompt": "Who?"}')
     code, out, err = generate(image_folder, "--adapter", "adapters", model="owner/name")
-    assert (code, out, err) == (0, "", "0 captioned in 0 s\n")
+    assert (code, out) == (0, "") and re.fullmatch(r"0 captioned in \d+ s\n", err)
 
 
 def test_lines_on_a_terminal_have_no_bar_among_them(generate, image_folder, monkeypatch):
@@ -249,4 +249,4 @@ def test_a_slow_answer_names_faster_ways_on_a_terminal(capsys, monkeypatch):
         monkeypatch.setattr("nanovlm.cli.caption.has_terminal", lambda shown=has_terminal: shown)
         assert cli.main(["caption", str(SAMPLE), "--max-new-tokens", "2", "--model", "embedded"]) == 0
         err = capsys.readouterr().err
-        assert ("note: this took 0 s; faster: --quantize int8\n" in err) == has_terminal
+        assert bool(re.search(r"note: this took \d+ s; faster: --quantize int8\n", err)) == has_terminal
