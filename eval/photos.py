@@ -32,17 +32,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from eval.lib.classification import Labeled, classify_pixels, cpu_seconds, share, train
-from eval.lib.command import (
-    PRECISIONS,
-    Measured,
-    add_threads_flag,
-    at_level,
-    environment,
-    levels_here,
-    progress,
-    relative_error,
-    run,
-)  # fmt: skip
+from eval.lib.command import Measured, add_threads_flag, environment, progress, run
+from eval.lib.precisions import FEWER, Predictions, compare, comparison_table, in_every_precision
 from eval.lib.smollm2 import write_smollm2
 from nanovlm.captioner import Captioner
 from nanovlm.cli.main import Parser
@@ -236,39 +227,14 @@ def classify_features(captioner: Captioner, learned: Labeled, tested: Labeled) -
     return model.predict(encoder_features(captioner, tested[0]).numpy()).tolist()
 
 
-@torch.inference_mode()
-def measure_precision(folder: Path, dtype: str, quantize: str | None, photos: Labeled, kinds: Sequence[str]) -> dict:
-    """Answers of one precision to all photographs, log-probabilities of the kinds, and the encoder's outputs."""
-    captioner = Captioner.from_pretrained(folder, "cpu", dtype, quantize=quantize)
-    ranked = [captioner.classify(path, kinds) for path in photos[0]]
-    logs = torch.tensor(
-        [[next(one for one in row if one.text == kind).log_probability for kind in kinds] for row in ranked]
-    )
-    tiles = [captioner.prepare(path)[1][0][:1] for path in photos[0][:: max(1, len(photos[0]) // 16)]]
+def predict(photos: Sequence[str], kinds: Sequence[str], captioner: Captioner) -> Predictions:
+    """The likeliest kind of each photograph, log-probabilities of all kinds, and the encoder's outputs for some."""
+    ranked = [captioner.classify(path, kinds) for path in photos]
+    chances = [{one.text: one.log_probability for one in row} for row in ranked]
+    tiles = [captioner.prepare(path)[1][0][:1] for path in photos[:: max(1, len(photos) // 16)]]
     encoded = captioner.inference.encode_images(torch.cat(tiles)).float()
-    return {"answers": [row[0].text for row in ranked], "logs": logs, "encoded": encoded}
-
-
-def compare_precisions(folder: Path, photos: Labeled, kinds: Sequence[str]) -> list[dict[str, Any]]:
-    """A row for each precision at each CPU level, beside float32 by plain modules."""
-    with at_level("none"):
-        reference = measure_precision(folder, "float32", None, photos, kinds)
-    expected = reference["logs"].log_softmax(-1)
-    rows = []
-    for level in levels_here():
-        for dtype, quantize in PRECISIONS:
-            progress(f"{level}: {dtype} {quantize or ''}")
-            with at_level(level):
-                found = measure_precision(folder, dtype, quantize, photos, kinds)
-            same = sum(a == b for a, b in zip(found["answers"], reference["answers"])) / len(photos[0])
-            kl = (expected.exp() * (expected - found["logs"].log_softmax(-1))).sum(-1).mean().item()
-            cosine = F.cosine_similarity(found["encoded"], reference["encoded"], dim=-1).mean().item()
-            rows.append(
-                {"level": level, "precision": quantize or dtype, "exact": share(found["answers"], photos[1])["exact"]}
-                | {"same": same, "kl": kl, "cosine": cosine}
-                | {"error": relative_error(found["encoded"], reference["encoded"])}
-            )
-    return rows
+    logits = torch.tensor([[row[kind] for kind in kinds] for row in chances])
+    return Predictions([row[0].text for row in ranked], logits, encoded)
 
 
 # ------------------------------------------------------------------------------------------------------------ report
@@ -317,7 +283,8 @@ def measure(args: argparse.Namespace) -> Measured:
     is_right = [answer == truth for answer, truth in zip(chosen, truths)]
     calibrated = calibration([best.probability for best in ranked], is_right)
     confused = Counter((truth, answer) for truth, answer in zip(truths, answers) if truth != answer)
-    levels = [] if args.no_levels else compare_precisions(model, tested, kinds)
+    ways = in_every_precision(model, partial(predict, tested[0], kinds), precisions=FEWER)
+    levels = {} if args.no_levels else compare(ways, truths)
     rows = [["", "right", "95% interval", "CPU seconds"]]
     for name, row in results.items():
         low, high = row["interval"]
@@ -329,13 +296,7 @@ def measure(args: argparse.Namespace) -> Measured:
         + ", ".join(f"{t} for {a or 'an empty answer'} {n}" for (t, a), n in confused.most_common(6))
     )
     if levels:
-        head = [["level", "precision", "right", "as float32", "KL", "encoder's error", "cosine"]]
-        cells = [
-            [r["level"], r["precision"], f"{r['exact']:.1%}", f"{r['same']:.1%}", f"{r['kl']:.5f}"]
-            + [f"{r['error']:.4f}", f"{r['cosine']:.5f}"]
-            for r in levels
-        ]
-        lines.append(table(head + cells))
+        lines.append(comparison_table(levels))
     found = {"results": results, "calibration": calibrated, "encoder": encoder, "levels": levels, "trained_s": trained}
     where = f"{args.data}, encoder {encoder['error']:.1g} from the package's graph; {environment()}"
     return found, "\n".join(lines), where, ()

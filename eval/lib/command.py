@@ -33,8 +33,6 @@ RESULTS = Path(__file__).parent.parent / "results"  # CPU.txt, a file for each p
 LEVEL = "NANOVLM_CPU_LEVEL"
 PACKAGES = {"llama_cpp": "llama-cpp-python", "openvino": "openvino"}  # named in `environment` once imported
 CPU = torch.device("cpu")
-# Dtype and quantization of those that are compared
-PRECISIONS = (("float32", None), ("bfloat16", None), ("float32", "int8"), ("float32", "int4"))
 
 Measured = tuple[dict, str, str, Sequence[str]]  # see `report`
 

@@ -84,14 +84,14 @@ def test_figures_are_relative_to_the_first_and_those_of_tokens_have_a_perplexity
     logits = torch.tensor([[9.0, 1, 0], [2.0, 1, 0], [0.0, 0, 1]])
     found = {"plain": Predictions([0, 0, 2], logits), "other": Predictions([0, 1, 2], logits.flip(1) / 2)}
     rows = compare({name: partial(lambda one: one, one) for name, one in found.items()}, [0, 1, 0])
-    assert rows["plain"].items() >= {"right": 1 / 3, "kept": 1, "same": 1, "kl": 0, "logits": 0}.items()
+    assert rows["plain"].items() >= {"right": 1 / 3, "kept": 1, "same": 1, "kl": 0, "error": 0}.items()
     assert rows["other"].items() >= {"right": 2 / 3, "kept": 1, "same": 2 / 3}.items()
     p, q = (one.logits.softmax(-1) for one in found.values())
     assert rows["other"]["kl"] == pytest.approx((p * (p / q).log()).sum(1).mean().item(), rel=1e-4)
     for name, chances in (("plain", p), ("other", q)):
         likelihood = chances[[0, 1, 2], [0, 1, 0]].prod().item()
         assert rows[name]["perplexity"] == pytest.approx(likelihood ** (-1 / 3), rel=1e-4)
-    assert comparison_table(rows).split("\n")[0].split() == ["perplexity", "right", "kept", "same", "kl", "logits"]
+    assert comparison_table(rows).split("\n")[0].split() == ["perplexity", "right", "kept", "same", "kl", "error"]
     texts = compare({"plain": lambda: Predictions("abc", logits)}, "abd")
     assert "perplexity" not in texts["plain"] and texts["plain"]["right"] == 2 / 3
 
@@ -140,11 +140,11 @@ def test_every_precision_at_every_level_is_compared_with_plain_modules(capsys, t
     levels = levels_here() or ["none"]
     assert next(iter(results)) == "float32 none" and {name.split()[-1] for name in results} == {"none", *levels}
     assert len(results) == len(levels) * len(COMPARED) + (levels != ["none"])
-    assert results["float32 none"] | {"right": 1} == {"right": 1, "kept": 1, "same": 1, "kl": 0, "logits": 0}
+    assert results["float32 none"] | {"right": 1} == {"right": 1, "kept": 1, "same": 1, "kl": 0, "error": 0}
     for level in levels_here():
-        assert results[f"float32 {level}"]["logits"] < 1e-4 < results[f"float32 int8 {level}"]["logits"] < 0.1
+        assert results[f"float32 {level}"]["error"] < 1e-4 < results[f"float32 int8 {level}"]["error"] < 0.1
         assert results[f"float32 {level}"]["same"] == 1
-        assert results[f"bfloat16 {level}"]["logits"] < results[f"bfloat16 int4 {level}"]["logits"]
+        assert results[f"bfloat16 {level}"]["error"] < results[f"bfloat16 int4 {level}"]["error"]
 
 
 @pytest.mark.slow
@@ -154,9 +154,9 @@ def test_int8_keeps_what_float32_has_right():
 
 @pytest.mark.parametrize("kept", [0.98, 0.99])
 def test_int8_that_keeps_too_little_is_a_failure(kept):
-    row = {"right": 0.9, "kept": kept, "same": 0.8, "kl": 0.5, "logits": 0.01}
+    row = {"right": 0.9, "kept": kept, "same": 0.8, "kl": 0.5, "error": 0.01}
     results = {"float32 int8 avx2": row, "float32 none": row}
-    assert f"float32 int8 avx2  90.0%  {kept:.1%}  80.0%  0.50000   1.00%" in comparison_table(results)
+    assert f"float32 int8 avx2  90.0%  {kept:.1%}  80.0%  0.50000  1.00%" in comparison_table(results)
     message = "float32 int8 avx2 keeps less than 99% of float32's right captions"
     assert captions.comparison_failures(results) == ([message] if kept < 0.99 else [])
 

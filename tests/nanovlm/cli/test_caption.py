@@ -223,7 +223,7 @@ def test_rows_name_the_model_its_adapters_and_its_own_prompt(generate, image_fol
     Path("adapters/adapter_config.json").write_text("{}")
     Path("adapters/nanovlm.json").write_text('{"prompt": "Who?"}')
     code, out, err = generate(image_folder, "--adapter", "adapters", model="owner/name")
-    assert (code, out, err) == (0, "", "0 captioned in 0 s\n")
+    assert (code, out) == (0, "") and re.fullmatch(r"0 captioned in \d+ s\n", err)
 
 
 def test_lines_on_a_terminal_have_no_bar_among_them(generate, image_folder, monkeypatch):
@@ -250,4 +250,4 @@ def test_a_slow_answer_names_faster_ways_on_a_terminal(capsys, monkeypatch):
         monkeypatch.setattr("nanovlm.cli.caption.has_terminal", lambda shown=has_terminal: shown)
         assert cli.main(["caption", str(SAMPLE), "--max-new-tokens", "2", "--model", "embedded"]) == 0
         err = capsys.readouterr().err
-        assert ("note: this took 0 s; faster: --quantize int8\n" in err) == has_terminal
+        assert bool(re.search(r"note: this took \d+ s; faster: --quantize int8\n", err)) == has_terminal
