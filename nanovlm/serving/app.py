@@ -8,7 +8,7 @@ import logging
 import re
 import socket
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Coroutine
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from types import FrameType
@@ -104,7 +104,7 @@ def make_app(captioner: Captioner, name: str, options: ServeOptions, description
     if options.allow_origin:
         cors: dict[str, Any] = {"allow_methods": ["*"], "allow_headers": ["*"], "expose_headers": ["Retry-After"]}
         app.add_middleware(CORSMiddleware, allow_origins=options.allow_origin, **cors)
-    app.add_middleware(Gate, options=options, release=chats.release)
+    app.add_middleware(Gate, options=options)
     app.include_router(api, prefix="/v1")
     app.include_router(api)  # some clients leave /v1 out, as llama.cpp's server allows
     add_page(app.router, STATIC, SAMPLE)
@@ -117,16 +117,13 @@ def make_app(captioner: Captioner, name: str, options: ServeOptions, description
 class Gate:
     """Refuses foreign host names (DNS rebinding) and pages of other origins, and logs each request.
 
-    Any web page in a browser can send requests to a server on the same machine. release is awaited with the answer that
-    a request has begun, when it ends.
+    Any web page in a browser can send requests to a server on the same machine. A request that has begun an answer
+    has its state's response, which goes to its state's release at the end.
     """
 
-    def __init__(
-        self, app: ASGIApp, options: ServeOptions, release: Callable[[Response], Awaitable[None]] | None = None
-    ):
+    def __init__(self, app: ASGIApp, options: ServeOptions):
         self.app = app
         self.options = options
-        self.release = release
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -149,8 +146,8 @@ class Gate:
         finally:
             response = state.get("response")
             problem = state["problem"]
-            if response is not None and self.release is not None:
-                await self.release(response)
+            if response is not None:
+                await state["release"](response)
             if not self.options.quiet and (response or problem):
                 details = problem or response.summary(time.monotonic() - started)
                 status = problem.status if problem else status
@@ -223,6 +220,7 @@ class Chats:
         if len(self.active) >= self.options.places:
             raise full(f"all {self.options.places} places for running and waiting answers are taken")
         response = http.state.response = Response(self.name)
+        http.state.release = self.release
         self.active.add(response)
         http.state.deadline = asyncio.get_running_loop().time() + self.options.timeout
         async with asyncio.timeout_at(http.state.deadline):

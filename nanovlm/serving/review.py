@@ -23,7 +23,7 @@ from nanovlm.bulk import Report, caption_rows, extensions, find_images, folders_
 from nanovlm.console import count
 from nanovlm.errors import ImageError, NanoVLMError, UsageError
 from nanovlm.options import CaptionOptions, with_changes
-from nanovlm.outputs import EDITED, Row, Sidecars, Table, edited, reasons, text_hash, text_of
+from nanovlm.outputs import EDITED, ORIGIN, Row, Sidecars, Table, edited, reasons, text_hash, text_of
 from nanovlm.processing.image_loading import thumbnail
 from nanovlm.serving.app import STATIC, Gate, Server, add_page, read_body
 from nanovlm.serving.openai_api import APIError
@@ -103,7 +103,7 @@ class Review:
             problem = str(error)
         text = text_of(row)
         name = os.path.relpath(image, self.folder)
-        made = ", ".join(f"{key} {row[key]!r}" for key in ("model", "prompt", "prefix", "choices") if row.get(key))
+        made = ", ".join(f"{key} {row[key]!r}" for key in ORIGIN if row.get(key))
         shown = {"name": name, "folder": os.path.dirname(name), "text": text, "made": made, "problem": problem}
         shown = {key: value.encode("utf-8", "backslashreplace").decode() for key, value in shown.items()}
         more = {"version": text_hash(text), "marks": marks(row), "is_label": bool(row.get("choices"))}
