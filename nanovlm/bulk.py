@@ -82,10 +82,7 @@ def find_images(names: Iterable[str | os.PathLike[str]], wanted: Collection[str]
 def _walk(folder: str, wanted: Collection[str], report: Report) -> Iterator[str]:
     from nanovlm.processing.image_loading import IMAGE_EXTENSIONS
 
-    def fail(error: OSError) -> None:
-        report.fail(error.filename, str(error.strerror))
-
-    for current, names in walk(folder, fail):
+    for current, names in walk(folder, lambda error: report.fail(error.filename, str(error.strerror))):
         for name in names:
             extension = os.path.splitext(name)[1].lower()
             if extension in wanted:

@@ -33,13 +33,7 @@ BOM = b"\xef\xbb\xbf"
 OF_ONE_FILE = frozenset({  # errors that say nothing about the next image's file
     errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ENXIO, errno.ENAMETOOLONG, errno.ELOOP,
 })  # fmt: skip
-
-
-def parse_integer(digits: str) -> int | str:
-    return int(digits) if len(digits) < MAX_DIGITS else digits
-
-
-PARSE = json.JSONDecoder(parse_int=parse_integer)
+PARSE = json.JSONDecoder(parse_int=lambda text: int(text) if len(text) < MAX_DIGITS else text)
 
 
 @functools.lru_cache(100_000)
@@ -100,8 +94,9 @@ class Output:
         return {}
 
     def made(self, image: str) -> Row:
-        """The row that an image has, with a text or without."""
-        return {}
+        """What is known of an image that has a row, with a text or without."""
+        record = self.record(image)
+        return record.made(image) if record else {}
 
     def kept(self, image: str) -> Row:
         """Text and columns of ours, for `write` to put them back as they are."""
@@ -191,13 +186,10 @@ class Lines:
         if self.torn:
             torn = self.torn.decode("utf-8", "replace")
             logger.warning("%s: removed its unfinished last line: %.100s", self.path, torn)
-        try:
-            if self.torn or not self.is_joined:
-                files.replace(self.path, b"".join(line + b"\n" for line in self.lines.values()))
-                self.has_end = True
-        except OSError:
-            self._seen = ()  # the file is not what is known of it
-            raise
+        self._seen = ()  # on an error the file is not what is known of it
+        if self.torn or not self.is_joined:
+            files.replace(self.path, b"".join(line + b"\n" for line in self.lines.values()))
+            self.has_end = True
         self.torn = b""
         self.is_joined = True
         self._seen = self._stamp()
@@ -272,8 +264,6 @@ class Table(Lines, Output):
         with files.locked(self.path):
             files.remove_parts(self.path.parent)
             self.tidy()
-        with files.locked(self.path):  # of the file that tidy may have put there
-            self.read()
             try:
                 yield
             except BaseException:
@@ -288,7 +278,7 @@ class Table(Lines, Output):
 
     def row(self, image: str) -> Row:
         row = self.made(image)
-        return row if has_text(row) else {}
+        return row if text_of(row) else {}
 
     def kept(self, image: str) -> Row:
         columns = exact(self.lines.get(image_key(image), b"{}"))
@@ -389,9 +379,6 @@ class Sidecars(Output):
             return {}
         return row | {"text": text} if text_hash(text) == row.get("hash") else edited(row, text)
 
-    def made(self, image: str) -> Row:
-        return self.record(image).made(image)
-
     def _text(self, image: str) -> str:
         try:
             return files.read_text(self.target(image), errors="replace").strip()
@@ -452,14 +439,11 @@ def text_hash(text: str) -> str:
     return hashlib.sha256(lines.encode("utf-8", "backslashreplace")).hexdigest()[:16] if lines else ""
 
 
-def has_text(row: Row) -> bool:
-    text = row.get("text")
-    return bool(text.strip()) if isinstance(text, str) else isinstance(text, (int, float)) or bool(text)
-
-
 def text_of(row: Row) -> str:
-    """The text of a row; that of a number is its digits."""
-    return str(row["text"]) if has_text(row) else ""
+    """The text of a row; that of a number is its digits, and white space is none."""
+    text = row.get("text")
+    has_text = text.strip() if isinstance(text, str) else text or isinstance(text, (int, float))
+    return str(text) if has_text else ""
 
 
 def parse_row(line: bytes) -> Row | None:

@@ -2,7 +2,6 @@
 
 app          routes, who may use them, and the way of a request from its body to its response
 openai_api   what a request may hold; the JSON of responses and errors
-chat_inputs  messages and images to what the model reads
 engine       the thread that steps the continuous batch
 options      the flags of `nanovlm serve`
 """

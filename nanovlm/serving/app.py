@@ -2,12 +2,13 @@
 
 import asyncio
 import errno
+import hashlib
 import hmac
 import logging
 import re
 import socket
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Coroutine
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from types import FrameType
@@ -23,7 +24,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from models.inference.caches import ImageCache, PrefixCache
+from models.inference.caches import ImageCache, PrefixCache, TiledImage
 from models.inference.continuous_batching import Request as Prompt
 from nanovlm.captioner import Captioner
 from nanovlm.console import count
@@ -31,10 +32,9 @@ from nanovlm.embedded import SAMPLE
 from nanovlm.errors import ImageError, MissingExtraError, NanoVLMError, PromptTooLongError, SchemaError, UsageError
 from nanovlm.options import CHAT_MAX_NEW_TOKENS, generation_options
 from nanovlm.processing.conversation import Chat, images_of, with_images
-from nanovlm.processing.image_loading import is_data_url
+from nanovlm.processing.image_loading import decode_data_url, is_data_url, load_image
 from nanovlm.processing.image_urls import fetch
 from nanovlm.processing.tokenizer import StreamingDecoder
-from nanovlm.serving.chat_inputs import prepare_images
 from nanovlm.serving.engine import Engine
 from nanovlm.serving.openai_api import APIError, ChatRequest, ImageURL, Response, StopStrings, event
 from nanovlm.serving.options import ServeOptions
@@ -47,6 +47,7 @@ PORT = re.compile(r":\d*$")  # in a Host header
 BODY_SECONDS = 10.0  # for a body to arrive
 # Longer than clients keep a connection (httpx 5 s, nginx 60 s): one that closes as a request is sent loses its answer.
 KEEP_ALIVE_SECONDS = 75
+MAX_PIXELS = 64_000_000  # of an image: the largest that phones save
 MAX_PREPARED = 8  # requests that are preprocessed and not prefilled yet: memory holds their pixels
 CLIENT_LEFT = 499  # nginx's status; nobody reads it
 HEADERS = {  # of every response; the page loads nothing from elsewhere
@@ -84,7 +85,7 @@ def make_app(captioner: Captioner, name: str, options: ServeOptions, description
     def list_models() -> dict[str, Any]:
         model = {"id": name, "object": "model", "created": 0, "owned_by": "nanovlm"}
         model |= {"max_model_len": captioner.processor.cfg.lm_max_position_embeddings}  # vLLM's
-        model |= {"description": description, "default_prompt": chats.default_prompt}  # the page's
+        model |= {"description": description, "default_prompt": captioner.prompt}  # the page's
         return {"object": "list", "data": [model]}
 
     @api.api_route("/models/{model:path}", methods=GET)
@@ -103,12 +104,10 @@ def make_app(captioner: Captioner, name: str, options: ServeOptions, description
     if options.allow_origin:
         cors: dict[str, Any] = {"allow_methods": ["*"], "allow_headers": ["*"], "expose_headers": ["Retry-After"]}
         app.add_middleware(CORSMiddleware, allow_origins=options.allow_origin, **cors)
-    app.add_middleware(Gate, options=options, release=chats.release)
+    app.add_middleware(Gate, options=options)
     app.include_router(api, prefix="/v1")
     app.include_router(api)  # some clients leave /v1 out, as llama.cpp's server allows
-    pages = {"/": STATIC / "index.html", "/sample.png": SAMPLE} | {f"/{file.name}": file for file in STATIC.iterdir()}
-    for path, file in pages.items():
-        app.add_api_route(path, send(file), methods=GET)
+    add_page(app.router, STATIC, SAMPLE)
     for kind in (NanoVLMError, APIError, HTTPException, TimeoutError, Exception):
         app.add_exception_handler(kind, chats.send_error)
     app.state.chats = chats
@@ -118,16 +117,13 @@ def make_app(captioner: Captioner, name: str, options: ServeOptions, description
 class Gate:
     """Refuses foreign host names (DNS rebinding) and pages of other origins, and logs each request.
 
-    Any web page in a browser can send requests to a server on the same machine. release is awaited with the answer that
-    a request has begun, when it ends.
+    Any web page in a browser can send requests to a server on the same machine. A request that has begun an answer
+    has its state's response, which goes to its state's release at the end.
     """
 
-    def __init__(
-        self, app: ASGIApp, options: ServeOptions, release: Callable[[Response], Awaitable[None]] | None = None
-    ):
+    def __init__(self, app: ASGIApp, options: ServeOptions):
         self.app = app
         self.options = options
-        self.release = release
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -150,8 +146,8 @@ class Gate:
         finally:
             response = state.get("response")
             problem = state["problem"]
-            if response is not None and self.release is not None:
-                await self.release(response)
+            if response is not None:
+                await state["release"](response)
             if not self.options.quiet and (response or problem):
                 details = problem or response.summary(time.monotonic() - started)
                 status = problem.status if problem else status
@@ -183,7 +179,6 @@ class Chats:
         self.captioner = captioner
         self.name = name
         self.options = options
-        self.default_prompt = captioner.prompt
         self.image_cache = ImageCache(options.image_cache) if options.image_cache else None
         prefix_cache = PrefixCache(options.prefix_cache) if options.prefix_cache else None
         caches = {"image_cache": self.image_cache, "prefix_cache": prefix_cache}
@@ -225,6 +220,7 @@ class Chats:
         if len(self.active) >= self.options.places:
             raise full(f"all {self.options.places} places for running and waiting answers are taken")
         response = http.state.response = Response(self.name)
+        http.state.release = self.release
         self.active.add(response)
         http.state.deadline = asyncio.get_running_loop().time() + self.options.timeout
         async with asyncio.timeout_at(http.state.deadline):
@@ -277,11 +273,31 @@ class Chats:
         """Request of a chat; a thread's work."""
         defaults = {"max_new_tokens": CHAT_MAX_NEW_TOKENS, **self.captioner.defaults}
         options = generation_options(request.options(), {}, defaults)
-        details = [image.detail for image in images_of(chat)]
-        images = prepare_images(files, details, self.captioner.processor, self.image_cache)
+        images = self._images(files, [image.detail == "low" for image in images_of(chat)])
         chat = with_images(chat, images)
-        default = self.default_prompt if images else ""
-        return self.captioner.chat_request(chat, options, default=default)
+        return self.captioner.chat_request(chat, options, default=self.captioner.prompt if images else "")
+
+    def _images(self, files: list[bytes | str], are_low: list[bool]) -> list[TiledImage]:
+        """Tiles of images, files or data URLs; an image that the cache holds is neither decoded nor encoded again.
+
+        More images than the context holds are refused before they fill the memory.
+        """
+        processor = self.captioner.processor
+        images: list[TiledImage] = []
+        n_tokens = 0
+        for number, (file, is_low) in enumerate(zip(files, are_low), 1):
+            name = f"image {number}"
+            data = file if isinstance(file, bytes) else decode_data_url(file, name)
+            key = is_low, hashlib.blake2b(data, digest_size=16).digest()
+            image = None if self.image_cache is None else self.image_cache.get(key)
+            if image is None:
+                tiles, grid = processor.preprocess(load_image(data, name, MAX_PIXELS), 1 if is_low else None)
+                image = TiledImage(tiles, key, grid)
+            images.append(image)
+            n_tokens += image.n_tiles * processor.cfg.mp_image_token_length
+            what = f"prompt is too long: {len(files)} images, of which the first {number} take {n_tokens} tokens,"
+            processor.cfg.validate_length(n_tokens, 1, what, "send fewer")
+        return images
 
     async def _pieces(self, prompt: Prompt, request: ChatRequest, response: Response) -> AsyncGenerator[str, None]:
         """Text of an answer as its tokens come, up to a stop string; the first may be empty."""
@@ -348,8 +364,15 @@ async def read_body(
     return bytes(body)
 
 
-def send(file: Path) -> Callable[[], FileResponse]:
-    return lambda: FileResponse(file)
+def add_page(router: APIRouter, folder: Path, *others: Path) -> None:
+    """Serve a folder's index.html as the page at /, and it and other files by their names."""
+
+    def send(file: Path) -> Callable[[], FileResponse]:
+        return lambda: FileResponse(file)
+
+    router.add_api_route("/", send(folder / "index.html"), methods=GET)
+    for file in (*folder.iterdir(), *others):
+        router.add_api_route(f"/{file.name}", send(file), methods=GET)
 
 
 def full(what: str) -> APIError:
@@ -388,19 +411,19 @@ def listen(options: ServeOptions) -> socket.socket:
 
 
 class Server(uvicorn.Server):
-    """Finishes running answers at the first signal, and stops at once at the second."""
+    """Finishes active answers at the first signal, and stops at once at the second. `run` returns, and raises none."""
 
-    def __init__(self, app: FastAPI, port: int = 0):
+    def __init__(self, app: FastAPI, port: int = 0, active: Collection[Response] = ()):
         config = uvicorn.Config(
             app, port=port, http="h11", ws="none", log_level="critical", server_header=False,
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
         )  # fmt: skip
         super().__init__(config)
-        self.chats: Chats = app.state.chats
+        self.active = active
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self.chats.active and not self.should_exit:
-            logger.info("finishing %s; press ctrl-c again to stop at once", count(len(self.chats.active), "answer"))
+        if self.active and not self.should_exit:
+            logger.info("finishing %s; press ctrl-c again to stop at once", count(len(self.active), "answer"))
         self.force_exit = self.should_exit
         self.should_exit = True
 
@@ -410,6 +433,6 @@ def serve(app: FastAPI, listening_socket: socket.socket, options: ServeOptions, 
     port = listening_socket.getsockname()[1]
     host = f"[{options.host}]" if ":" in options.host else options.host
     logger.info("http://%s:%d serves %r: a page, and OpenAI's API at /v1; stop it with ctrl-c", host, port, name)
-    server = Server(app)
-    server.run(sockets=[listening_socket])
-    server.chats.engine.stop()  # after a second signal, too: Python aborts if a thread is inside torch when it exits
+    chats: Chats = app.state.chats
+    Server(app, active=chats.active).run(sockets=[listening_socket])
+    chats.engine.stop()  # after a second signal, too: Python aborts if a thread is inside torch when it exits

@@ -9,14 +9,13 @@ import socket
 import threading
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache, lru_cache, partial
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-import uvicorn
 from fastapi import APIRouter, FastAPI, Request, Response
-from fastapi.responses import FileResponse, JSONResponse
+from fastapi.responses import JSONResponse
 
 from models import files
 from models.files import FileError
@@ -24,9 +23,9 @@ from nanovlm.bulk import Report, caption_rows, extensions, find_images, folders_
 from nanovlm.console import count
 from nanovlm.errors import ImageError, NanoVLMError, UsageError
 from nanovlm.options import CaptionOptions, with_changes
-from nanovlm.outputs import EDITED, Row, Sidecars, Table, edited, reasons, text_hash, text_of
+from nanovlm.outputs import EDITED, ORIGIN, Row, Sidecars, Table, edited, reasons, text_hash, text_of
 from nanovlm.processing.image_loading import thumbnail
-from nanovlm.serving.app import Gate, read_body
+from nanovlm.serving.app import STATIC, Gate, Server, add_page, read_body
 from nanovlm.serving.openai_api import APIError
 from nanovlm.serving.options import ServeOptions
 
@@ -87,10 +86,7 @@ class Review:
         if not self.images:
             raise UsageError(f"{target} has no images; name a folder of images, or a .jsonl table")
 
-    def listing(self) -> list[dict[str, Any]]:
-        return self._states(range(len(self.images)))
-
-    def _states(self, numbers: Iterable[int], conflicts: Collection[int] = ()) -> list[dict[str, Any]]:
+    def states(self, numbers: Iterable[int], conflicts: Collection[int] = ()) -> list[dict[str, Any]]:
         with self.writing:
             self.output.read()
             return [self._state(number) | {"conflict": number in conflicts} for number in numbers]
@@ -107,7 +103,7 @@ class Review:
             problem = str(error)
         text = text_of(row)
         name = os.path.relpath(image, self.folder)
-        made = ", ".join(f"{key} {row[key]!r}" for key in ("model", "prompt", "prefix", "choices") if row.get(key))
+        made = ", ".join(f"{key} {row[key]!r}" for key in ORIGIN if row.get(key))
         shown = {"name": name, "folder": os.path.dirname(name), "text": text, "made": made, "problem": problem}
         shown = {key: value.encode("utf-8", "backslashreplace").decode() for key, value in shown.items()}
         more = {"version": text_hash(text), "marks": marks(row), "is_label": bool(row.get("choices"))}
@@ -180,7 +176,7 @@ class Review:
                 self._remember(what, done)
             for each in writes:
                 each.result()  # raises its error
-        return self._states([number for number, *_ in wanted], conflicts)
+        return self.states([number for number, *_ in wanted], conflicts)
 
     def _remember(self, what: str, done: list[tuple[Row, Change]]) -> None:
         """Add changes to those that `undo` takes back; what a person goes on typing is one change."""
@@ -201,10 +197,9 @@ class Review:
             return thumbnail(self.images[number], side, QUALITY)
 
     def picture(self, number: int, side: int) -> bytes:
-        try:
+        modified = 0
+        with suppress(OSError, ValueError):  # whose reason comes from the gate of images
             modified = os.stat(self.images[number]).st_mtime_ns
-        except (OSError, ValueError) as error:
-            raise ImageError(f"{self.images[number]}: {getattr(error, 'strerror', None) or error}") from None
         make = self.thumbnail if side == SIDES["thumbnails"] else self._thumbnail
         return make(number, side, modified)
 
@@ -230,14 +225,11 @@ def make_review_app(review: Review, token: str) -> FastAPI:
     app = FastAPI(title="nanoVLM review", openapi_url=None)
     api = APIRouter()
 
-    @api.get("/")
-    def page() -> FileResponse:
-        return FileResponse(PAGE / "index.html")
-
     @api.get("/captions")
     def listing() -> dict[str, Any]:
         prompt = review.options.prompts[0] if review.load else None
-        return {"title": os.path.abspath(review.target), "prompt": prompt, "captions": review.listing()}
+        captions = review.states(range(len(review.images)))
+        return {"title": os.path.abspath(review.target), "prompt": prompt, "captions": captions}
 
     @api.get("/{kind}/{number}.jpg")
     def picture(kind: str, number: int) -> Response:
@@ -263,18 +255,8 @@ def make_review_app(review: Review, token: str) -> FastAPI:
         await read_json(request, dict)
         return await asyncio.to_thread(review.undo)
 
-    @api.get("/status")
-    def status() -> dict[str, Any]:
-        return review.status()
-
-    @api.get("/review.css")
-    def style() -> FileResponse:
-        return FileResponse(PAGE / "review.css")
-
-    @api.get("/review.js")
-    def script() -> FileResponse:
-        return FileResponse(PAGE / "review.js")
-
+    api.add_api_route("/status", review.status)
+    add_page(api, PAGE, STATIC / "base.css")
     app.include_router(api, prefix=f"/{token}")
     app.add_middleware(Gate, options=ServeOptions(quiet=True))
     for kind in (NanoVLMError, APIError, Exception):
@@ -283,11 +265,11 @@ def make_review_app(review: Review, token: str) -> FastAPI:
 
 
 async def send_error(request: Request, error: Exception) -> JSONResponse:
-    if not isinstance(error, APIError):
-        if not isinstance(error, NanoVLMError):
-            logger.error("a request failed", exc_info=error)
-        known = isinstance(error, NanoVLMError)
-        error = APIError(409, str(error)) if known else APIError(500, "a bug; the terminal shows more")
+    if isinstance(error, NanoVLMError):
+        error = APIError(409, str(error))
+    elif not isinstance(error, APIError):
+        logger.error("a request failed", exc_info=error)
+        error = APIError(500, "a bug; the terminal shows more")
     return JSONResponse(error.body, error.status)
 
 
@@ -317,15 +299,9 @@ def serve_review(review: Review, listening_socket: socket.socket, open_browser: 
     token = secrets.token_urlsafe(16)
     address = f"http://127.0.0.1:{listening_socket.getsockname()[1]}/{token}/"
     logger.info("%s shows %s; stop it with ctrl-c", address, count(len(review.images), "caption"))
-    server = Server(uvicorn.Config(make_review_app(review, token), http="h11", ws="none", log_level="critical"))
+    server = Server(make_review_app(review, token))
     with files.scratch_folder() as folder:
         files.replace(folder / "open.html", f'<meta http-equiv="refresh" content="0;url={address}">')
         url = (folder / "open.html").as_uri()
         threading.Thread(target=open_browser, args=[url], daemon=True).start()  # the page waits for the server
         server.run(sockets=[listening_socket])
-
-
-class Server(uvicorn.Server):
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Stop, but do not raise the signal again, which would leave the private file."""
-        self.should_exit = True

@@ -4,6 +4,8 @@
 // the page holds a few sections of cards at a time, as thousands would scroll slowly.
 
 const $ = (selector, root = document) => root.querySelector(selector);
+const create = (tag, fields) => Object.assign(document.createElement(tag), fields);
+const makeButton = (fields) => create("button", { type: "button", className: "plain", ...fields });
 const ORDER = ["failed", "empty", "repeated", "cut", "improbable", "identical", "edited"];
 const SECTION = 12; // cards, a multiple of any number of columns
 const N_TAGS = 300; // that are listed, the most frequent ones
@@ -55,11 +57,8 @@ function note(card, text, ...buttons) {
   card.note = [text, ...buttons];
   if (!card.element) return;
   const place = $(".note", card.element);
-  place.replaceChildren(text, " ", ...buttons.map(([label, action]) => {
-    const button = Object.assign(document.createElement("button"), { type: "button", className: "plain", textContent: label });
-    button.onclick = () => { place.hidden = true; action(); };
-    return button;
-  }));
+  place.replaceChildren(text, " ", ...buttons.map(([textContent, action]) =>
+    makeButton({ textContent, onclick: () => { place.hidden = true; action(); } })));
   place.hidden = !text;
 }
 
@@ -88,12 +87,9 @@ function paint(card) {
   card.marks = [...marks, ...card.identical ? ["identical"] : []];
   if (!card.element) return;
   card.box.classList.toggle("unsaved", card.box.value.trim() !== card.state.text.trim());
-  $(".marks", card.element).replaceChildren(...card.marks.map((mark) => {
-    const element = document.createElement("span");
-    element.className = `mark ${mark}`;
-    element.textContent = mark === "identical" ? `identical to ${card.identical} other${card.identical > 1 ? "s" : ""}` : mark;
-    return element;
-  }));
+  const identical = `identical to ${card.identical} other${card.identical > 1 ? "s" : ""}`;
+  $(".marks", card.element).replaceChildren(...card.marks.map((mark) =>
+    create("span", { className: `mark ${mark}`, textContent: mark === "identical" ? identical : mark })));
   $(".name", card.element).title = card.state.made;
 }
 
@@ -112,23 +108,22 @@ function save(card, isLeaving) {
 }
 
 function refresh() { // marks that depend on others, counts, and what is shown
-  const counts = new Map();
-  for (const { state } of cards) counts.set(state.text, (counts.get(state.text) ?? 0) + 1);
+  const byText = Map.groupBy(cards, ({ state }) => state.text);
   const words = $("#words").value.toLowerCase();
   const [mark, folder] = [$("#mark").value, $("#folder").value];
-  const byMark = new Map(ORDER.map((name) => [name, 0]));
   const next = [];
   for (const card of order) {
     const { state } = card;
-    const identical = state.text && !state.is_label ? counts.get(state.text) - 1 : 0;
+    const identical = state.text && !state.is_label ? byText.get(state.text).length - 1 : 0;
     if (identical !== card.identical) { card.identical = identical; paint(card); }
-    for (const name of card.marks) byMark.set(name, byMark.get(name) + 1);
     const isShown = (!tag || tagsOf(state.text).includes(tag)) && (!mark || card.marks.includes(mark)) && (!folder || state.folder === folder.slice(1))
       && `${state.name}\n${state.text}`.toLowerCase().includes(words);
     if (isShown || card.isKept || card.element?.contains(document.activeElement)) next.push(card);
   }
   show(next);
-  for (const option of [...$("#mark").options].slice(1)) option.text = `${option.value} (${byMark.get(option.value)})`;
+  const byMark = Map.groupBy(cards.flatMap((card) => card.marks), (name) => name);
+  for (const option of [...$("#mark").options].slice(1))
+    option.text = `${option.value} (${byMark.get(option.value)?.length ?? 0})`;
   $("#title").textContent = `${shown.length.toLocaleString("en")} of ${cards.length.toLocaleString("en")} · ${document.title}`;
   $("#nothing").hidden = shown.length > 0;
   const asked = [$("#words").value && `“${$("#words").value}”`, tag && `the tag “${tag}”`, mark && `the mark ${mark}`];
@@ -192,8 +187,7 @@ function edit(hits, edited) { // words of captions, which stay cut if they were
     ({ id: state.id, text: edited(state.text), version: state.version })), hits);
 }
 
-function replaceAll(event) {
-  event.preventDefault();
+function replaceAll() {
   const [text, by] = [$("#find").value, $("#put").value];
   edit(found(), (old) => old.replaceAll(text, () => by));
 }
@@ -209,20 +203,15 @@ function tagged() { // shown cards without the tag that is typed, and those with
 
 function showTags() {
   if ($("#tags").hidden) return;
-  const counts = new Map();
-  for (const { state } of cards) for (const each of new Set(tagsOf(state.text))) counts.set(each, (counts.get(each) ?? 0) + 1);
-  const most = [...counts].sort((a, b) => b[1] - a[1] || a[0].localeCompare(b[0])).slice(0, N_TAGS);
-  $("#chips").replaceChildren(...most.map(([name, n]) => {
-    const button = Object.assign(document.createElement("button"), { type: "button", className: "plain" });
-    button.textContent = `${name} ${n.toLocaleString("en")}`;
-    button.ariaPressed = name === tag;
-    button.onclick = () => {
-      tag = name === tag ? "" : name;
-      $("#tag").value = name;
-      filter();
-    };
-    return button;
-  }));
+  const byTag = Map.groupBy(cards.flatMap(({ state }) => [...new Set(tagsOf(state.text))]), (name) => name);
+  const most = [...byTag].sort(([a, { length: n }], [b, { length: m }]) => m - n || a.localeCompare(b));
+  const choose = (name) => {
+    tag = name === tag ? "" : name;
+    $("#tag").value = name;
+    filter();
+  };
+  $("#chips").replaceChildren(...most.slice(0, N_TAGS).map(([name, { length }]) => makeButton({
+    textContent: `${name} ${length.toLocaleString("en")}`, ariaPressed: name === tag, onclick: () => choose(name) })));
   const [, without, having] = tagged();
   for (const [name, label, { length }] of [["add", "Add to", without], ["remove", "Remove from", having]]) {
     const button = $(`#tags [name=${name}]`);
@@ -231,8 +220,7 @@ function showTags() {
   }
 }
 
-function addTag(event) {
-  event.preventDefault();
+function addTag() {
   const [name, without] = tagged();
   const isFirst = $("#first").checked;
   edit(without, (text) => text ? isFirst ? `${name}, ${text}` : `${text}, ${name}` : name);
@@ -287,9 +275,7 @@ async function unread(card) { // the reason why a picture has no thumbnail
   refresh();
 }
 
-function step(card, by) {
-  return shown[shown.indexOf(card) + by];
-}
+function step(card, by) { return shown[shown.indexOf(card) + by]; }
 
 function visit(card) {
   if (!card) return;
@@ -372,6 +358,7 @@ async function start() {
   $("#replace").onsubmit = replaceAll;
   $("#undo").onclick = () => change("undo", () => ({}), []);
   $("#large button").onclick = () => $("#large").close();
+  document.addEventListener("submit", (event) => event.preventDefault());
   document.addEventListener("keydown", (event) => {
     if (event.key === "Escape") open();
     if (event.target.matches("input, textarea, select")) return;

@@ -5,7 +5,12 @@ const MAX_BYTES = 2 ** 20; // a file that is small in both is sent as it is
 const SHOWN = /;base64,(iVBOR|\/9j\/|R0lGOD|UklGR|Qk)/; // how PNG, JPEG, GIF, WebP and BMP begin
 const byId = (id) => document.getElementById(id);
 const create = (parent, tag, fields) => parent.appendChild(Object.assign(document.createElement(tag), fields));
+const makeButton = (parent, textContent, action) =>
+  create(parent, "button", { type: "button", className: "plain", textContent }).addEventListener("click", action);
 const on = (id, type, listener) => byId(id).addEventListener(type, listener);
+const toSentence = (text) => text && text[0].toUpperCase() + text.slice(1) + (/[.?!]$/.test(text) ? "" : ".");
+const asError = ({ message, code }) => Object.assign(new Error(message), { code });
+const plural = (n, noun) => (n === 1 ? noun : `${n} ${noun}s`);
 // turns: { question, answer, item }, all about the images that are shown; edited: the turn to ask anew
 const chat = { turns: [], edited: null, generation: null };
 let apiKey = sessionStorage.getItem("key") ?? "";
@@ -32,21 +37,12 @@ async function loadModel() {
   showError("");
 }
 
-function toSentence(text) {
-  return text && text[0].toUpperCase() + text.slice(1) + (/[.?!]$/.test(text) ? "" : ".");
-}
-
-function asError({ message, code }) {
-  return Object.assign(new Error(message), { code });
-}
-
 // Say what is wrong and, where it is known, offer what to do about it.
 function showError(error, remedy, action) {
   const message = error instanceof TypeError ? "the server cannot be reached" : error.message ?? error;
   byId("error").textContent = toSentence(message);
   if (!remedy) return;
-  create(byId("error"), "button", { type: "button", className: "plain", textContent: remedy })
-    .addEventListener("click", action);
+  makeButton(byId("error"), remedy, action);
 }
 
 // A data URL of an image file: as it is, or scaled to MAX_SIDE and on white where it is transparent.
@@ -123,10 +119,9 @@ async function* streamAnswer(messages, signal) {
 }
 
 function messagesOf(turns) {
-  const messages = [];
-  for (const { question, answer } of turns)
-    messages.push({ role: "user", content: question }, { role: "assistant", content: answer });
-  messages.pop();
+  const messages = turns.flatMap(({ question, answer }) =>
+    [{ role: "user", content: question }, { role: "assistant", content: answer }]);
+  messages.pop(); // the answer to come
   const images = [...byId("images").children].map(({ url }) => ({ type: "image_url", image_url: { url } }));
   messages[0].content = [...images, { type: "text", text: messages[0].content }];
   return messages;
@@ -141,10 +136,8 @@ async function ask(question, n = chat.turns.length) {
   create(turn.item, "p", { className: "question", textContent: question });
   const answer = create(turn.item, "p", { className: "answer generating" });
   const askAgain = () => (turn === chat.turns.at(-1) ? ask(question, chat.turns.length - 1) : edit(turn));
-  const actions = { "Ask again": askAgain, Edit: () => edit(turn) };
-  for (const [textContent, action] of Object.entries(actions))
-    create(turn.item, "button", { type: "button", className: "plain", textContent })
-      .addEventListener("click", () => chat.generation || action());
+  makeButton(turn.item, "Ask again", () => chat.generation || askAgain());
+  makeButton(turn.item, "Edit", () => chat.generation || edit(turn));
   const generation = setGeneration(new AbortController());
   let problem = null;
   showError("");
@@ -179,10 +172,6 @@ function takeBack({ item, question }, replaced) {
 function forget(n) {
   for (const { item } of chat.turns.splice(0, n)) item.remove();
   byId("ask-form").requestSubmit();
-}
-
-function plural(n, noun) {
-  return n === 1 ? noun : `${n} ${noun}s`;
 }
 
 function edit(turn) {

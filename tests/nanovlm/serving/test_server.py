@@ -232,12 +232,12 @@ def test_routes_and_their_errors(served, embedded):
     model = http.get(f"{served.url}/v1/models").json()["data"][0]
     assert model["max_model_len"] == embedded.model.cfg.lm_max_position_embeddings
     assert http.get(f"{served.url}/models/nanovlm").json() == model
-    for path in ("/", "/page.css", "/page.js", "/sample.png", "/health", "/v1/models"):
+    for path in ("/", "/base.css", "/page.css", "/page.js", "/sample.png", "/health", "/v1/models"):
         head, get = (http.request(method, served.url + path) for method in ("HEAD", "GET"))
         assert head.status_code == get.status_code == 200 and not head.content
         assert get.headers["content-security-policy"].startswith("default-src 'none'; script-src 'self';")
         assert http.get(served.url + path, params={"file": "/etc/passwd"}).content == get.content
-        if path in ("/", "/page.css", "/page.js"):
+        if path in ("/", "/base.css", "/page.css", "/page.js"):
             assert not re.search(r"https?:|//[a-z]|@import|<style|style=|onclick", get.text), "loads from elsewhere"
     for method, path, status, allowed in ROUTES:
         response = http.request(method, served.url + path)
