@@ -299,17 +299,12 @@ def _answer(captioner: "Captioner", requests: Sequence["Request"], options: Capt
         return _row(requests[0].name, best.text, "stop", options, best.columns())
     values = [captioner.answer(request, options) for request in requests]
     texts = [captioner.text(request, options).strip() for request in requests]
-    if not any(has_answer(text, options) for text in texts):
+    if not any(options.has_answer(text) for text in texts):
         raise ImageError("the model's caption is empty")
     reason = next((str(request.finished) for request in requests if request.finished != "stop"), "stop")
     columns = dict(zip(options.prompts, texts)) if len(texts) > 1 else values[0] if type(values[0]) is dict else {}
     text = json.dumps(columns, ensure_ascii=False) if len(texts) > 1 else texts[0]
     return _row(requests[0].name, text, reason, options, columns)
-
-
-def has_answer(text: str, options: CaptionOptions) -> bool:
-    """True if the model has added to what an answer was to start with."""
-    return bool(text.removeprefix(options.start_with.rstrip()).strip())
 
 
 def _row(name: str, text: str, reason: str, options: CaptionOptions, columns: Row) -> Row:

@@ -153,6 +153,10 @@ class CaptionOptions(GenerationOptions):
     as_video: bool = False  # describe each video or animation as a whole
     max_frames: int = MAX_FRAMES  # of a video
 
+    def has_answer(self, text: str) -> bool:
+        """True if the model has added to what an answer was to start with."""
+        return bool(text.removeprefix(self.start_with.rstrip()).strip())
+
     def filled(self, text: str, image: str) -> str:
         """A prompt or prefix with the name of an image's folder for {folder}; image is a path or a URI."""
         if "{folder}" not in text:

@@ -282,7 +282,6 @@ def print_caption(
     args: argparse.Namespace, captioner: "Captioner", options: CaptionOptions, source: str | list[str]
 ) -> float:
     """Print the answers about an image, as JSON, as a line each or, on a terminal, token by token; returns seconds."""
-    from nanovlm.bulk import has_answer
     from nanovlm.captioner import Stats
 
     name = source if isinstance(source, str) else source[0]
@@ -321,7 +320,7 @@ def print_caption(
     else:
         for line in lines:
             print_text(label + line)
-    if not all(has_answer(text, options) for text in texts):
+    if not all(options.has_answer(text) for text in texts):
         raise ImageError(f"{name}: the model's answer is empty")
     return stats.total_s
 

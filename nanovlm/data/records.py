@@ -341,7 +341,9 @@ def _locate(image: Any, folder: str) -> Any:
             f"has base64 where an image should be, {image[:20]}...; write data:image/png;base64, before it"
         )
     if len(image) > MAX_NAME:
-        raise ExampleError(f"names the image {image[:20]}..., of {len(image):,} letters, which no file has")
+        raise ExampleError(
+            f"names the image {image[:20]}..., of {len(image):,} letters; name a file of at most {MAX_NAME:,}"
+        )
     is_address = image.startswith("file://")
     return os.path.normpath(os.path.join(folder, unquote(image.removeprefix("file://")) if is_address else image))
 

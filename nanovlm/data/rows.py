@@ -280,8 +280,11 @@ def read_csv(path: str) -> list[dict[str, str]]:
     except csv.Error as error:
         if "field limit" not in str(error):
             raise
-        problem = f"has a cell of more than {csv.field_size_limit():,} letters; close its quotes, or put it into a file"
-        raise DataError(f"{path}, line {lines.line_num}, {problem} if it is an image") from None
+        place = f"{path}, line {lines.line_num}"
+        limit = f"{csv.field_size_limit():,} letters"
+        raise DataError(
+            f"{place}, has a cell of more than {limit}; close its quotes, or name an image by its file"
+        ) from None
     if len(columns) > MAX_VALUES:
         raise DataError(f"{path} has {len(columns):,} columns in its first line; at most {MAX_VALUES:,} are read")
     if twice := [column for column, n in Counter(columns).items() if column and n > 1]:  # Excel leaves some unnamed

@@ -119,7 +119,7 @@ ERRORS = [  # error, exit code, the line on standard error
     (KeyboardInterrupt(), 130, ""),
     *((error("bad"), 2, "bad") for error in (UsageError, InputError, DataError, CheckpointError)),
     (ImageError("bad"), 1, "bad"),
-    (InputError("max_tiles=0 is too few"), 2, "--max-tiles 0 is too few"),
+    (InputError("0 is too few", field="max_tiles"), 2, "--max-tiles 0 is too few"),
     (InputError("lm_n_heads=0 is too few"), 2, "lm_n_heads=0 is too few"),  # which has no flag
     (BrokenPipeError(errno.EPIPE, "Broken pipe"), 1, ""),
     (torch.OutOfMemoryError("CUDA out of memory"), 1, "not enough memory; try --dtype bfloat16, .*"),

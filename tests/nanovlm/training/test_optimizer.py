@@ -223,13 +223,13 @@ def test_answers_between_steps_come_from_the_core_as_it_is_written(tiny_model, m
     model = tiny_model()
     cfg = replace(CFG, gradient_checkpointing=True, save_every=1)
     with accelerated(model, cfg):
-        assert Proof(model.cfg).difference(model)
+        assert Proof(model).difference()
         assert {block.attn.attend for block in model.decoder.blocks} == {matmul_attention}
         assert all("forward" in vars(block) for block in model.decoder.blocks)
     differences = []
 
     def answer(model, everything):
-        differences.append(Proof(model.cfg).difference(model))
+        differences.append(Proof(model).difference())
         return answer_questions(model)
 
     Trainer(model, TrainingTask(make_batch, "{}", tmp_path, answer_questions=answer, metric="f1"), cfg).run()
