@@ -57,11 +57,8 @@ def open_data(
 
 def compare(own: Source, sources: Sequence[Source]) -> None:
     """Add a line to own: how many of its images are also in the sources. Of a stream only COMPARED rows are read."""
-    trained = set()
-    streams = [source for source in sources if isinstance(source, StreamedSource)]
-    for source in sources:
-        trained |= {key for keys in source.keys for key in keys}
-    for stream in streams:
+    trained = {key for source in sources for keys in source.keys for key in keys}
+    for stream in (source for source in sources if isinstance(source, StreamedSource)):
         found = list(islice(stream.examples_of(stream.all_rows(), {}), COMPARED))
         trained |= {key for one in found if not isinstance(one, ExampleError) for key in one[1]}
         if len(found) == COMPARED:
@@ -184,11 +181,11 @@ def _choose(sources: Sequence[Source], validation: float, is_default: bool) -> s
     asked = {min(found, key=ranks.__getitem__) for groups in labels.values() if (found := groups.intersection(order))}
     if not validation or (1 <= validation < len(asked) and not is_default):
         asked.clear()
-    chosen = asked.copy()
-    n_chosen = sum(sizes[group] for group in asked)
-    for group in order:
+    chosen: set[str] = set()
+    n_chosen = 0
+    for group in sorted(order, key=lambda group: group not in asked):
         is_below = ranks[group] < limit_of(validation) if validation < 1 else n_chosen < validation
-        if group not in chosen and (is_below or (validation and not chosen)):
+        if group in asked or is_below or (validation and not chosen):
             chosen.add(group)
             n_chosen += sizes[group]
     if validation and (left := [label for label, groups in labels.items() if not groups & chosen]):

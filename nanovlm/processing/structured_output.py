@@ -209,12 +209,11 @@ def _grammar(schema: Any) -> str:
         from llguidance import LLMatcher
     grammar = ""
     try:
-        length = len(json.dumps(schema))
-        if length <= MAX_SCHEMA:
+        text = json.dumps(schema)
+        if len(text) <= MAX_SCHEMA:
             text = json.dumps(_Closing(schema).value(schema))
-            length = len(text)
-        if length > MAX_SCHEMA:
-            raise SchemaError(f"{UNFOLLOWED}: it has {length:,} characters, more than {MAX_SCHEMA:,}; shorten it")
+        if len(text) > MAX_SCHEMA:
+            raise SchemaError(f"{UNFOLLOWED}: it has {len(text):,} characters, more than {MAX_SCHEMA:,}; shorten it")
         grammar = LLMatcher.grammar_from_json_schema(text, defaults=JSON_OPTIONS)
         problem = LLMatcher.validate_grammar(grammar)
     except SchemaError:
