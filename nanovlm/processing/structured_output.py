@@ -31,14 +31,13 @@ def read_schema(path: str) -> Any:
     """The JSON schema in a file. UsageError if there is none, InputError if llguidance cannot follow it."""
     try:
         schema = json.loads(files.read_text(path))
+        _grammar(schema)
     except FileError as error:
         raise UsageError(f"--json-schema {error}") from None
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"--json-schema {path} is not JSON: {error}") from None
-    try:
-        _grammar(schema)
     except SchemaError as error:
         raise UsageError(f"--json-schema {path}: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"--json-schema {path} is not JSON: {error}") from None
     return schema
 
 
