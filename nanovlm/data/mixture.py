@@ -290,9 +290,7 @@ class ExampleBatches:
     positions: Sequence[int] | None = None  # of a sequence that ends; its last batch may be smaller
     states: dict[str, Any] = field(default_factory=dict)  # of streams, by group and part
     reported: set[str] = field(default_factory=set)  # messages of skipped examples, which come again every epoch
-
-    def __post_init__(self) -> None:
-        self._readers: dict[str, Iterator[tuple[Example | ExampleError, Any]]] = {}
+    _readers: dict[str, Iterator[tuple[Example | ExampleError, Any]]] = field(default_factory=dict, init=False)
 
     def __getstate__(self) -> dict[str, Any]:
         # an open iterator cannot be pickled: another process starts from states
