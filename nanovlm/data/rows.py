@@ -250,9 +250,8 @@ def _parse(text: str) -> Any:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         record = dict(pairs)
         if len(record) < len(pairs):
-            raise ValueError(
-                f"an object has several values of {Counter(key for key, _ in pairs).most_common(1)[0][0]!r}"
-            )
+            twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
+            raise ValueError(f"an object has several values of {twice!r}")
         return record
 
     return json.loads(text, object_pairs_hook=unique)

@@ -55,10 +55,9 @@ class ChatTemplate:
             if self._is_known:
                 return render(*chat)[0]
             new = LimitedProcess(f"{__name__}:render", RENDER_SECONDS, RENDER_BYTES)
-            text: str = self._processes.setdefault(os.getpid(), new).call(*chat)[0]
+            return str(self._processes.setdefault(os.getpid(), new).call(*chat)[0])
         except (LimitedError, OSError) as failure:
             raise CheckpointError(f"lm_chat_template cannot render this chat: {failure}") from None
-        return text
 
 
 @functools.lru_cache(maxsize=8)
