@@ -24,7 +24,8 @@ class ChatSession:
     def __init__(self, captioner: Captioner, images: ImageInputs = None):
         self.captioner = captioner
         self.shown = captioner.processor.prepare(captioner.load_images(images))
-        self._tiles = [image.tiles for image in self.shown]  # to encode them again if the model is edited
+        tiled = [part for part in self.shown if not isinstance(part, str)]  # a video has texts, too
+        self._tiles = [(image, image.tiles) for image in tiled]  # to encode them again if the model is edited
         self.batch = captioner.batch(1, prefix_cache=PrefixCache(sys.maxsize, max_entries=1))  # of the last turn
         self.history: list[tuple[str, str]] = []
         self.stats = Stats()  # of the last question
@@ -49,7 +50,7 @@ class ChatSession:
             raise InputError("start_with is for captions; ask a chat without it")
         if not self.shown:
             warnings.warn(NO_IMAGE, stacklevel=2)
-        for image, tiles in zip(self.shown, self._tiles):
+        for image, tiles in self._tiles:
             image.tiles = tiles
         chat = dialogue([*chain(*self.history), question], self.shown)
         request = captioner.chat_request(chat, options, remedy="shorten it, or reset the chat")

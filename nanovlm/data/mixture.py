@@ -57,11 +57,8 @@ def open_data(
 
 def compare(own: Source, sources: Sequence[Source]) -> None:
     """Add a line to own: how many of its images are also in the sources. Of a stream only COMPARED rows are read."""
-    trained = set()
-    streams = [source for source in sources if isinstance(source, StreamedSource)]
-    for source in sources:
-        trained |= {key for keys in source.keys for key in keys}
-    for stream in streams:
+    trained = {key for source in sources for keys in source.keys for key in keys}
+    for stream in (source for source in sources if isinstance(source, StreamedSource)):
         found = list(islice(stream.examples_of(stream.all_rows(), {}), COMPARED))
         trained |= {key for one in found if not isinstance(one, ExampleError) for key in one[1]}
         if len(found) == COMPARED:
@@ -184,11 +181,11 @@ def _choose(sources: Sequence[Source], validation: float, is_default: bool) -> s
     asked = {min(found, key=ranks.__getitem__) for groups in labels.values() if (found := groups.intersection(order))}
     if not validation or (1 <= validation < len(asked) and not is_default):
         asked.clear()
-    chosen = asked.copy()
-    n_chosen = sum(sizes[group] for group in asked)
-    for group in order:
+    chosen: set[str] = set()
+    n_chosen = 0
+    for group in sorted(order, key=lambda group: group not in asked):
         is_below = ranks[group] < limit_of(validation) if validation < 1 else n_chosen < validation
-        if group not in chosen and (is_below or (validation and not chosen)):
+        if group in asked or is_below or (validation and not chosen):
             chosen.add(group)
             n_chosen += sizes[group]
     if validation and (left := [label for label, groups in labels.items() if not groups & chosen]):
@@ -293,9 +290,7 @@ class ExampleBatches:
     positions: Sequence[int] | None = None  # of a sequence that ends; its last batch may be smaller
     states: dict[str, Any] = field(default_factory=dict)  # of streams, by group and part
     reported: set[str] = field(default_factory=set)  # messages of skipped examples, which come again every epoch
-
-    def __post_init__(self) -> None:
-        self._readers: dict[str, Iterator[tuple[Example | ExampleError, Any]]] = {}
+    _readers: dict[str, Iterator[tuple[Example | ExampleError, Any]]] = field(default_factory=dict, init=False)
 
     def __getstate__(self) -> dict[str, Any]:
         # an open iterator cannot be pickled: another process starts from states

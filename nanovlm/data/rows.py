@@ -250,9 +250,8 @@ def _parse(text: str) -> Any:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         record = dict(pairs)
         if len(record) < len(pairs):
-            raise ValueError(
-                f"an object has several values of {Counter(key for key, _ in pairs).most_common(1)[0][0]!r}"
-            )
+            twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
+            raise ValueError(f"an object has several values of {twice!r}")
         return record
 
     return json.loads(text, object_pairs_hook=unique)
@@ -420,11 +419,10 @@ def _tar_notes(file: str, features: Any) -> list[str]:
     """Notes on a tar: files that `datasets` skips, as the first samples have none of their type, and a missing end."""
     with reading_errors(file), file_gate.opened(file) as raw, tarfile.open(fileobj=raw) as tar:
         names = [member.name for member in tar if member.isfile()]
-    if twice := [name for name, n in Counter(names).items() if n > 1]:  # which older versions of `datasets` merge
-        raise DataError(f"{file} has two files {twice[0]}; name one otherwise")
-    with file_gate.opened(file) as raw:
         raw.seek(-1024, os.SEEK_END)
         notes = [f"{file} has no end mark: it may have been cut"] if any(raw.read()) else []
+    if twice := [name for name, n in Counter(names).items() if n > 1]:  # which older versions of `datasets` merge
+        raise DataError(f"{file} has two files {twice[0]}; name one otherwise")
     known = {kind.lower() for kind in features or ()}
     if unread := [name for name in names if os.path.basename(name).partition(".")[2].lower() not in known]:
         notes.append(f"not read: {len(unread)} files of types that the first samples lack, the first {unread[0]}")

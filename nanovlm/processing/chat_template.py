@@ -14,7 +14,7 @@ from datetime import datetime
 from typing import Any
 
 from jinja2 import Template
-from jinja2.exceptions import TemplateError
+from jinja2.exceptions import TemplateError, TemplateSyntaxError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from nanovlm.errors import CheckpointError, first_line
@@ -50,62 +50,46 @@ class ChatTemplate:
 
         CheckpointError if the template is not valid, fails, takes too long, or renders nothing or too much.
         """
-        if self._is_known:
-            return render(self._source, messages, add_generation_prompt)
-        new = LimitedProcess(f"{__name__}:reply", RENDER_SECONDS, RENDER_BYTES)
-        process = self._processes.setdefault(os.getpid(), new)
+        chat = (self._source, messages, add_generation_prompt)
         try:
-            (text, error), _ = process.call(self._source, messages, add_generation_prompt)
+            if self._is_known:
+                return render(*chat)[0]
+            new = LimitedProcess(f"{__name__}:render", RENDER_SECONDS, RENDER_BYTES)
+            return str(self._processes.setdefault(os.getpid(), new).call(*chat)[0])
         except (LimitedError, OSError) as failure:
             raise CheckpointError(f"lm_chat_template cannot render this chat: {failure}") from None
-        if error:
-            raise CheckpointError(error)
-        return text
-
-
-def reply(*arguments: Any) -> tuple[tuple[str, str], Sequence[bytes]]:
-    """The text of `render` and its error, one of them empty, and no bytes; for a limited process."""
-    try:
-        return (render(*arguments), ""), ()
-    except CheckpointError as error:
-        return ("", str(error)), ()
 
 
 @functools.lru_cache(maxsize=8)
 def compile_template(source: str) -> Template:
-    """A template in the sandbox. CheckpointError if it is not valid."""
+    """A template in the sandbox."""
     sandbox = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
     sandbox.filters["tojson"] = _tojson
     sandbox.globals["raise_exception"] = _raise_exception
     sandbox.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    try:
-        return sandbox.from_string(source)
-    except MemoryError:
-        raise
-    except Exception as error:  # also RecursionError, and SyntaxError of the Python code that jinja2 compiles
-        raise CheckpointError(f"lm_chat_template is not a valid jinja2 template: {first_line(error)[:200]}") from None
+    return sandbox.from_string(source)
 
 
-def render(source: str, messages: Messages, add_generation_prompt: bool) -> str:
-    """The text of a chat. CheckpointError if the template is not valid, fails, or renders nothing or too much."""
-    template = compile_template(source)
+def render(source: str, messages: Messages, add_generation_prompt: bool) -> tuple[str, Sequence[bytes]]:
+    """The text of a chat, and no bytes, as a limited process returns them; LimitedError says why there is none."""
     pieces: list[str] = []
     size = 0
     try:
-        for piece in template.generate(messages=messages, add_generation_prompt=add_generation_prompt):
+        for piece in compile_template(source).generate(messages=messages, add_generation_prompt=add_generation_prompt):
             pieces.append(piece)
             size += len(piece)
             if size > MAX_TEXT:
                 raise TemplateError(f"its text has more than {MAX_TEXT:,} characters")
     except MemoryError:
         raise
-    except Exception as error:  # a template is a program: it may divide by zero, recurse ...
-        raise CheckpointError(f"lm_chat_template cannot render this chat: {first_line(error)[:200]}") from None
+    except Exception as error:  # a template is a program: it may be invalid, divide by zero, recurse ...
+        kind = "not a valid jinja2 template: " if isinstance(error, SyntaxError | TemplateSyntaxError) else ""
+        raise LimitedError(kind + first_line(error)[:200]) from None
     if not size:
-        raise CheckpointError("lm_chat_template renders this chat as an empty text")
-    return "".join(pieces)
+        raise LimitedError("its text is empty")
+    return "".join(pieces), ()
 
 
 def _tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:

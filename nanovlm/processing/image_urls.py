@@ -5,8 +5,7 @@ import ipaddress
 import socket
 import ssl
 import threading
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -37,27 +36,23 @@ async def look_up(host: str, port: int) -> list[str]:
 
     Each lookup has a thread of its own, as the system's call cannot be ended: those that take long hold up nobody.
     """
-    loop = asyncio.get_running_loop()
-    found: asyncio.Future[list[Any]] = loop.create_future()
-
-    def deliver(result: list[Any] | OSError) -> None:
-        if not found.done():  # nobody waits any more
-            found.set_exception(result) if isinstance(result, OSError) else found.set_result(result)
+    found: Future[list[Any]] = Future()
+    found.set_running_or_notify_cancel()  # so that who stops waiting does not cancel it, and it can end
 
     def run() -> None:
         try:
-            result: list[Any] | OSError = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            try:
+                addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            finally:
+                lookups.release()
+            found.set_result(addresses)
         except (OSError, UnicodeError) as error:
-            result = error if isinstance(error, OSError) else OSError(str(error))
-        finally:
-            lookups.release()
-        with suppress(RuntimeError):  # the event loop is closed
-            loop.call_soon_threadsafe(deliver, result)
+            found.set_exception(error if isinstance(error, OSError) else OSError(str(error)))
 
     if not lookups.acquire(blocking=False):
         raise ImageError(f"{host}: {MAX_LOOKUPS} lookups of host names are running; try again in a minute")
     threading.Thread(target=run, daemon=True, name="nanovlm-lookup").start()
-    return [str(sockaddr[0]) for *_, sockaddr in await found]
+    return [str(sockaddr[0]) for *_, sockaddr in await asyncio.wrap_future(found)]
 
 
 async def fetch(url: str, max_bytes: int) -> bytes:

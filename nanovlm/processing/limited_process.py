@@ -101,10 +101,8 @@ class LimitedProcess:
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     process.kill()
-    for pipe in (process.stdin, process.stdout):
-        with suppress(OSError):  # bytes for a process that has ended
-            pipe.close() if pipe is not None else None
-    process.wait()
+    with suppress(OSError), process:  # closes the pipes and waits; there may be bytes for a process that has ended
+        pass
 
 
 def main() -> None:

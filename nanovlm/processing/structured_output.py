@@ -31,14 +31,13 @@ def read_schema(path: str) -> Any:
     """The JSON schema in a file. UsageError if there is none, InputError if llguidance cannot follow it."""
     try:
         schema = json.loads(files.read_text(path))
+        _grammar(schema)
     except FileError as error:
         raise UsageError(f"--json-schema {error}") from None
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"--json-schema {path} is not JSON: {error}") from None
-    try:
-        _grammar(schema)
     except SchemaError as error:
         raise UsageError(f"--json-schema {path}: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"--json-schema {path} is not JSON: {error}") from None
     return schema
 
 
@@ -209,12 +208,11 @@ def _grammar(schema: Any) -> str:
         from llguidance import LLMatcher
     grammar = ""
     try:
-        length = len(json.dumps(schema))
-        if length <= MAX_SCHEMA:
+        text = json.dumps(schema)
+        if len(text) <= MAX_SCHEMA:
             text = json.dumps(_Closing(schema).value(schema))
-            length = len(text)
-        if length > MAX_SCHEMA:
-            raise SchemaError(f"{UNFOLLOWED}: it has {length:,} characters, more than {MAX_SCHEMA:,}; shorten it")
+        if len(text) > MAX_SCHEMA:
+            raise SchemaError(f"{UNFOLLOWED}: it has {len(text):,} characters, more than {MAX_SCHEMA:,}; shorten it")
         grammar = LLMatcher.grammar_from_json_schema(text, defaults=JSON_OPTIONS)
         problem = LLMatcher.validate_grammar(grammar)
     except SchemaError:

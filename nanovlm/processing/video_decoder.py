@@ -19,12 +19,6 @@ SKIPPED_SECONDS = 1  # at both ends of a long video
 TIME_ERROR = 0.001  # seconds: containers round times to as much
 MAX_FRAME_PIXELS = 16_000_000  # of a video file; 4K has half of them
 
-UPRIGHT = {  # signs of a display matrix (a, b, c, d) -> what it does
-    (-1, 0, 0, 1): Transpose.FLIP_LEFT_RIGHT, (1, 0, 0, -1): Transpose.FLIP_TOP_BOTTOM,
-    (-1, 0, 0, -1): Transpose.ROTATE_180, (0, 1, -1, 0): Transpose.ROTATE_270, (0, -1, 1, 0): Transpose.ROTATE_90,
-    (0, 1, 1, 0): Transpose.TRANSPOSE, (0, -1, -1, 0): Transpose.TRANSVERSE,
-}  # fmt: skip
-
 
 def sample_times(duration: float, last: float, max_frames: int) -> list[float]:
     """The seconds to show a video's frames at, ascending; its last frame starts at last."""
@@ -91,9 +85,11 @@ def decode(path: str, max_frames: int) -> tuple[dict[str, Any], list[bytes]]:
 def upright(image: Image.Image, matrix: Sequence[int]) -> Image.Image:
     """Turn and mirror a frame by its display matrix, as FFmpeg does: a phone's portrait video is stored sideways."""
     a, b, _, c, d = matrix[:5]  # a point (x, y) is shown at (a x + c y, b x + d y)
-    largest = max(map(abs, (a, b, c, d))) or 1
-    signs = tuple(round(value / largest) for value in (a, b, c, d))
     angle = math.degrees(math.atan2(b, a))  # clockwise
-    if abs(angle - 90 * round(angle / 90)) >= 1:
+    quarter = 90 * round(angle / 90)
+    if abs(angle - quarter) >= 1:
         return image.rotate(-angle)
-    return image.transpose(UPRIGHT[signs]) if signs in UPRIGHT else image
+    if a * d < b * c:  # mirrored
+        image = image.transpose(Transpose.FLIP_LEFT_RIGHT)
+        quarter += 180
+    return image.rotate(-quarter, expand=True)

@@ -106,36 +106,22 @@ def _joined(parts: Sequence[Any]) -> list[Any]:
 def _resize(image: Image.Image, edge: int | None, tile: int, resampling: Resampling) -> tuple[Image.Image, Grid]:
     """The image resized to whole tiles, by way of its longest edge; and their grid."""
     first = image.size if edge is None else size_of_longest_edge(*image.size, edge)
-    width, height = size_in_tiles(*first, tile)
+    width, height = size_of_long_side(*first, math.ceil(max(first) / tile) * tile, tile)
     check_size(image, width, height, "size.longest_edge in preprocessor_config.json")
     return image.resize(first, resampling).resize((width, height), resampling), (height // tile, width // tile)
 
 
 def size_of_longest_edge(width: int, height: int, edge: int) -> tuple[int, int]:
     """Width and height with the longest edge given, the other one even, both at most MAX_SIDE."""
-    aspect_ratio = width / height
-    if width >= height:
-        width, height = edge, int(edge / aspect_ratio)
-        height += height % 2
-    else:
-        width, height = int(edge * aspect_ratio), edge
-        width += width % 2
-    width, height = max(width, 1), max(height, 1)
-    aspect_ratio = width / height
-    if width >= height and width > MAX_SIDE:
-        width, height = MAX_SIDE, int(MAX_SIDE / aspect_ratio)
-    elif height > width and height > MAX_SIDE:
-        width, height = int(MAX_SIDE * aspect_ratio), MAX_SIDE
+    width, height = (max(side, 1) for side in size_of_long_side(width, height, edge, 2))
+    if max(width, height) > MAX_SIDE:
+        width, height = size_of_long_side(width, height, MAX_SIDE)
     return max(width, 1), max(height, 1)
 
 
-def size_in_tiles(width: int, height: int, tile: int) -> tuple[int, int]:
-    """Width and height rounded up to whole tiles, the longer side first, since it determines the other."""
+def size_of_long_side(width: int, height: int, long: int, step: int = 1) -> tuple[int, int]:
+    """Width and height with the longer side given, which determines the other, rounded up to whole steps."""
     aspect_ratio = width / height
     if width >= height:
-        width = math.ceil(width / tile) * tile
-        height = math.ceil(int(width / aspect_ratio) / tile) * tile
-    else:
-        height = math.ceil(height / tile) * tile
-        width = math.ceil(int(height * aspect_ratio) / tile) * tile
-    return width, height
+        return long, math.ceil(int(long / aspect_ratio) / step) * step
+    return math.ceil(int(long * aspect_ratio) / step) * step, long

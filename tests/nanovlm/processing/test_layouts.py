@@ -34,7 +34,7 @@ def converted(tiled):
 
 def test_every_format_has_a_layout_and_another_one_is_refused(converted):
     assert {"nanovlm", *(find().name for find in FORMATS.values())} == {*LAYOUTS}
-    with pytest.raises(InputError, match="format=nanovlm, but this model has SmolVLM's layout"):
+    with pytest.raises(InputError, match="format=nanovlm, but this model was trained in SmolVLM's layout; use smolvlm"):
         check_format(converted.model.cfg, "nanovlm")
 
 
