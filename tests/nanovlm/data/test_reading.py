@@ -373,7 +373,7 @@ REFUSED = {
     "no such file": ({}, "gone", "no such file or folder"),
     "other files": ({"a.xml": "x"}, "a.xml", "no known extension"),
     "a model": ({"config.json": {}, "model.safetensors": b""}, ".", "holds a model, not data"),
-    "a name that no file can have": (rows({"image": "x" * 5000, "text": "A."}), "d.json", "names the image xxxxxxxxxxxxxxxxxxxx..., of 5,000 letters, which no file has"),
+    "a name that no file can have": (rows({"image": "x" * 5000, "text": "A."}), "d.json", "names the image xxxxxxxxxxxxxxxxxxxx..., of 5,000 letters; name a file of at most 4,096"),
 }  # fmt: skip
 
 

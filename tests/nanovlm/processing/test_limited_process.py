@@ -38,6 +38,7 @@ def strange(in_tmp_path, tmp_path):
 
 
 def test_nothing_of_the_current_folder_is_executed(strange, monkeypatch):
+    pytest.importorskip("av")
     for name, value in (("PYTHONPATH", "."), ("PYTHONSTARTUP", "json.py"), ("PYTHONHOME", ".")):
         monkeypatch.setenv(name, value)
     monkeypatch.syspath_prepend("")
