@@ -8,8 +8,11 @@
 import os
 import sys
 
-is_run = sys.argv[:1] == ["-m"] and not sys.flags.safe_path
-if is_run and not os.path.samefile(sys.path[0] or ".", os.path.dirname(os.path.dirname(__file__))):
+if (
+    sys.argv[:1] == ["-m"]
+    and not sys.flags.safe_path
+    and not os.path.samefile(sys.path[0] or ".", os.path.dirname(os.path.dirname(__file__)))
+):
     sys.path.pop(0)  # the current folder: `python -m nanovlm` imports no json.py or torch.py that lies beside images
 
 import importlib.util
