@@ -85,8 +85,11 @@ class Source:
             self.digests[name] = digest = self._digest(file)
             if digest != WRITTEN_FOR.get(name):
                 reasons.append(f"{name} is {'edited or patched' if digest else 'without its source'}")
-        library = [(kind, name) for kind in self._library for name in vars(kind)]
-        self._functions += [f for kind, name in library if isinstance(f := _function(vars(kind)[name]), FunctionType)]
+        found = [(kind, name, _function(x)) for kind in self._library for name, x in vars(kind).items()]
+        own = [f for *_, f in found if isinstance(f, FunctionType) and f.__code__.co_filename.startswith(TORCH)]
+        self._functions += own
+        called = {name for function in self._functions for name in function.__code__.co_names}
+        library = [(kind, name) for kind, name, _ in found if name in called or name.startswith("__")]
         self._used = [*_uses(self._functions)]
         for holder, name in [*self._used, *library]:
             if not _is_torch(getattr(holder, name), "" if holder in self._library else name):

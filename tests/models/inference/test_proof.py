@@ -237,6 +237,9 @@ def test_patches_and_hooks_of_all_modules_count_at_the_next_prefill_and_until_th
     assert type(inferences[0].network) is PlainNetwork
     handle.remove()
     assert type(inferences[0].network) is KernelNetwork
+    with monkeypatch.context() as context:  # as transformers does when it makes a model
+        context.setattr(nn.Module, "smart_apply", lambda self, function: self, raising=False)
+        assert type(inferences[0].network) is KernelNetwork
     for mode in (Halved(), torch.autocast("cpu", torch.bfloat16), FlopCounterMode(display=False)):
         with mode:
             assert type(inferences[0].network) is PlainNetwork, mode
