@@ -571,7 +571,8 @@ def test_kill_9_of_overwriting_runs_leaves_one_row_an_image(out, photos):
         path.name[:14] for path in photos.glob(".nanovlm*")
     } <= {".nanovlm-part-"}, "parts of killed runs stay for a day"
     if out == "txt":
-        assert all(text.endswith("\n") and len(text) > 9 for text in files_in(photos).values())
+        texts = [text for name, text in files_in(photos).items() if ".nanovlm-part-" not in name]
+        assert len(texts) >= 100 and all(text.endswith("\n") and len(text) > 9 for text in texts)
         last = subprocess.run([*command, "--overwrite"], **options)
         assert b"102 captioned" in last.stderr and b"person" not in last.stderr
     else:
