@@ -94,7 +94,7 @@ class Output:
         return {}
 
     def made(self, image: str) -> Row:
-        """What is known of an image that has a row, with a text or without."""
+        """Columns of an image that has a row, with a text or without."""
         record = self.record(image)
         return record.made(image) if record else {}
 

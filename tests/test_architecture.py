@@ -161,7 +161,7 @@ STARTERS = {
 
 
 def process_starts(source: str) -> set[str]:
-    """What a source file mentions that starts processes."""
+    """Names in a source file that start processes."""
     found = set()
     for node in ast.walk(ast.parse(source)):
         names: list[str] = []

@@ -223,11 +223,10 @@ class ContinuousBatch:
         try:
             if request.stream is None:
                 request.stream = self._stream(request)
-            ids = next(request.stream, None)
-            if ids is None:  # the edit ended it
-                request.finished = "stop"
-            else:
-                self._accept(request, int(ids))
+            ids = next(request.stream, self.eos_token_id)  # an edit may end it without an end token
+            if ids is None:
+                raise InputError("the edited model ended its answer, and there is no token that says so")
+            self._accept(request, int(ids))
         except Exception as error:
             self._fail(request, error)
 

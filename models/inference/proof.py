@@ -183,7 +183,7 @@ CORE = Source(
 
 
 def difference_of_process() -> str:
-    """What differs for all models: the core, torch, hooks of all modules, or a mode that is active; "" if nothing."""
+    """Name what differs for all models: the core, torch, hooks of all modules, or an active mode; "" if nothing."""
     if reason := CORE.difference():
         return reason
     if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
@@ -195,7 +195,7 @@ def difference_of_process() -> str:
 
 
 class Proof:
-    """What the modules of a model are: as its config makes them, for the kernels to compute the same, or not."""
+    """Compares the modules of a model with what its config makes, and notices whether they change."""
 
     def __init__(self, model: VisionLanguageModel):
         self._model = model
@@ -231,7 +231,7 @@ class Proof:
             return True
 
     def difference(self) -> str:
-        """What the kernels were not written for, of the process or else of the model; "" if nothing."""
+        """Name what the kernels were not written for, in the process or else in the model; "" if nothing."""
         if reason := difference_of_process():
             return reason
         model = self._model

@@ -261,7 +261,7 @@ def test_nobody_else_reads_a_private_file_while_it_is_written(tmp_path, given):
 
 
 def test_without_fcntl_and_o_nofollow_a_link_is_not_followed(tmp_path, monkeypatch):
-    """As on Windows."""
+    """Windows has none."""
     for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC"):
         monkeypatch.delattr(os, name)
     test_a_link_is_replaced_and_not_followed(tmp_path)

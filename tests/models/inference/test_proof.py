@@ -248,7 +248,7 @@ def test_patches_and_hooks_of_all_modules_count_at_the_next_prefill_and_until_th
 
 
 def test_a_generation_whose_state_has_two_rows_counts(tiny_model, monkeypatch):
-    """As classifier-free guidance has: the prompt, and the prompt without its first tokens."""
+    """Classifier-free guidance: the prompt, and the prompt without its first tokens."""
     prefill, decode = decoding.GenerationMixin.prefill, decoding.GenerationMixin.decode
 
     def guided(logits):
@@ -282,6 +282,15 @@ def test_a_generation_whose_state_has_two_rows_counts(tiny_model, monkeypatch):
     assert answers[0] != answers[1]
 
 
+def test_an_edit_that_ends_an_answer_early_ends_the_request(tiny_model, monkeypatch):
+    monkeypatch.setattr(decoding, "generate_tokens", lambda logits, *args: iter([logits.argmax(-1)]))
+    for eos, finished in ((2, "stop"), (None, "error")):
+        batch = ContinuousBatch(tiny_model(), eos_token_id=eos)
+        batch.add(request := Request([5, 6, 7], max_new_tokens=8))
+        outputs = [output for _ in range(3) for output in batch.step()]
+        assert outputs[-1].finished == request.finished == finished and not batch.running
+
+
 def test_freed_weights_are_noticed(tiny_model):
     inference = InferenceModel(model := tiny_model())
     model.decoder.blocks[0].mlp.up_proj.weight.untyped_storage().resize_(0)
@@ -290,6 +299,7 @@ def test_freed_weights_are_noticed(tiny_model):
 
 
 def test_the_digests_are_those_of_the_core():
+    proof.CORE.difference()  # reads anew what another test has patched
     assert proof.CORE.digests == proof.WRITTEN_FOR, (
         "the core has changed, so nobody gets the kernels. Make them compute what it computes, or let it compute what "
         "it did; compare both by `python -m pytest tests/models/inference -m 'not slow'`, and put the output of "

@@ -112,7 +112,7 @@ def test_an_interrupted_call_leaves_no_answer_for_the_next(monkeypatch):
 
 @pytest.mark.full
 def test_where_python_has_no_resource_the_clock_still_ends_a_template(monkeypatch):
-    """As on Windows. Memory is not limited there, which the module says."""
+    """Windows: memory is not limited there, which the module says."""
     monkeypatch.setattr(limited_process, "CLOCK_FACTOR", 0.7)
     blocked = "import sys; sys.modules['resource'] = None; "
     monkeypatch.setattr(limited_process, "PROGRAM", blocked + limited_process.PROGRAM)
