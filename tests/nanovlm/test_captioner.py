@@ -24,10 +24,10 @@ from models.inference.kernels.load import WITHOUT_BF16_DOT, available_levels
 from models.lora import adapt, adapters
 from models.lora.files import write_adapters
 from nanovlm import SAMPLE, Captioner, ChatSession
-from nanovlm.captioner import Stats
 from nanovlm.device import choose_device, choose_dtype
 from nanovlm.errors import ImageError, InputError, MissingExtraError
 from nanovlm.processing.processor import Processor
+from nanovlm.request_runner import Stats
 from support import ROOT, noise_image, watch
 from support.generation import logits_of
 
