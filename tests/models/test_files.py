@@ -10,8 +10,8 @@ import time
 import filelock
 import pytest
 
-from models import files
-from models.errors import FileError
+from models.common import files
+from models.common.errors import FileError
 from support import ROOT
 
 
@@ -147,7 +147,7 @@ def test_an_error_of_the_body_is_not_taken_for_that_of_the_lock(tmp_path):
 def test_a_torn_write_is_cut_off_and_told(tmp_path):
     """RLIMIT_FSIZE stores a part of a write, as a full disk does."""
     program = (
-        "import resource, signal; from models import files\n"
+        "import resource, signal; from models.common import files\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "files.append('t', b'first\\n'); resource.setrlimit(resource.RLIMIT_FSIZE, (9, 9))\n"
         "try: files.append('t', b'second\\n')\n"
@@ -164,7 +164,7 @@ def test_two_processes_exclude_each_other_and_a_kill_frees_the_lock(tmp_path, ki
     path = tmp_path if kind == "folder" else tmp_path / "a"
     path.touch()
     program = (  # its forked child lives on, as a data loader's worker does for a while
-        "import os, sys, time; from models import files\n"
+        "import os, sys, time; from models.common import files\n"
         "with files.locked(sys.argv[1]):\n"
         "    if os.fork(): print('held', flush=True)\n"
         "    time.sleep(5)\n"
@@ -194,7 +194,7 @@ FULL_DISK = """
 import os, resource, signal, sys
 import torch
 from safetensors.torch import save_file
-from models import files
+from models.common import files
 def fill(folder):
     with files.filling(folder) as new:
         files.replace(new / "config.json", "x" * 9999)

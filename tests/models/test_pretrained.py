@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 import models
 from models.checkpoint import find_image_token_id, load_config
-from models.errors import CheckpointError, InputError
+from models.common.errors import CheckpointError, InputError
 from models.vision_language_model import VisionLanguageModel
 from nanovlm import EMBEDDED
 from nanovlm.processing.tokenizer import Tokenizer

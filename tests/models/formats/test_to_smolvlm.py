@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from models.errors import InputError
+from models.common.errors import InputError
 from models.formats.smolvlm import SmolVLM
 from models.formats.to_smolvlm import smolvlm_config
 from support import Package

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from models.checkpoint import load_config
-from models.errors import CheckpointError
+from models.common.errors import CheckpointError
 from models.formats.visionpsy import VisionPsy
 from nanovlm import SAMPLE, Captioner
 from nanovlm.processing.layouts.nanovlm import resized_size
