@@ -171,17 +171,6 @@ def test_a_model_of_nanovlms_layout_becomes_gguf_files_and_edits_are_named(model
         assert code == 0 and "as it was published, but models/language_model.py is edited or patched" in err
 
 
-def test_what_a_killed_export_left_is_removed_a_day_later(model_folder, export, tmp_path):
-    out = tmp_path / "out"
-    (out / f"{files.PART}0").mkdir(parents=True)
-    (out / f"{files.PART}0/model.safetensors").touch()
-    for path in out.rglob("*"):
-        os.utime(path, (0, 0))
-    (out / ".theirs.tmp").mkdir()
-    assert export(model_folder)[0] == 0
-    assert not list(out.glob(f"{files.PART}*")) and (out / ".theirs.tmp").is_dir()
-
-
 KILLED = """
 import os, sys
 from nanovlm.cli.main import main
@@ -192,13 +181,19 @@ main(sys.argv[1:])
 
 
 def test_an_export_that_was_killed_or_failed_halfway_can_be_run_again(model_folder, export, tmp_path, monkeypatch):
-    argv = ["export", str(model_folder), "--out", str(tmp_path / "out")]
+    """And a day after a kill, what it left is removed."""
+    out = tmp_path / "out"
+    for name in (f"{files.PART}0", ".theirs.tmp"):
+        (out / name).mkdir(parents=True)
+        os.utime(out / name, (0, 0))
+    argv = ["export", str(model_folder), "--out", str(out)]
     assert subprocess.run([sys.executable, "-c", KILLED, *argv], cwd=ROOT).returncode == 9
-    assert (tmp_path / "out/config.json").exists()
+    assert (out / "config.json").exists()
     with monkeypatch.context() as patch:
         patch.setattr("nanovlm.export.transformers.remove_stale", lambda *arguments: os.stat("no space left"))
         assert export(model_folder)[0] == 1
     assert export(model_folder)[0] == 0
+    assert not (out / f"{files.PART}0").exists() and (out / ".theirs.tmp").is_dir()
 
 
 def test_an_export_that_wrote_nothing_leaves_nothing(model_folder, export, tmp_path, monkeypatch):

@@ -255,19 +255,15 @@ def test_an_unfinished_line_is_ignored(tmp_path):
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
 def test_a_tracker_gets_the_same_numbers_offline(learn, held_out, tmp_path, monkeypatch, name):
     """A stand-in for the library, with the part of its interface that both share."""
-    runs, logged, finished = [], [], []
-    stand_in = SimpleNamespace(
-        init=lambda **options: runs.append(options),
-        log=lambda values, step: logged.append({"step": step} | values),
-        finish=lambda: finished.append(True),
-    )
-    monkeypatch.setitem(sys.modules, name, stand_in)
+    runs, logged, finished, log = [], [], [], lambda values, step: logged.append({"step": step} | values)
+    parts = {"init": lambda **options: runs.append(options), "log": log, "finish": lambda: finished.append(True)}
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(**parts))
     monkeypatch.delenv("WANDB_MODE", raising=False)
     (tmp_path / "run/wandb").mkdir(parents=True)
     for steps in (6, 7):
         learn(tmp_path / "run", replace(CFG, report_to=name, max_steps=steps), **held_out)
-        (tmp_path / "run/wandb/offline-run-20260101_000001-abc").mkdir(exist_ok=True)
-        (tmp_path / "run/wandb/offline-run-20250101_000001-xyz").mkdir(exist_ok=True)
+        for id in ("20260101_000001-abc", "20250101_000001-xyz"):
+            (tmp_path / f"run/wandb/offline-run-{id}").mkdir(exist_ok=True)
     options, resumed = runs
     assert (options["resume"], resumed["resume"]) == ("never", "allow") and finished == 2 * [True]
     assert (options["project"], options["name"], options["config"]["lr"]) == ("nanovlm", "run", CFG.lr)
