@@ -11,17 +11,8 @@ import pytest
 
 from nanovlm.cli.train import add_flags, config_from_args, options_from_args
 from nanovlm.errors import InputError
-from nanovlm.training.config import (
-    ADAPTERS,
-    AUTOMATIC,
-    FINETUNING,
-    JOINED,
-    JOINED_ADAPTERS,
-    MUON_LR,
-    SCENES,
-    FinetuneOptions,
-    TrainConfig,
-)  # fmt: skip
+from nanovlm.training import config
+from nanovlm.training.config import AUTOMATIC, FINETUNING, MUON_LR, FinetuneOptions, TrainConfig
 from nanovlm.training.finetuning import choose_settings
 
 
@@ -72,9 +63,9 @@ def parse(flags):
 
 
 KINDS = {  # flags -> the defaults of that kind of run
-    "--model m": FINETUNING, "--model m --lora-rank 4": replace(ADAPTERS, lora_rank=4), "--recipe scenes": SCENES,
-    "--backbones v l": JOINED, "--backbones v l --lora-rank 4": replace(JOINED_ADAPTERS, lora_rank=4),
-    "--backbones v l --projector-lr 0": replace(JOINED, projector_lr=0.0),
+    "--model m": FINETUNING, "--model m --lora-rank 4": replace(config.ADAPTERS, lora_rank=4),
+    "--backbones v l": config.JOINED, "--backbones v l --lora-rank 4": replace(config.JOINED_ADAPTERS, lora_rank=4),
+    "--backbones v l --projector-lr 0": replace(config.JOINED, projector_lr=0.0), "--recipe scenes": config.SCENES,
 }  # fmt: skip
 FLAGS = [
     ("--seed 7", {"seed": 7}), ("--seed 0", {"seed": 0}), ("--dtype float32", {"dtype": "float32"}),

@@ -25,15 +25,9 @@ from nanovlm.data import open_data
 from nanovlm.errors import TrainingError
 from nanovlm.options import ReadOptions
 from nanovlm.synthetic import caption, draw, random_scene
+from nanovlm.training import finetuning as made
 from nanovlm.training.config import ADAPTERS, EPOCHS, FINETUNING, JOINED_EPOCHS, MAX_STEPS, MUON_LR, TrainConfig
-from nanovlm.training.finetuning import (
-    FinetuneOptions,
-    base_model,
-    choose_settings,
-    held_out_task,
-    prepare,
-    remedies,
-)  # fmt: skip
+from nanovlm.training.finetuning import FinetuneOptions, choose_settings, prepare, remedies
 from nanovlm.training.loop import Trainer
 from support import ROOT
 from support.cli import assert_usage_error
@@ -74,7 +68,8 @@ def test_data_and_model_may_be_paths():
     scenes(2)
     kinds = (str, Path, os.path.abspath)
     named = [FinetuneOptions([kind("mine")], Path("out"), model=kind(EMBEDDED)) for kind in kinds]
-    assert len({(prepare(options, FINETUNING)[1].data_fingerprint, base_model(options)) for options in named}) == 1
+    prints = {(prepare(one, FINETUNING)[1].data_fingerprint, made.base_model(one)) for one in named}
+    assert len(prints) == 1
 
 
 def test_each_held_out_example_of_a_stream_is_asked_once_and_counts_once_in_the_loss():
@@ -213,7 +208,8 @@ def test_the_best_joined_model_is_that_of_the_lowest_loss_by_default():
     _, held_out = open_data(["mine"], ReadOptions(), "1")
     processor = Captioner.from_pretrained(EMBEDDED, "cpu").processor
     for options, metric in (({}, "f1"), (BACKBONES, "loss"), (BACKBONES | {"metric": "f1"}, "f1")):
-        assert held_out_task(FinetuneOptions(**options), TrainConfig(), held_out, processor)["metric"] == metric
+        task = made.held_out_task(FinetuneOptions(**options), TrainConfig(), held_out, processor)
+        assert task["metric"] == metric
 
 
 @pytest.mark.full
