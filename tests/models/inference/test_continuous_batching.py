@@ -95,7 +95,6 @@ def test_each_request_generates_what_it_generates_alone(refuse, seed):
 
 
 def test_prompts_that_begin_alike_are_computed_once(tiny_model):
-    """n samples, or questions about one image: the image and the common tokens are read by the first."""
     model, ids = tiny_model(lm_max_position_embeddings=256), [3] * 4 + [4 + i % 30 for i in range(50)]
     image = TiledImage(torch.rand(1, 3, 16, 16))
     expected = [alone(model, [*ids, *end], 5, image.tiles) for end in ([], [9], [8, 7])]
@@ -146,17 +145,8 @@ def test_impossible_requests_are_refused_when_added(tiny_model, arguments, words
         ContinuousBatch(batch.model, max_num_seqs=0)
 
 
-def test_a_prompt_that_cannot_be_prefilled_fails_alone(tiny_model):
-    """Unknown ids, and an image of another size."""
-    model = tiny_model()
-    bad = request([44, 45, 46, 47]), request([3] * 4, images=[TiledImage(torch.rand(1, 3, 20, 20))])
-    good = request(), request()
-    assert run(ContinuousBatch(model), good[0], *bad, good[1]) == [expected := alone(model, PROMPT), [], [], expected]
-    assert all(one.finished == "error" and one.error is not None for one in bad)
-
-
 @pytest.mark.parametrize("n_others", [0, 1, 4])
-def test_a_request_that_cannot_be_decoded_ends_alone(refuse, n_others):
+def test_a_request_that_cannot_be_computed_ends_alone(refuse, n_others):
     (model, rules), requests = refuse, [request([*range(4 + i, 12 + i)], 6) for i in range(n_others + 1)]
     expected = [alone(model, one.ids, 6) for one in requests]
     bad = n_others // 2
@@ -164,9 +154,12 @@ def test_a_request_that_cannot_be_decoded_ends_alone(refuse, n_others):
     poison = next(i for i, id in enumerate(expected[bad][:5]) if id not in others)
     error = KeyError("no such kernel")
     rules.append((lambda ids: ids.size(1) == 1 and (ids == expected[bad][poison]).any(), error))
-    outputs = run(ContinuousBatch(model, max_num_seqs=8), *requests)
+    unknown, wrong_size = request([44, 45, 46]), request([3] * 4, images=[TiledImage(torch.rand(1, 3, 20, 20))])
+    outputs = run(ContinuousBatch(model, max_num_seqs=8), *requests, unknown, wrong_size)
     assert requests[bad].error is error and outputs[bad] == expected[bad][: poison + 1]
-    assert [o for i, o in enumerate(outputs) if i != bad] == [e for i, e in enumerate(expected) if i != bad]
+    expected[bad] = outputs[bad]
+    assert outputs == [*expected, [], []]
+    assert all(one.finished == "error" and one.error is not None for one in (unknown, wrong_size))
 
 
 @pytest.mark.parametrize("error", OUT_OF_MEMORY)
@@ -211,10 +204,8 @@ def test_a_grammar_decides_and_may_force_tokens_and_its_failure_is_its_own(tiny_
 
 def test_a_slots_old_contents_reach_no_other_request(tiny_model):
     """Not even infinity, which a mask would turn into NaN."""
-    batch = ContinuousBatch(model := tiny_model(), max_num_seqs=2)
-    batch.add(request([*range(4, 20)], 20))
-    batch.add(other := request([*range(4, 20)], 2))
-    batch.step()
+    batch, other = ContinuousBatch(model := tiny_model(), max_num_seqs=2), request([*range(4, 20)], 2)
+    batch.add(request([*range(4, 20)], 20)), batch.add(other), batch.step()
     with torch.inference_mode():
         batch._cache[:, :, 1] = float("inf")
     batch.cancel(other)
@@ -265,9 +256,9 @@ def test_image_is_encoded_once(computed):
     assert run(batch, both) == [several] and tiles == [2, 1], "only the new image"
 
 
-def test_next_turn_computes_its_own_tokens_only(computed):
+def test_a_next_turn_computes_its_own_tokens_only_and_another_image_what_follows_it(computed):
     model, tiles, tokens = computed
-    batch, turn, image = ContinuousBatch(model, prefix_cache=PrefixCache(LARGE)), chat("i", 40), pixels(1)
+    batch, turn, image = ContinuousBatch(model, prefix_cache=PrefixCache(LARGE)), chat(34, "i", 20), pixels(1)
     for n_turn in range(4):
         expected = alone(model, turn, 6, image)
         tokens.clear(), tiles.clear()
@@ -278,20 +269,14 @@ def test_next_turn_computes_its_own_tokens_only(computed):
             assert one.n_cached == len(turn) - 4
         turn = [*turn, *ids, *chat(3, seed=n_turn)]
     assert len(batch.prefix_cache.items()) == 1, "a turn replaces the one before"
+    expected = alone(model, ids := chat(34, "i", 20), 6, pixels(1, seed=1))
+    tokens.clear(), tiles.clear()
+    assert run(batch, about(ids, pixels(1, seed=1), "b")) == [expected]
+    assert tiles == [1] and tokens[0] == 24, "the text before it is known"
     batch.add(one := request(chat(50)))
     batch.step(), batch.cancel(one), tokens.clear()
     run(batch, request(chat(50) + chat(5, seed=1)))
     assert tokens[0] == 5, "a cancelled sequence is kept, too"
-
-
-def test_another_image_is_no_common_prefix(computed):
-    model, tiles, tokens = computed
-    batch, ids = ContinuousBatch(model, prefix_cache=PrefixCache(LARGE)), chat(34, "i", 20)
-    run(batch, about(ids, pixels(1), "a"))
-    expected = alone(model, ids, 6, pixels(1, seed=1))
-    tokens.clear(), tiles.clear()
-    assert run(batch, about(ids, pixels(1, seed=1), "b")) == [expected]
-    assert tiles == [1] and tokens[0] == 24, "the text before it is"
 
 
 @pytest.mark.parametrize("seed", [*range(4), *(pytest.param(n, marks=pytest.mark.full) for n in range(4, 25))])
@@ -317,8 +302,8 @@ def test_caches_of_any_size_change_no_token(tiny_model, seed):
         assert cache.bytes_used <= cache.max_bytes
 
 
-def test_cache_without_memory_loses_no_token(computed, monkeypatch):
-    model, _, _ = computed
+def test_cache_without_memory_loses_no_token(tiny_model, monkeypatch):
+    model = tiny_model()
     batch, expected = ContinuousBatch(model, prefix_cache=PrefixCache(LARGE)), alone(model, chat(50), 5)
 
     def refuse(*args):

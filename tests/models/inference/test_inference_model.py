@@ -33,11 +33,6 @@ def assert_same(inference, plain, tolerance=None):
     torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance * max(1.0, wanted.abs().max().item()))
 
 
-def test_the_kernels_compute_what_they_can(tiny_model, level):
-    assert type(InferenceModel(tiny_model()).network) is (PlainNetwork if level == "none" else KernelNetwork)
-    assert type(InferenceModel(tiny_model().half()).network) is PlainNetwork
-
-
 @pytest.mark.parametrize("name", ["q_proj", "k_proj"])
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
 def test_a_layer_may_have_another_format_than_those_beside_it(tiny_model, name, quantize):
@@ -154,7 +149,10 @@ def test_quantized_logits_are_those_of_the_dequantized_model(tiny_model, dtype, 
     assert (got - logits_of(model)).norm() > 1e-3 * wanted.norm()
 
 
-def test_the_model_is_never_changed_nor_its_floating_point_weights_copied(tiny_model):
+def test_the_model_is_never_changed_nor_its_floating_point_weights_copied(tiny_model, level):
+    assert type(InferenceModel(tiny_model()).network) is (PlainNetwork if level == "none" else KernelNetwork)
+    assert type(InferenceModel(tiny_model().half()).network) is PlainNetwork
+
     def fingerprint(model):
         modules = {name: (type(module), list(vars(module))) for name, module in model.named_modules()}
         named = model.named_parameters(remove_duplicate=False)
@@ -196,18 +194,14 @@ def test_shapes_that_do_not_fit_are_refused(tiny_model):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_torchs_default_dtype_and_device_change_nothing(tiny_model, dtype):
+def test_torchs_default_dtype_and_device_change_nothing(tiny_model, dtype, request):
     """The kernels write float32, whatever the default dtype of the memory that is made for them."""
-    inference = InferenceModel(tiny_model())
-    wanted = logits_of(inference)
+    request.addfinalizer(partial(torch.set_default_dtype, torch.float32))
+    wanted = logits_of(inference := InferenceModel(tiny_model()))
     torch.set_default_dtype(dtype)
-    try:
-        with torch.device("meta"):
-            other = InferenceModel(inference.model)
-        for each in (inference, other):
-            torch.testing.assert_close(logits_of(each), wanted, rtol=0, atol=0)
-    finally:
-        torch.set_default_dtype(torch.float32)
+    with torch.device("meta"):
+        other = InferenceModel(inference.model)
+    assert torch.equal(logits_of(inference), wanted) and torch.equal(logits_of(other), wanted)
 
 
 def load_adapters(model, folder):
@@ -271,12 +265,11 @@ def test_results_follow_the_weights(tiny_model, tmp_path, caplog, change, quanti
 
 
 def test_edits_through_data_need_refresh_only_when_quantized(tiny_model):
-    model = tiny_model()
-    exact, quantized = (InferenceModel(model, quantize=q) for q in (None, "int8"))
-    model.decoder.blocks[0].mlp.up_proj.weight.data.mul_(-2)
-    assert_same(exact, model)
+    exact, quantized = (InferenceModel(model, quantize=q) for model in [tiny_model()] for q in (None, "int8"))
+    exact.model.decoder.blocks[0].mlp.up_proj.weight.data.mul_(-2)
+    assert_same(exact, exact.model)
     quantized.refresh()
-    assert torch.equal(logits_of(quantized), logits_of(InferenceModel(model, quantize="int8")))
+    assert torch.equal(logits_of(quantized), logits_of(InferenceModel(exact.model, quantize="int8")))
 
 
 @torch.inference_mode()
