@@ -91,13 +91,10 @@ def test_either_name_of_a_tied_pair_will_do_and_both_if_they_agree_and_inv_freq_
 
 
 def data(change):
-    """Change the bytes of model.safetensors: the length of its header, the header, the tensors."""
     return lambda folder: (path := folder / "model.safetensors").write_bytes(change(path.read_bytes()))
 
 
 def config(**changes):
-    """Change keys of config.json; None removes one."""
-
     def damage(folder):
         raw = json.loads((folder / "config.json").read_text()) | changes
         kept = {key: value for key, value in raw.items() if value is not None}
@@ -115,8 +112,6 @@ def pipe(name):
 
 
 def index(weight_map):
-    """Name other files of weights than model.safetensors."""
-
     def damage(folder):
         (folder / "model.safetensors").rename(folder / "elsewhere")
         (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
@@ -367,7 +362,6 @@ def test_a_model_is_pushed_with_its_files_when_asked(monkeypatch):
 
 
 def tokenizer_json(kind, added):
-    """The text of a tokenizer of some kind that knows three words, and `<|image|>` as an added token or as a word."""
     words = ["a", "b", "<|endoftext|>", "<|im_end|>"] + ["<|image|>"] * (not added)
     if kind == "unigram":
         model = tokenizers.models.Unigram([(word, 0.0) for word in words], unk_id=0)

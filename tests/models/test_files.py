@@ -135,7 +135,6 @@ def test_a_lock_follows_no_link_and_hides_no_error_of_its_body(tmp_path):
 
 
 def started(program, *arguments):
-    """A Python program of text on standard output, in a process of its own."""
     command = [sys.executable, "-c", program, *map(str, arguments)]
     return subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, text=True)
 

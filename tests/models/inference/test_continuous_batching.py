@@ -29,7 +29,6 @@ OUT_OF_MEMORY = [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocat
 
 
 def alone(model, ids, n=5, images=None, eos=None, sampling=GREEDY):
-    """Ids that the model generates for one prompt, up to and including the end token."""
     ids = torch.tensor([ids])
     output = model.generate(ids, images, max_new_tokens=n, sampling=sampling, eos_token_id=eos)[0].tolist()
     return output[: output.index(eos) + 1] if eos in output else output
@@ -56,7 +55,6 @@ def refuse(tiny_model, monkeypatch):
 
 @pytest.mark.parametrize("seed", [*range(8), *(pytest.param(n, marks=pytest.mark.full) for n in range(8, 40))])
 def test_each_request_generates_what_it_generates_alone(refuse, seed):
-    """Requests of all kinds come, go and are cancelled at any time, with any capacity, and memory runs out at times."""
     (model, rules), rng = refuse, Random(seed)
     rows, eos = rng.randint(1, 4), rng.choice([None, rng.randint(4, 39)])
     arrivals, cancelled, expected = {}, {}, {}
@@ -123,22 +121,23 @@ def test_a_freed_slot_is_taken_in_the_same_step(tiny_model):
     assert [output.request for output in batch.step()] == [last]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (([4] * 60, (), GREEDY, 6), "exceed lm_max_position_embeddings=64"),
-        ((PROMPT, (), GREEDY, 0), "max_new_tokens=0 and 5 ids: each is at least 1"),
-        (([],), "0 ids: each is at least 1"),
-        ((PROMPT, [TiledImage(torch.rand(1, 3, 16, 16))], GREEDY, 9), "holds 0 image tokens, but the images give 4"),
-        (([3] * 4, (), GREEDY, 9), "holds 4 image tokens, but the images give 0"),
-        (([3] * 4, [TiledImage(torch.zeros(1, 3, 16, 16).byte())], GREEDY, 9), "images are of torch.uint8, not floats"),
-    ],
-)
-def test_impossible_requests_are_refused_when_added(tiny_model, arguments, words):
-    batch, first = ContinuousBatch(tiny_model(), max_num_seqs=2), request()
+IMPOSSIBLE = {  # words of the error: arguments of a request
+    "exceed lm_max_position_embeddings=64": ([4] * 60, (), GREEDY, 6),
+    "max_new_tokens=0 and 5 ids: each is at least 1": (PROMPT, (), GREEDY, 0),
+    "0 ids: each is at least 1": ([],),
+    "holds 0 image tokens, but the images give 4": (PROMPT, [TiledImage(torch.rand(1, 3, 16, 16))], GREEDY, 9),
+    "holds 4 image tokens, but the images give 0": ([3] * 4, (), GREEDY, 9),
+    "images are of torch.uint8, not": ([3] * 4, [TiledImage(torch.zeros(1, 3, 16, 16).byte())], GREEDY, 9),
+}
+
+
+def test_impossible_requests_are_refused_when_added(tiny_model):
+    batch, first, done = ContinuousBatch(tiny_model(), max_num_seqs=2), request(), request(n=1)
+    run(batch, done)
     batch.add(first)
-    for one, message in ((Request(*arguments), words), (first, "used once")):
-        with pytest.raises(ValueError, match=message):
+    rows = [*((words, Request(*arguments)) for words, arguments in IMPOSSIBLE.items())]
+    for words, one in (*rows, ("used once", first), ("used once", done)):
+        with pytest.raises(ValueError, match=words):
             batch.add(one)
     assert (batch.waiting, batch.running) == (1, 0)
     with pytest.raises(ValueError, match="max_num_seqs=0 is less than 1"):
@@ -164,7 +163,6 @@ def test_a_request_that_cannot_be_computed_ends_alone(refuse, n_others):
 
 @pytest.mark.parametrize("error", OUT_OF_MEMORY)
 def test_a_lack_of_memory_loses_no_token_and_no_request_that_fits_alone(refuse, error):
-    """The last one to join waits until another has ended, and is then computed again."""
     (model, rules), requests = refuse, [request(n=n) for n in (5, 9, 9)]
     expected = [alone(model, PROMPT, n) for n in (5, 9, 9)]
     rules.append((lambda ids: len(ids) > 2, error))
@@ -230,7 +228,6 @@ def computed(tiny_model, monkeypatch):
 
 
 def chat(*parts, seed=0):
-    """Ids of text lengths and images ("i") in turn."""
     rng, ids = Random(seed), []
     for part in parts:
         ids += [IMAGE] * PER_IMAGE if part == "i" else rng.choices(range(4, 40), k=part)
@@ -281,7 +278,6 @@ def test_a_next_turn_computes_its_own_tokens_only_and_another_image_what_follows
 
 @pytest.mark.parametrize("seed", [*range(4), *(pytest.param(n, marks=pytest.mark.full) for n in range(4, 25))])
 def test_caches_of_any_size_change_no_token(tiny_model, seed):
-    """Chats of random turns, several at once, against the same prompts without caches."""
     model, rng = tiny_model(lm_max_position_embeddings=512), Random(seed)
     caches = {
         "image_cache": ImageCache(rng.choice([0, 2000, LARGE])),

@@ -27,7 +27,6 @@ pytestmark = pytest.mark.usefixtures("level")
 
 
 def assert_same(inference, plain, tolerance=None):
-    """Both models give the same logits, up to rounding in their precision."""
     got, wanted = logits_of(inference), logits_of(plain)
     tolerance = tolerance or (1e-4 if plain.dtype == torch.float32 else 0.05)
     torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance * max(1.0, wanted.abs().max().item()))
@@ -56,7 +55,6 @@ def test_a_subclass_is_computed_by_its_own_methods(tiny_model, name):
 
 @pytest.mark.parametrize("changes", [{}, {"lm_tie_weights": False}, {"lm_attn_scaling": 0.5}, {"lm_n_kv_heads": 6}])
 def test_a_batch_generates_what_the_model_generates_alone(tiny_model, changes):
-    """Prompts of several lengths and images, of which two begin alike, and samples."""
     model = tiny_model(lm_max_position_embeddings=128, **changes)
     assert_same(InferenceModel(model), model)
     rows = ["titt", "tt", "i", "t", f"i{'t' * 40}", f"i{'t' * 40}", "titt"]
@@ -134,7 +132,6 @@ def test_prompts_and_tokens_of_odd_lengths_behind_any_slot(tiny_model, heads, dt
 @by_dtype
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
 def test_quantized_logits_are_those_of_the_dequantized_model(tiny_model, dtype, quantize):
-    """Up to the rounding of activations: what the weights lose is in both."""
     heads = {"lm_n_heads": 4, "lm_n_kv_heads": 2}  # of 32 channels, and q, k and v, and gate and up, one product
     model = tiny_model(lm_hidden_dim=128, lm_inter_dim=192, lm_tie_weights=False, **heads).to(dtype)
     inference = InferenceModel(model, quantize=quantize)
@@ -171,7 +168,6 @@ def test_the_model_is_never_changed_nor_its_floating_point_weights_copied(tiny_m
 
 @torch.inference_mode()
 def test_shapes_that_do_not_fit_are_refused(tiny_model):
-    """The kernels read and write where a wrong shape points."""
     network = InferenceModel(tiny_model()).network
     width, cache = network.model.cfg.lm_hidden_dim, empty_cache(network, 2, 8)
     is_kernel = type(network) is KernelNetwork
@@ -195,7 +191,6 @@ def test_shapes_that_do_not_fit_are_refused(tiny_model):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_torchs_default_dtype_and_device_change_nothing(tiny_model, dtype, request):
-    """The kernels write float32, whatever the default dtype of the memory that is made for them."""
     request.addfinalizer(partial(torch.set_default_dtype, torch.float32))
     wanted = logits_of(inference := InferenceModel(tiny_model()))
     torch.set_default_dtype(dtype)
@@ -231,8 +226,8 @@ def replace_parameter(model, folder):
 
 CHANGES = [
     load_adapters, load, partial(load, assign=True), replace_parameter,
-    *(partial(edit, name) for name in (
-        "decoder.blocks.1.attn.k_proj.weight", "vision_encoder.blocks.0.mlp.fc1.weight", "decoder.norm.weight",
+    *(partial(edit, f"{name}.weight") for name in (
+        "decoder.blocks.1.attn.k_proj", "vision_encoder.blocks.0.mlp.fc1", "decoder.norm",
     )),
     lambda m, _: setattr(m.decoder.blocks[0].mlp, "up_proj", nn.Linear(24, 32, bias=False).to(m.dtype)),
     lambda m, _: m.bfloat16(), lambda m, _: m.half(), lambda m, _: m.double(), lambda m, _: m.bfloat16().float(),
@@ -243,7 +238,7 @@ CHANGES = [
 @pytest.mark.parametrize("quantize", [None, "int8", pytest.param("int4", marks=pytest.mark.full)])
 def test_results_follow_the_weights(tiny_model, tmp_path, caplog, change, quantize):
     inference = InferenceModel(model := tiny_model(), quantize=quantize)
-    only_rounds, logged = change in CHANGES[-4:], []
+    only_rounds = change in CHANGES[-4:]
     with caplog.at_level(logging.INFO, "models"):
         before = logits_of(inference)
         batch = ContinuousBatch(inference)

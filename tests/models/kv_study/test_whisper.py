@@ -17,7 +17,6 @@ AUDIO = torch.randn(2, 2000, generator=torch.Generator().manual_seed(0)) * torch
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """The file of a random Whisper in float16, as OpenAI stores it."""
     torch.manual_seed(0)
     state = randomize(Whisper(DIMS)).half().state_dict()
     file = tmp_path_factory.mktemp("whisper") / "tiny.pt"
@@ -51,7 +50,6 @@ def test_log_mel_matches_openai_whisper(whisper, n_mels):
 
 @pytest.mark.full
 def test_a_checkpoint_computes_what_openai_whisper_computes(whisper, checkpoint):
-    """From the audio to the logits, also with the hook cache, on either's decoder, and to the greedy ids."""
     theirs, model = whisper.load_model(str(checkpoint), device="cpu").eval(), load_whisper(checkpoint)
     mel = torch.stack([whisper.log_mel_spectrogram(whisper.pad_or_trim(row, 12 * 160)) for row in AUDIO])
     torch.testing.assert_close(model.log_mel(AUDIO), mel, atol=1e-5, rtol=1e-5)
@@ -75,7 +73,6 @@ def test_a_checkpoint_computes_what_openai_whisper_computes(whisper, checkpoint)
 
 @pytest.mark.full
 def test_openai_whispers_own_inference_drives_our_model(whisper, checkpoint):
-    """Its PyTorchInference, with the hooks of our method, with beams that change places, projects the audio once."""
     theirs, model = whisper.load_model(str(checkpoint), device="cpu").eval(), load_whisper(checkpoint)
     xa, ids = model.encode(model.log_mel(AUDIO[:1])), torch.tensor([[1, 2, 3]] * 2)
     projected = []
@@ -93,7 +90,6 @@ def test_openai_whispers_own_inference_drives_our_model(whisper, checkpoint):
 
 @pytest.mark.full
 def test_the_example_of_the_docs_runs(whisper, tmp_path, monkeypatch, capsys):
-    """With random weights of a small width and the full vocabulary, and noise in place of a recording."""
     page = (ROOT / "docs" / "kv-caching.md").read_text(encoding="utf-8")
     examples = [block for block in re.findall(r"```py\n(.*?)```", page, re.DOTALL) if "load_whisper(" in block]
     torch.manual_seed(0)
