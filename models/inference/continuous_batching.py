@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from models.common.errors import InputError, is_out_of_memory
+from models.common.options import GREEDY, MAX_NEW_TOKENS, SamplingParams
 from models.decoding import TokenSampler, finish_reason
-from models.errors import InputError, is_out_of_memory
 from models.inference.caches import (
     MIN_PREFIX_TOKENS,
     CachedPrefix,
@@ -25,7 +26,6 @@ from models.inference.caches import (
 )
 from models.inference.inference_model import InferenceModel
 from models.inference.kernel_network import empty_cache
-from models.options import GREEDY, MAX_NEW_TOKENS, SamplingParams
 from models.vision_language_model import VisionLanguageModel
 
 MAX_PREFILL_TOKENS = 2048  # of several prompts in one step; running requests wait for them

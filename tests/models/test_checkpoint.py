@@ -24,10 +24,10 @@ from safetensors.torch import load_file, save_file
 from safetensors.torch import load_model as load_strictly
 
 import models
-import models.checkpoint as checkpoint
-from models import files
+from models import checkpoint
 from models.checkpoint import checkpoint_dtype, find_image_token_id, load_config, save_checkpoint, snapshot_path
-from models.errors import CheckpointError, InputError
+from models.common import files
+from models.common.errors import CheckpointError, InputError
 from models.vision_language_model import VisionLanguageModel, load_model
 from nanovlm import EMBEDDED
 from nanovlm.options import check_output_folder
@@ -203,7 +203,7 @@ def test_a_model_replaced_while_it_is_read_is_refused(folder, tiny_model, monkey
             saved.append(save_checkpoint(folder, tiny_model(seed=1), TOKENIZER))
         return ""
 
-    monkeypatch.setattr(checkpoint, "why_unusable", why_unusable)
+    monkeypatch.setattr(checkpoint.weights, "why_unusable", why_unusable)
     with pytest.raises(CheckpointError, match="was replaced while it was read; try again"):
         read(folder)
     assert_same_state(read(folder), tiny_model(seed=1))

@@ -7,9 +7,9 @@ from itertools import product
 import pytest
 import torch
 
+from models.common.errors import InputError
+from models.common.options import SamplingParams
 from models.decoding import TokenSampler, choose_tokens, finish_reason, generate_tokens, trim_repetition
-from models.errors import InputError
-from models.options import SamplingParams
 
 DRAWS = 20_000
 

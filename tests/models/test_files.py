@@ -10,8 +10,8 @@ import time
 import filelock
 import pytest
 
-from models import files
-from models.errors import FileError
+from models.common import files
+from models.common.errors import FileError
 from support import ROOT
 
 
@@ -141,7 +141,7 @@ def started(program, *arguments):
 
 HOLD = """
 import os, sys, time
-from models import files
+from models.common import files
 with files.locked(sys.argv[1]):
     if os.fork(): print("held", flush=True)  # the child lives on, as a data loader's worker does for a while
     time.sleep(5)
@@ -173,7 +173,7 @@ FULL_DISK = """
 import os, resource, signal, sys
 import torch
 from safetensors.torch import save_file
-from models import files
+from models.common import files
 def fill(folder):
     with files.filling(folder) as new:
         files.replace(new / "config.json", "x" * 9999)

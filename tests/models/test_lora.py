@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from eval.lib.random_model import SHAPES
 from models.checkpoint import load_config
-from models.errors import CheckpointError
+from models.common.errors import CheckpointError
 from models.lora import EMBEDDINGS, PARTS, adapt, adapters, fully_trained, merge, merged_state
 from models.lora.files import adapter_folder, read_adapters, write_adapters
 from models.vision_language_model import load_model

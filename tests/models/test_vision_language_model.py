@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from models.cache import PrefillState
-from models.errors import InputError
+from models.common.errors import InputError
+from models.common.options import SamplingParams
 from models.modality_projector import pixel_shuffle
-from models.options import SamplingParams
 from models.vision_language_model import VisionLanguageModel
 from support import watch
 from support.generation import IDS, IMAGE, IMAGES, PER_IMAGE, only_row, prompt

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from models.checkpoint import load_config
+from models.common.errors import CheckpointError, InputError
 from models.config import extra_tokens
-from models.errors import CheckpointError, InputError
 from models.formats.backbones import find_backbones, from_backbones
 from models.formats.base import LLAMA_CONFIG, SIGLIP_CONFIG
 from nanovlm import EMBEDDED, Captioner

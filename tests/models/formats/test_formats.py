@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from models.checkpoint import load_config
-from models.errors import CheckpointError, InputError
+from models.common.errors import CheckpointError, InputError
 from models.formats.smolvlm import SmolVLM
 from models.formats.to_smolvlm import smolvlm_config
 from models.formats.visionpsy import VisionPsy

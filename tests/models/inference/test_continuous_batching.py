@@ -5,13 +5,13 @@ from random import Random
 import pytest
 import torch
 
+from models.common.errors import is_out_of_memory
+from models.common.options import GREEDY, SamplingParams
 from models.decoding import finish_reason
-from models.errors import is_out_of_memory
 from models.inference import caches, continuous_batching
 from models.inference.caches import ImageCache, LRUCache, PrefixCache, TiledImage
 from models.inference.continuous_batching import ContinuousBatch, Request
 from models.inference.proof import ADAPTERS, Proof
-from models.options import GREEDY, SamplingParams
 from support import watch
 from support.generation import IMAGE, PER_IMAGE, only_row, prompt, run
 

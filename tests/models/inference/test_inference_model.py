@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from models.errors import InputError
+from models.common.errors import InputError
+from models.common.options import SamplingParams
 from models.inference.caches import TiledImage
 from models.inference.continuous_batching import ContinuousBatch, Request
 from models.inference.inference_model import InferenceModel, PlainNetwork
@@ -18,7 +19,6 @@ from models.inference.kernels.load import WITHOUT_BF16_DOT
 from models.inference.quantization import QuantizedLinear
 from models.lora import adapt, adapters
 from models.lora.files import read_adapters, write_adapters
-from models.options import SamplingParams
 from models.vision_language_model import VisionLanguageModel
 from support.generation import IDS, IMAGES, logits_of, only_row, prompt, run
 

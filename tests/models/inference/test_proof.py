@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from models import attention, cache, decoding, language_model, vision_transformer
-from models.errors import InputError
+from models.common.errors import InputError
 from models.inference import proof
 from models.inference.continuous_batching import ContinuousBatch, Request
 from models.inference.inference_model import InferenceModel, PlainNetwork

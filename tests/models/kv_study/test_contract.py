@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from models.cache import KVCache
+from models.common.errors import InputError
 from models.config import VLMConfig
-from models.errors import InputError
 from models.kv_study.beam_search import beam_search
 from models.kv_study.block_cache import prefill_state
 from models.kv_study.eviction import POLICIES, EvictingKV

@@ -5,10 +5,10 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from models.errors import InputError
+from models.common.errors import InputError
+from models.common.options import SamplingParams
 from models.kv_study.hook_cache import install_kv_cache_hooks
 from models.kv_study.text_decoder import TextPrefillState
-from models.options import SamplingParams
 
 
 def assert_close(a, b):

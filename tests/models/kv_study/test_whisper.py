@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from models.errors import CheckpointError, InputError
+from models.common.errors import CheckpointError, InputError
 from models.kv_study.hook_cache import install_kv_cache_hooks
 from models.kv_study.log_mel import log_mel, mel_filters
 from models.kv_study.whisper import DIMENSIONS, Whisper, load_whisper

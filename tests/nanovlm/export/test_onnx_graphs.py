@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from models.attention import attention
-from models.errors import InputError
+from models.common.errors import InputError
 from nanovlm.export.onnx import write_onnx
 from support import Package
 from support.onnx import NAMES, OnnxModel, image_inputs, onnxruntime_graphs, openvino_graphs

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from models.errors import InputError
+from models.common.errors import InputError
 from models.inference.inference_model import InferenceModel, PlainNetwork
 from models.inference.kernels import load
 from models.inference.kernels.load import LEVELS as ALL_LEVELS
