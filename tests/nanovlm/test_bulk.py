@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from models import files
+from models.common import files
 from nanovlm import SAMPLE, Captioner
 from nanovlm.bulk import Sidecars, Table, caption_files, caption_rows
 from nanovlm.errors import OutputError, UsageError

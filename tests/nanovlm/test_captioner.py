@@ -25,11 +25,11 @@ from models.lora import adapt, adapters
 from models.lora.files import write_adapters
 from nanovlm import SAMPLE, Captioner, ChatSession
 from nanovlm.bulk import caption_rows
-from nanovlm.captioner import Stats
 from nanovlm.device import choose_device, choose_dtype
 from nanovlm.errors import ImageError, InputError, MissingExtraError
 from nanovlm.options import CaptionOptions
 from nanovlm.processing.processor import Processor
+from nanovlm.request_runner import Stats
 from support import ROOT, noise_image, watch
 from support.generation import logits_of
 

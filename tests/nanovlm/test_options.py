@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from models.options import SamplingParams
+from models.common.options import SamplingParams
 from nanovlm import SAMPLE, Captioner, ChatSession, GenerationOptions
 from nanovlm.errors import CheckpointError, InputError, MissingExtraError, needs_extra
 from nanovlm.options import ModelOptions, generation_options, read_generation_defaults

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from models import files
-from models.errors import FileError
+from models.common import files
+from models.common.errors import FileError
 from nanovlm import outputs
 from nanovlm.serving.app import listen
 from nanovlm.serving.options import ServeOptions

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from models import files
+from models.common import files
 from models.language_model import MLP
 from models.lora.files import read_adapters
 from nanovlm import EMBEDDED, PROMPT, SAMPLE, Captioner

@@ -11,8 +11,8 @@ import torch
 from PIL import Image
 
 from models.checkpoint import find_image_token_id, load_config, save_checkpoint
+from models.common.options import SamplingParams
 from models.config import CHATML
-from models.options import SamplingParams
 from models.vision_language_model import VisionLanguageModel
 from nanovlm import Captioner
 from nanovlm.data.examples import IGNORE_INDEX, encode

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from models.options import SamplingParams
+from models.common.options import SamplingParams
 from nanovlm import SAMPLE, Captioner
 from nanovlm.errors import SchemaError
 from nanovlm.processing.conversation import images_of

@@ -15,7 +15,7 @@ import uvicorn
 from PIL import Image
 from starlette.testclient import TestClient
 
-from models import files
+from models.common import files
 from nanovlm import SAMPLE
 from nanovlm.bulk import caption_files
 from nanovlm.errors import UsageError

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from models import files
+from models.common import files
 from nanovlm.data.examples import Question
 from nanovlm.embedded import SETTINGS
 from nanovlm.errors import BusyError, MissingExtraError, TrainingError
