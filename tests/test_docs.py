@@ -47,6 +47,14 @@ def test_every_command_shown_parses(page):
             parser.parse_args([flag for flag in found[1] if flag not in ("VERB", "--help")])
 
 
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_flag_is_named_in_a_page(verb):
+    import_verb(verb).add_flags(parser := Parser())
+    flags = {action.option_strings[0] for action in parser._actions if action.option_strings} - {"-h"}
+    named = {flag for page in PAGES for flag in re.findall(r"--[a-z-]+", page.read_text(encoding="utf-8"))}
+    assert not flags - named
+
+
 def test_the_readme_shows_every_verb_and_is_short():
     shown = {found[0] for command in commands(README) if (found := verb_and_flags(command))}
     assert shown == set(VERBS) and len(README.read_text(encoding="utf-8").splitlines()) <= 160

@@ -60,7 +60,6 @@ def generate(model_folder, run_script):
 
 @pytest.fixture
 def train(run_script):
-    """Run train.py."""
     return partial(run_script, "train.py", "train")
 
 
