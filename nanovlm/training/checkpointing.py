@@ -4,6 +4,7 @@ That is the optimizer's state (optimizer.safetensors), the adapters of a LoRA ru
 settings, the scores so far and the gradient scaler's state.
 """
 
+import errno
 import json
 import logging
 import math
@@ -71,7 +72,7 @@ def write_errors(folder: Path) -> Iterator[None]:
         raise
     except OSError as error:
         steps = checkpoint_steps(folder)
-        remedy = "free some disk space" if "No space" in str(error) else "correct that"
+        remedy = "free some disk space" if error.errno == errno.ENOSPC else "correct that"
         goal = f"resume from {checkpoint_path(folder, steps[-1])}" if steps else "start over"
         raise TrainingError(
             f"{folder} cannot be written: {error}; {remedy} and run the same command again to {goal}"

@@ -274,7 +274,10 @@ class Trainer:
         checkpointing.save_checkpoint(task.folder, self.model, self.optimizer, state, keep, self.best, **parts)
 
     def _resume(self, state: dict[str, Any], optimizer: dict[str, Tensor]) -> None:
-        """Take up optimizer, step and scores of a checkpoint, and say what has changed."""
+        """Take up optimizer, step and scores of a checkpoint, and say what has changed.
+
+        Of another model than the checkpoint's nothing is taken: its weights and origin stay.
+        """
         task = self.task
         for name, tensor in checkpointing.optimizer_state(self.model, self.optimizer).items():
             tensor.copy_(optimizer[name])
@@ -284,13 +287,15 @@ class Trainer:
         if state["metric"] == task.metric:
             self.scores = dict(state["scores"])
         is_finished = self.step >= self.cfg.max_steps
-        lines = self._changes(state, is_finished)
         stored = state["config"] | {"freeze": tuple(state["config"]["freeze"])}
         if stored["data"] == task.data_fingerprint:
             self.streams = state["streams"]
+        ours, theirs = (next(iter(origin.values()), "the embedded model") for origin in (task.origin, state["origin"]))
+        digests = task.model_digest, state.get("model_digest") or task.model_digest  # none in earlier versions
+        if digests[0] != digests[1] and task.model_digest:
+            self.origin, self.model_digest = state["origin"], digests[1]
         if not self.context.is_main:
             return
-        ours, theirs = (next(iter(origin.values()), "the embedded model") for origin in (task.origin, state["origin"]))
         now = asdict(self.cfg) | {"validation": task.n_held_out, "metric": task.metric, "model": ours}
         before = stored | {"metric": state["metric"], "model": theirs}
         changes = ", ".join(f"{k}={v} instead of {before[k]}" for k, v in now.items() if before.get(k, v) != v)
@@ -299,31 +304,16 @@ class Trainer:
             + (f", with {changes}" if changes else "")
             + is_finished * "; the run is finished: to train on, raise --max-steps or --epochs, or name another --out"
         )
-        for line in lines:
-            logger.warning(line)
-
-    def _changes(self, state: dict[str, Any], is_finished: bool) -> list[str]:
-        """Lines about a model, data or prompt other than the checkpoint's; its weights and origin are kept."""
-        task = self.task
-        lines = []
         use = "nothing is learned from it" if is_finished else "training goes on with it"
-        known = state.get("model_digest")  # None in a checkpoint of an earlier version
-        if known and task.model_digest and known != task.model_digest:
-            ours, theirs = (
-                f"{next(iter(origin.values()), 'the embedded model')} ({digest})"
-                for origin, digest in ((task.origin, task.model_digest), (state["origin"], known))
+        stay = "weights and run.json stay the latter's: to start from the other, name another --out"
+        if self.model_digest != task.model_digest:
+            logger.warning(
+                f"the model has changed: it is {ours} ({digests[0]}) instead of {theirs} ({digests[1]}); {stay}"
             )
-            self.origin, self.model_digest = state["origin"], known
-            lines.append(
-                f"the model has changed: it is {ours} instead of {theirs}; weights and run.json stay the latter's: to "
-                "start from the other, name another --out"
-            )
-        if state["config"]["data"] != task.data_fingerprint:
-            before = state["config"]["data"]
-            lines.append(f"the data has changed: it is {task.data_fingerprint} instead of {before}; {use}")
-        if "prompt" in state and state["prompt"] != task.prompt:
-            lines.append(f"the prompt has changed: it is {task.prompt!r} instead of {state['prompt']!r}; {use}")
-        return lines
+        if stored["data"] != task.data_fingerprint:
+            logger.warning(f"the data has changed: it is {task.data_fingerprint} instead of {stored['data']}; {use}")
+        if (prompt := state.get("prompt", task.prompt)) != task.prompt:
+            logger.warning(f"the prompt has changed: it is {task.prompt!r} instead of {prompt!r}; {use}")
 
     def _write_results(self, best: int, stopped: int) -> None:
         """Write the final model, of the step `best`; unless stopped, answer all held-out questions with it."""
