@@ -8,7 +8,7 @@ from pathlib import Path
 
 from models import files
 from nanovlm.cli.options import add_record_flags, check_data_names, flag_of, from_args, given, settings_of
-from nanovlm.embedded import default_prompt
+from nanovlm.embedded import EMBEDDED, default_prompt
 from nanovlm.errors import FileError, UsageError
 from nanovlm.options import ModelOptions, ReadOptions
 from nanovlm.training.config import (
@@ -101,7 +101,7 @@ def options_from_args(args: argparse.Namespace) -> FinetuneOptions:
     """The model, the data and the folder of the run."""
     return FinetuneOptions(
         **given(FinetuneOptions, args) | {"out": Path(args.out or os.devnull)},
-        read=from_args(ReadOptions, args, model_prompt=default_prompt(args.model or "")),
+        read=from_args(ReadOptions, args, model_prompt=default_prompt(args.model or EMBEDDED)),
         flags={name: value for name, value in vars(args).items() if name not in NOT_WRITTEN and value is not None},
         automatic=[name for name in AUTOMATIC if args.data and getattr(args, name, None) is None],
     )

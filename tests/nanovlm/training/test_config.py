@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from nanovlm.cli.train import add_flags, config_from_args, options_from_args
+from nanovlm.embedded import PROMPT
 from nanovlm.errors import InputError
 from nanovlm.training.config import (
     ADAPTERS,
@@ -107,3 +108,15 @@ def test_a_flag_sets_its_setting_and_is_not_chosen(flags, setting):
 
 def test_checkpoints_are_a_tenth_of_the_run_apart_by_default():
     assert [TrainConfig(max_steps=n).interval for n in (3, 10, 850)] == [1, 1, 85]
+
+
+def test_the_default_prompt_is_the_models_and_not_that_of_the_current_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    for folder in (".", "mine"):
+        Path(folder).mkdir(exist_ok=True)
+        Path(folder, "nanovlm.json").write_text(f'{{"prompt": "{folder}"}}')
+    prompts = {"": PROMPT, "--model mine": "mine", "--backbones a b": PROMPT, "--prompt Q": "Q"}
+    found = {flags: parser.parse_args(["--data", "x", *flags.split()]) for flags in prompts}
+    assert {flags: options_from_args(args).read.question for flags, args in found.items()} == prompts
