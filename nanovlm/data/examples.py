@@ -86,8 +86,7 @@ def encode(example: Example, processor: Processor, augment: Augment | None = Non
 
     Images stay in their places if the layout has images in turns; else all come first. What precedes the end of the
     last image is the shared prefix (mask 1); each conversation continues it (mask 2, 3, ...) and does not see the
-    others. augment, if given, is applied to each image. ExampleError if an image cannot be
-    read, an answer is missing, or the row is too long.
+    others. augment changes each image.
     """
     check_answers(example)
     image_token = processor.tokenizer.image_token_id

@@ -112,8 +112,6 @@ def split(
 ) -> tuple[list[Source], list[Source]]:
     """Split sources into training and held-out examples; validation is a number, or below 1 a share.
 
-    None holds out a tenth of all examples, at most 200, but none of fewer than 100 or of streams.
-
     The hashes of the images' bytes decide, so that an image is on one side, and stays there when others come or go.
     Nothing is held out of endless sources. Of a stream's held-out examples only the first are asked.
     """
@@ -239,10 +237,7 @@ class Mixture:
         self.shares = [weight / sum(weights) for weight in weights]
 
     def locate(self, position: int) -> tuple[int, int]:
-        """Return the group whose turn a position is, and how many examples the group has shown before.
-
-        Each group takes its share of the positions left by the groups before it, evenly spread (Bresenham 1965).
-        """
+        """Return the group whose turn a position is, and how many examples it has shown; see Bresenham 1965."""
         left = 1.0
         for group, share in enumerate(self.shares[:-1]):
             shown = math.floor(position * share / left)

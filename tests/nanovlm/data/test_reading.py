@@ -12,7 +12,7 @@ import pytest
 
 from nanovlm import PROMPT
 from nanovlm.data import ExampleError, ReadOptions, open_source
-from nanovlm.data.records import Row, to_example
+from nanovlm.data.records import Record, to_example
 from nanovlm.data.splits import split_named, split_of_path
 from support import ROOT
 from support.data import OPTIONS, check_refused, llava, message, pairs_of, png, read_all, text, write, write_tar
@@ -61,8 +61,26 @@ COCO = {"images": [{"id": 1, "file_name": "a.png"}], "annotations": [{"image_id"
 ONE = [([1], [("Q?", "A.")])]
 CAPTION = [([1], [("What?", "x")])]
 
+JUDGED = "d.json[0] has {} beside its answer, which may be none to learn; leave the row out, or name the answers with"
+APART = "of which none is called train; write each split to a file of its own"
+
+
+def halves(column, *values, name="my.csv"):
+    """A table of two rows, a.png and b.png, with these values in a column."""
+    return table(f"image,text,{column}\na.png,x,{values[0]}\nb.png,y,{values[1]}\n", name)
+
+
 # id: files, path, options, expected [(seeds of images, pairs)], words of the lines
 READ = {
+    "labels of classes": (qa(label="cat", is_correct=True), "d.json", {}, ONE, ["not read: column label", "not read: column is_correct"]),
+    "a label of three": (qa(label=3, weight=1), "d.json", {}, ONE, ["not read: column label"]),
+    "rejected answers left out": (rows({"image": "a.png", "text": "x", "label": True}, {"image": "b.png", "text": "y", "label": False}), "d.json",
+                                  {"on_error": "skip"}, CAPTION, ["left out (1, the first d.json[1] has label False"]),
+    "a label that is named": (qa(label=False), "d.json", {"text_column": "answer"}, ONE, ["not read: column label"]),
+    "one fold": (halves("fold", 3, 3), "my.csv", {}, [*CAPTION, ([2], [("What?", "y")])], []),
+    "training rows alone": (halves("is_test", 0, 0), "my.csv", {}, [*CAPTION, ([2], [("What?", "y")])], []),
+    "splits of other names": (halves("split", "restval", "test"), "my.csv", {}, [*CAPTION, ([2], [("What?", "y")])],
+                              ["there is no training split: reading rows of restval (1) and test (1)"]),
     "texts": ({"b/a.PNG": A, "b/a.txt": "\ufeff x\r\ny \r\n", ".t/c.png": B, ".t/c.txt": "no"}, ".", {},
               [([1], [("What?", "x\ny")])], ["image from the image file, question from --prompt, answer from the text file"]),
     "a folder of everything": (captions("a") | {"b/m.pdf": "x", "d.json": [], "LICENSE": "x"}, ".", {}, [([1], [("What?", "a!")])],
@@ -252,6 +270,30 @@ def test_a_split_is_a_name_and_not_a_part_of_one():
 TWICE = coco([(1, "a.png"), (1, "b.png")], [(1, "x")])[1]
 # id: files, path, words of the refusal
 REFUSED = {
+    "KTO's label": (qa(label=False), "d.json", JUDGED.format("label False")),
+    "KTO's label beside a chat": (chat(ASK, SAY, kto_tag=False), "d.json", JUDGED.format("kto_tag False")),
+    "KTO's label in a csv": (halves("label", "True", "False"), "my.csv", "my.csv[1] has label 'False' beside its answer"),
+    "an answer that is wrong": (qa(is_correct=0), "d.json", JUDGED.format("is_correct 0")),
+    "a wrong answer": (qa(hallucinated=True), "d.json", JUDGED.format("hallucinated True")),
+    "a weight of a row": (qa(weight=0.5), "d.json", JUDGED.format("weight 0.5")),
+    "a score": (qa(score=1), "d.json", JUDGED.format("score 1")),
+    "a rating": (halves("Rating", "5", "1"), "my.csv", "my.csv[0] has Rating '5' beside its answer"),
+    "rejected messages": (chat(ASK, SAY, rejected_messages=[ASK, SAY]), "d.json", "is preference data, with the column rejected_messages"),
+    "wrong answers": (qa(incorrect_answers=["B."]), "d.json", "is preference data, with the column incorrect_answers"),
+    "distractors": (qa(distractors=["B."]), "d.json", "has distractors beside its answer"),
+    "a judged message": (chat(ASK, SAY | {"label": False}), "d.json", "has label in a message; of what judges an answer only weights"),
+    "a masked message": (chat(ASK, SAY | {"mask": True}), "d.json", "has mask in a message"),
+    "a reasoning": (chat(ASK, SAY | {"reasoning_content": "Hm."}), "d.json", "has reasoning_content in a message; write it into the answer"),
+    "a loss mask of 0": (chat(ASK, SAY | {"loss_mask": 0}), "d.json", "learns none of its answers"),
+    "a column is_test": (rows({"image": "a.png", "text": "x", "is_test": False}, {"image": "b.png", "text": "y", "is_test": True}), "d.json",
+                         OTHER_SPLIT.format("d.json", "d.json", "test")),
+    "CUB's is_training_image": (halves("is_training_image", 1, 0), "my.csv", OTHER_SPLIT.format("my.csv", "my.csv", "test")),
+    "FER's usage": (halves("Usage", "Training", "PublicTest"), "my.csv", OTHER_SPLIT.format("my.csv", "my.csv", "PublicTest")),
+    "CelebA's partition": (halves("partition", 0, 2), "my.csv", f"my.csv has rows of the splits 0 (1) and 2 (1), {APART}"),
+    "folds": (halves("fold", 0, 1), "my.csv", f"my.csv has rows of the splits 0 (1) and 1 (1), {APART}"),
+    "numbers of splits": (rows({"image": "a.png", "text": "x", "split": 0}, {"image": "b.png", "text": "y", "split": 1}), "d.json", APART),
+    "YOLO's boxes": (captions("a") | {"a.txt": "0 0.5 0.5 0.1 0.1\n17 .5 1.0 0.2 0.25\n"}, ".", "a.png has YOLO's boxes in a.txt; write a text there"),
+    "a box in an answer": (chat(ASK, message("assistant", "<bbox>"), objects={"bbox": [[1, 2, 3, 4]]}), "d.json", "the mark <bbox> in its answer; write the numbers"),
     "splits named by images": (SPLIT_ROWS, ".", OTHER_SPLIT.format(".", "./metadata.csv", "test")),
     "a column split": (rows({"image": "a.png", "text": "x", "split": "train"}, {"image": "b.png", "text": "y", "split": "val"}), "d.json",
                        OTHER_SPLIT.format("d.json", "d.json", "val")),
@@ -386,6 +428,12 @@ def test_refused(files, path, words, options):
     check_refused(path, words, options=replace(OPTIONS, **options))
 
 
+def test_only_texts_are_offered_as_captions():
+    for name in ("a.png", "a.xml", "a.npz", "a.safetensors", "a.mp4"):
+        write(name, A)
+    assert "--extension" not in str(check_refused(".", "put them into one folder per label"))
+
+
 def test_names_masks_and_the_default_question():
     wrong = message("assistant", "WRONG") | {"weight": 0}
     for name, content in (captions("a") | chat(ASK, wrong, message("user", "Again."), SAY | {"loss": True})).items():
@@ -399,7 +447,7 @@ def test_names_masks_and_the_default_question():
 
 def test_a_class_called_nan_is_no_missing_answer():
     with pytest.raises(ExampleError, match="'text' and 'caption', each may be the answer"):
-        to_example(Row({"image": "a.png", "text": "nan", "caption": "x"}, "a[0]", classes=["text"]), OPTIONS)
+        to_example(Record({"image": "a.png", "text": "nan", "caption": "x"}, "a[0]", classes=["text"]), OPTIONS)
 
 
 def test_a_pipe_is_no_file():
@@ -469,6 +517,16 @@ TARS = {
     "records": ({"0.PNG": A, "0.json": b'{"caption": "x", "n": 1}'}, CAPTION, "column n"),
     "pages": ({f"0.page.{i}.png": png(i) for i in (10, 2)} | {"0.txt": b"x"}, [([2, 10], [("What?", "x")])], "images"),
     "a mask": ({"0.jpg": A, "0.mask.png": B, "0.txt": b"x"}, CAPTION, "not read: column mask.png"),
+    "a record with a key twice": (
+        {"0.png": A, "0.json": b'{"text": "x", "text": "y"}'},
+        "a.tar, 0.json, cannot be read: an object has several",
+        "",
+    ),
+    "a rejected answer": (
+        {"0.png": A, "0.json": b'{"text": "x", "label": false}'},
+        "0 has label False beside its answer",
+        "",
+    ),
     "a later mask": (FIVE | {"5.mask.png": A, "5.png": A, "5.txt": b"x"}, 6, "not read: 1 files of types that"),
     "splits": (
         {"train/0.png": A, "train/0.txt": b"x", "test/0.png": B, "test/0.txt": b"y"},

@@ -19,7 +19,7 @@ from nanovlm.data import (
     open_source,
 )
 from nanovlm.data.mixture import source_lines, split
-from nanovlm.data.records import example_of_table
+from nanovlm.data.rows import example_of_table
 from nanovlm.data.source import keys_of
 from nanovlm.errors import DataError, TrainingError
 from nanovlm.training.loader import load_batches
