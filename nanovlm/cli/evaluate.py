@@ -91,10 +91,7 @@ class TrainingRun:
 
 
 def training_run(folder: Path, data: Sequence[str]) -> TrainingRun:
-    """The run that trained the model in a folder or checkpoint; an empty one without a run.json or with other data.
-
-    CheckpointError for a run.json that does not say what was held out of which data.
-    """
+    """The run that trained the model in a folder or checkpoint; an empty one without a run.json or with other data."""
     folder = Path(os.path.abspath(folder))
     folder = folder.parents[1] if folder.parent.name == "checkpoints" else folder
     content = read_run(folder)

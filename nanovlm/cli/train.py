@@ -11,21 +11,11 @@ from nanovlm.cli.options import add_record_flags, check_data_names, flag_of, fro
 from nanovlm.embedded import EMBEDDED, default_prompt
 from nanovlm.errors import FileError, UsageError
 from nanovlm.options import ModelOptions, ReadOptions
-from nanovlm.training.config import (
-    ADAPTERS,
-    AUTOMATIC,
-    FINETUNING,
-    JOINED,
-    JOINED_ADAPTERS,
-    SCENES,
-    FinetuneOptions,
-    TrainConfig,
-)  # fmt: skip
+from nanovlm.training.config import AUTOMATIC, JOINED_ADAPTERS, PRESETS, FinetuneOptions, TrainConfig
 
 HELP = "Train a model. Rerun the same command to resume an interrupted run."
 EXAMPLE = "nanovlm train --data photos --out out/mine"
 NOT_WRITTEN = ("config", "debug", "prog", "run", "check_data")  # to run.json
-PRESETS = {"": FINETUNING, "LoRA": ADAPTERS, "backbones": JOINED, "scenes": SCENES}  # named in the help
 FOR_SCENES = ("out", "device")  # settings of FinetuneOptions that --recipe has, too
 EXCLUSIVE = (("data", "recipe"), ("epochs", "max_steps"), ("backbones", "model"))
 # In bfloat16 on a CPU, oneDNN compiles code for each sequence length and keeps that of 1024 calls in two caches, which
@@ -92,9 +82,9 @@ def apply_run_file(args: argparse.Namespace) -> None:
 
 def config_from_args(args: argparse.Namespace) -> TrainConfig:
     """The settings of the run: the defaults of its kind, and those that were given."""
-    whole, adapters = (JOINED, JOINED_ADAPTERS) if args.backbones else (FINETUNING, ADAPTERS)
-    kind = SCENES if args.recipe else adapters if args.lora_rank else whole
-    return replace(kind, **given(TrainConfig, args))
+    kind = "scenes" if args.recipe else "backbones" if args.backbones else "LoRA" if args.lora_rank else ""
+    preset = JOINED_ADAPTERS if args.backbones and args.lora_rank else PRESETS[kind]
+    return replace(preset, **given(TrainConfig, args))
 
 
 def options_from_args(args: argparse.Namespace) -> FinetuneOptions:

@@ -97,10 +97,7 @@ def write_model(
     base: str | None = None,
     prompt: str | None = None,
 ) -> None:
-    """Write a model's files and its default prompt; adapters are merged into it and also written beside it.
-
-    home is the folder where the trained model will be found. Adapters name the base model.
-    """
+    """Write a model's files for the folder home, with its prompt; adapters are merged, and also written with base."""
     if prompt is not None:
         write_prompt(folder, prompt)
     where = None if home is None else str(home.resolve())
@@ -148,10 +145,7 @@ def save_checkpoint(
 def restore_newest(
     folder: Path, model: VisionLanguageModel, cfg: TrainConfig, empty: Mapping[str, Tensor]
 ) -> tuple[dict[str, Any], dict] | None:
-    """Restore the newest of folder/checkpoints that is not damaged; CheckpointError if all are, None without any.
-
-    empty has the optimizer's tensors by name; see `restore`.
-    """
+    """`restore` the newest of folder/checkpoints that is not damaged; CheckpointError if all are, None without any."""
     damaged: list[str] = []
     for step in reversed(checkpoint_steps(folder)):
         path = checkpoint_path(folder, step)

@@ -207,6 +207,7 @@ ADAPTERS = replace(FINETUNING, lr=3e-3)  # LoRA wants a higher learning rate (Sc
 # Their vocabulary was pretrained, so that adapters need no trained embeddings.
 JOINED = replace(FINETUNING, lr=1.5e-4, projector_lr=3e-3)
 JOINED_ADAPTERS = replace(ADAPTERS, projector_lr=3e-3, train_embeddings=False)
+PRESETS = {"": FINETUNING, "LoRA": ADAPTERS, "backbones": JOINED, "scenes": SCENES}  # as the help names them
 
 
 def choose_settings(

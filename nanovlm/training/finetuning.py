@@ -42,10 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 def fine_tune(options: FinetuneOptions, cfg: TrainConfig) -> VisionLanguageModel:
-    """Train options.model on options.data, or a new one on drawn scenes; write it to options.out and return it.
-
-    If the folder holds checkpoints, training is resumed from the newest; see Trainer.run.
-    """
+    """Train options.model on options.data, or a new one on drawn scenes, to options.out; see `Trainer.run`."""
     with remedies():
         return start(options, cfg).run()
 

@@ -182,10 +182,7 @@ class Trainer:
 
     @torch.enable_grad()
     def backward(self, batches: list[Batch]) -> float:
-        """Add up the gradients of the mean loss over the answer tokens of all batches, here and on other processes.
-
-        Returns this process's share of the loss. Cutting a batch into several changes nothing.
-        """
+        """Add up the gradients of the mean loss over all answer tokens, of all processes; returns this one's share."""
         counts = list(map(count_answers, batches))
         if not all(counts):
             raise TrainingError("a batch has no answer tokens to learn; remove examples without an answer")
@@ -274,10 +271,7 @@ class Trainer:
         checkpointing.save_checkpoint(task.folder, self.model, self.optimizer, state, keep, self.best, **parts)
 
     def _resume(self, state: dict[str, Any], optimizer: dict[str, Tensor]) -> None:
-        """Take up optimizer, step and scores of a checkpoint, and say what has changed.
-
-        Of another model than the checkpoint's nothing is taken: its weights and origin stay.
-        """
+        """Take up optimizer, step, scores and the model's origin from a checkpoint, and say what has changed."""
         task = self.task
         for name, tensor in checkpointing.optimizer_state(self.model, self.optimizer).items():
             tensor.copy_(optimizer[name])

@@ -63,10 +63,7 @@ class MetricsLogger:
         self.steps: list[tuple[float, int, float]] = []  # loss, tokens and seconds of each, checkpoints included
 
     def log_step(self, step: int, loss: float, lr: float, grad_norm: float, tokens: int) -> None:
-        """Write the metrics of a step; log a line every cfg.log_every steps, and once what the run needs.
-
-        loss is the mean over the answer tokens, grad_norm is before clipping, tokens are without padding.
-        """
+        """Write the metrics of a step, with grad_norm before clipping and tokens without padding; log them at times."""
         if not self.context.is_main:
             return
         seconds = self._lap()
