@@ -104,9 +104,6 @@ class Source:
     def __getitem__(self, i: int) -> Example:
         return self.make_example(self.rows[i])
 
-    def __iter__(self) -> Iterator[Example]:
-        return self.usable()
-
     def part(self, indices: Sequence[int], weight: float | None = None) -> "Source":
         """Some of the examples, with the lines and errors of all."""
         lists = {name: getattr(self, name) for name in ("rows", "keys", "digests", "answers")}

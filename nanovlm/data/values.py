@@ -39,7 +39,10 @@ def plain_value(value: Any, kind: Any, feature: Any = None) -> Any:
     if str(kind) == "extension<arrow.json>":
         return parse_json(value)
     if type(feature).__name__ == "Image" and value["bytes"] is None and HUB_FILE.match(value["path"] or ""):
-        return {"bytes": _fetch(value["path"])}
+        import fsspec  # of `datasets`
+
+        with fsspec.open(value["path"], "rb") as file:
+            return {"bytes": file.read()}
     kind = getattr(kind, "storage_type", kind)
     if isinstance(value, dict):
         features = feature if isinstance(feature, dict) else {}
@@ -70,14 +73,6 @@ def parse_json(text: str | bytes) -> Any:
 def has_names(feature: Any) -> bool:
     """True of a ClassLabel of `datasets`, and of lists of one."""
     return hasattr(getattr(feature, "feature", feature), "int2str")
-
-
-def _fetch(address: str) -> bytes:
-    """Content of a file of a streamed Hub data set."""
-    import fsspec  # of `datasets`
-
-    with fsspec.open(address, "rb") as file:
-        return file.read()
 
 
 def is_empty(value: Any) -> bool:

@@ -144,7 +144,8 @@ def prepare(options: FinetuneOptions, cfg: TrainConfig) -> tuple[VisionLanguageM
     mixture = Mixture(training, cfg.seed)
     width = processor.cfg.lm_hidden_dim
     steps = count_steps_per_epoch(mixture, cfg)
-    cfg, reasons = choose_settings(options, cfg, width, steps, find_optimizer(options))
+    run = stored_settings(options.out) or ({} if options.backbones else read_run(snapshot_path(options.model)))
+    cfg, reasons = choose_settings(options, cfg, width, steps, trained_by=run.get("optimizer"))
     is_streamed = any(isinstance(one, StreamedSource) for one in training)
     n_parts = world_size() * max(1, cfg.num_workers) if is_streamed else 1  # one for each process that makes batches
     own, number = parse_validation(options.validation)
@@ -196,13 +197,6 @@ def held_out_task(
         "metric": LOSS if metric == LOSS else next(iter(metrics)),
         "is_error_rate": metric.startswith("-"),
     }
-
-
-def find_optimizer(options: FinetuneOptions) -> str | None:
-    """Optimizer of the run that is resumed, else of the model's own training, which its run.json names."""
-    if resumed := stored_settings(options.out):
-        return resumed.get("optimizer")
-    return None if options.backbones else read_run(snapshot_path(options.model)).get("optimizer")
 
 
 def base_model(options: FinetuneOptions) -> str:

@@ -10,8 +10,7 @@ from PIL import Image, ImageColor
 
 from nanovlm.choices import Choice
 from nanovlm.evaluation import Evaluation
-from nanovlm.evaluation.evaluate import Answer, Question
-from nanovlm.evaluation.labels import doubtful_labels
+from nanovlm.evaluation.evaluate import Answer, Question, doubtful_labels
 from nanovlm.evaluation.report import write_report
 from nanovlm.processing.conversation import dialogue
 from support.training import answer_questions
@@ -87,12 +86,7 @@ def test_wrong_labels_come_first(tmp_path):
     wrong = [question("red", "blue"), question("green", "red"), question((1, 2, 3), "green")]
     others = [question("red", "blue", "Hi", "Ho"), *(question("red", label, source="b") for label in ("blue", "red"))]
     doubts = doubtful_labels(Classifier(), [*asked, *wrong, *others])
-    assert [(doubt.question.name, doubt.label, doubt.better) for doubt in doubts] == [
-        ("red as blue", "blue", "red"),
-        ("green as red", "red", "green"),
-        ("(1, 2, 3) as green", "green", "blue"),
-    ]
-    assert [round(doubt.probability, 3) for doubt in doubts] == [0.083, 0.083, 0.333]
+    assert [question.name for question, _ in doubts] == ["red as blue", "green as red", "(1, 2, 3) as green"]
     page = unescape(written(tmp_path, "mine", Evaluation([]), doubts=doubts))
     assert re.findall(r"<p>([^<]* \(probability [^<]*)<br>", page) == [
         "blue (probability 0.083), the model's: red",
