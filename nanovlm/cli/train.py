@@ -1,7 +1,6 @@
 """`nanovlm train`: fine-tune a model on your own data, or train the embedded model from scratch."""
 
 import argparse
-import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +8,7 @@ from pathlib import Path
 from models import files
 from nanovlm.cli.options import add_record_flags, check_data_names, flag_of, from_args, given, settings_of
 from nanovlm.embedded import EMBEDDED, default_prompt
-from nanovlm.errors import FileError, UsageError
+from nanovlm.errors import CheckpointError, FileError, UsageError
 from nanovlm.options import ModelOptions, ReadOptions
 from nanovlm.training.config import AUTOMATIC, JOINED_ADAPTERS, PRESETS, FinetuneOptions, TrainConfig
 
@@ -65,14 +64,12 @@ def run(args: argparse.Namespace) -> int:
 
 def apply_run_file(args: argparse.Namespace) -> None:
     """Set what the file args.config says and the command line does not."""
+    from models.checkpoint import parse_object  # here, as it imports torch
+
     try:
-        content = json.loads(files.read_text(args.config))
-    except FileError as error:
+        content = parse_object(files.read_text(args.config), args.config)
+    except (CheckpointError, FileError) as error:
         raise UsageError(f"--config {error}") from None
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"--config {args.config} cannot be read: {error}") from None
-    if not isinstance(content, dict):
-        raise UsageError(f'--config {args.config} must hold an object as {{"max_steps": 500}}')
     for name, value in content.items():
         if name not in args and name not in TrainConfig.__dataclass_fields__:
             raise UsageError(f"--config {args.config} has {name!r}, which is no setting of a run; remove it")

@@ -28,10 +28,11 @@ CAPTION = rf"text|captions?|{FOLDER_NAME.replace(' ', '_')}"
 QUESTION = r"questions?|prompts?|query|queries|instructions?"
 SYSTEM = r"system(_(prompt|message))?"
 LETTERS = "[a-h]"  # of answers to choose from, if there are several such columns
-SPLIT = r"(data_?(set_?)?)?(split|partition|phase|usage|k?fold)s?"  # columns whose values are splits
-SET = r"(data_?set_?)?(sub)?sets?"  # if the values are names of splits
-IS_SPLIT = r"(?:is_?)?(train|test|val(?:idation)?|dev|held_?out)(?:ing)?(?:_(?:image|set|split))?"  # if they are truths
-TRUTHS = {"true": 1.0, "yes": 1.0, "false": 0.0, "no": 0.0}
+NAMED = r"s?(_?(id|names?|types?|num(ber)?|index|idx))?"
+SPLIT = rf"((data_?(set_?)?)?(split|partition|phase|usage)|(cv_?)?k?fold){NAMED}"  # columns whose values are splits
+SET = rf"((data_?(set_?)?)?(sub)?set|data|mode|stage|train_?(or_?)?(val_?)?(or_?)?test){NAMED}"  # if these are names
+IS_SPLIT = r"(?:is_?|in_?)?(train|test|val(?:idation)?|dev|eval|hold_?out|held_?out)(?:ing)?(?:_(?:image|set|split))?"
+TRUTHS = {"true": 1, "yes": 1, "good": 1, "correct": 1, "false": 0, "no": 0, "bad": 0, "wrong": 0, "rejected": 0}
 LEFT_OUT = (
     "text_column", "has {} beside its answer; write it into the question, or leave it out by naming the answer with "
     "--text-column",
@@ -50,10 +51,11 @@ REFUSED = {  # columns that change what the others mean, unless a flag says what
     ),
 }  # fmt: skip
 JUDGES: dict[str, Callable[[float], bool]] = {  # columns and numbers, also of truths, that judge an answer
-    r"(kto_?)?(label|tag)|(is_)?(correct|right|valid|good|accepted|preferred)": lambda number: number == 0,
-    r"(is_)?(incorrect|wrong|bad|hallucinat\w+)": lambda number: number == 1,
+    r"(kto_?)?(label|tag)|(is_)?(correct|right|valid|good|accepted|approved|verified|preferred|desirable)|status|"
+    r"preference|feedback|quality|judge?ment|verdict": lambda number: number <= 0,
+    r"(is_)?(incorrect|wrong|bad|hallucinat\w+|ignored?|skip(ped)?|excluded?|deleted)": lambda number: number == 1,
     r"((loss|sample)_?)?weights?": lambda number: number != 1,
-    r"scores?|ratings?|rewards?": lambda number: True,
+    r"((human|model|gpt|answer|response)_?)?(scores?|ratings?|rewards?)": lambda number: True,
 }
 REFUSED_KEYS = {  # of messages
     "tool_calls|function_call": "calls a tool, which is not trained on; remove it",

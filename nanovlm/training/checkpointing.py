@@ -32,9 +32,6 @@ from nanovlm.training.config import TrainConfig
 OPTIMIZER = "optimizer.safetensors"
 STATE = "trainer.json"
 FIXED = ("lora_rank", "lora_alpha", "train_embeddings", "optimizer")  # settings that a resumed run must have, too
-STATE_TYPES: dict[str, type] = {
-    "step": int, "config": dict, "metric": str, "scores": list, "scaler": dict, "streams": dict,
-}  # fmt: skip
 SCALER = torch.amp.GradScaler("cpu").state_dict().keys()
 NOT_NEGATIVE = ("/step", "/exp_avg_sq")
 
@@ -202,25 +199,22 @@ def read_state(path: Path) -> dict[str, Any]:
     """The object in trainer.json of the checkpoint path; CheckpointError unless a run could have written it."""
     state = read_object(path / STATE)
     try:
-        for name, kind in STATE_TYPES.items():
-            if type(state[name]) is not kind:
-                raise TypeError(f"{name} is of type {type(state[name]).__name__}, not {kind.__name__}")
-        if path.name != f"step-{state['step']}":
-            raise ValueError(f"step={state['step']} is not that of the folder")
-        if not all(type(step) is int and math.isfinite(score) for step, score in state["scores"]):
-            raise ValueError("scores are not pairs of a step and a number")
-        scaler = state["scaler"]
-        if scaler and (scaler.keys() != SCALER or not all(0 <= value < math.inf for value in scaler.values())):
-            raise ValueError(f"scaler={scaler}")
-        config = state["config"]
+        config, scaler = state["config"], state["scaler"]
         TrainConfig(**{name: value for name, value in config.items() if name in TrainConfig.__dataclass_fields__})
         parse_validation(config["validation"])
-        if type(config["freeze"]) is not list or type(config["data"]) not in (str, NoneType):
-            raise TypeError("freeze or data is of another type")
-    except KeyError as error:
-        raise CheckpointError(f"{path / STATE} has no {error}") from None
-    except (TypeError, ValueError, OverflowError, UsageError) as error:
-        raise CheckpointError(f"{path / STATE}: {error}") from None
+        is_written = {
+            "step": type(state["step"]) is int and path.name == f"step-{state['step']}",
+            "metric": type(state["metric"]) is str,
+            "scores": all(type(step) is int and math.isfinite(score) for step, score in state["scores"]),
+            "scaler": scaler.keys() in (set(), SCALER) and all(0 <= number < math.inf for number in scaler.values()),
+            "streams": type(state["streams"]) is dict,
+            "freeze": type(config["freeze"]) is list,
+            "data": type(config["data"]) in (str, NoneType),
+        }
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError, UsageError) as error:
+        raise CheckpointError(f"{path / STATE} is not as a run writes it: {error}") from None
+    if wrong := [name for name, is_right in is_written.items() if not is_right]:
+        raise CheckpointError(f"{path / STATE} is not as a run writes it: {wrong[0]}")
     return state
 
 

@@ -84,7 +84,7 @@ WRONG = {  # command -> a pattern of the error
     "train --data mine --out begun": "begun holds a model but no checkpoints",
     "train --config a.json": "--max-steps x must be a whole number",
     "train --config b.json": "b.json has 'color', which is no setting of a run",
-    "train --config c.json": "c.json must hold an object",
+    "train --config c.json": "c.json holds list, not an object",
     "train --config d.json": "d.json cannot be read",
     "train --config nowhere": "--config nowhere: No such file",
     "train --recipe scenes --out out --lr nan": "--lr nan",
