@@ -1,7 +1,7 @@
 """Training examples: images with questions and answers, encoded as the token ids, targets and tiles of a step."""
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,8 +36,7 @@ class Example:
     images: Sequence[ImageSource]
     chats: Sequence[Chat]
     name: str = "example"
-    read: str = ""  # which columns of its row were read
-    used: frozenset[str] = frozenset()  # fields of `ReadOptions` that it needed
+    places: Mapping[str, str] = field(default_factory=dict)  # that its image, question and answer were read from
     notes: tuple[str, ...] = ()  # which columns were not read, and what else is worth a line
     split: str = ""  # that its row names
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nanovlm.console import count
 from nanovlm.data.examples import EncodedExample, Example, ExampleError, collate, encode, pack
-from nanovlm.data.records import OPTIONS
+from nanovlm.data.records import OPTIONS, PROMPT_FLAG, TEXT_FILE
 from nanovlm.data.rows import open_source
 from nanovlm.data.source import COMPARED, Keys, Source, StreamedSource, limit_of, rank_of
 from nanovlm.errors import DataError, UsageError
@@ -90,8 +90,8 @@ def _check_options(read: ReadOptions, sources: Sequence[Source]) -> None:
     unused = {
         "--images": read.images and all(source.folder != read.images for source in sources),
         "--stream": read.stream and not any(isinstance(source, StreamedSource) for source in sources),
-        "--prompt": read.prompt is not None and not any("prompt" in source.used for source in sources),
-        "--extension": read.extension is not None and not any("extension" in source.used for source in sources),
+        "--prompt": read.prompt is not None and not any(PROMPT_FLAG in source.places for source in sources),
+        "--extension": read.extension is not None and not any(TEXT_FILE in source.places for source in sources),
     }
     paths = ", ".join(source.path for source in sources)
     if flags := [flag for flag, is_unused in unused.items() if is_unused]:

@@ -17,6 +17,8 @@ from nanovlm.options import ReadOptions
 from nanovlm.processing.conversation import Chat, Turn, images_of
 from nanovlm.processing.image_loading import decode_data_url, readable_extensions
 
+PROMPT_FLAG = "--prompt"  # places that a question or an answer has been read from
+TEXT_FILE = "the text file"
 FOLDER_NAME = "name of the folder"  # columns of images in folders
 IMAGE_FILE = "image file"
 # Usual names of columns, in lower case and with _ for spaces
@@ -218,12 +220,10 @@ def _read(row: Record, columns: _Columns, options: ReadOptions) -> Example:
         images = [images[number] for number in numbers]
     example = Example(images, [_with_places(chat, len(images)) for chat in chats], row.name)
     notes += _notes_on_answers(example, columns)
-    places = {"image": "the chat" if named else "nowhere", "question": "the chat" if is_chat else "--prompt"}
+    places = {"image": "the chat" if named else "nowhere", "question": "the chat" if is_chat else PROMPT_FLAG}
     for role, column in columns.read.items():
         is_file = column in (FOLDER_NAME, IMAGE_FILE)
         places[role] = f"the {column}" if is_file else f"column {column}"
-    if isinstance(answer, Path):
-        places["answer"] = "the text file"
     splits = _splits(columns)
     split = next((word for word in splits.values() if word != "train"), "train" if splits else "")
     path = row.values.get("__key__") if row.is_sample else next(iter(written), None)
@@ -235,16 +235,10 @@ def _read(row: Record, columns: _Columns, options: ReadOptions) -> Example:
         text = example.chats[0][-1].text
         if BOXES.fullmatch(text):
             raise ExampleError(f"has YOLO's boxes in {answer}; write a text there")
+        places["answer"] = TEXT_FILE
         notes += [SEVERAL_LINES] * ("\n" in text)
     notes += [INSIDE] * any(map(_is_inside, example.chats)) + [NO_IMAGE] * (not images)
-    used = {"prompt": places["question"] == "--prompt", "extension": isinstance(answer, Path)}
-    return replace(
-        example,
-        read=", ".join(f"{role} from {places[role]}" for role in OPTIONS),
-        used=frozenset(name for name, is_used in used.items() if is_used),
-        notes=tuple(notes),
-        split=split,
-    )
+    return replace(example, places=places, notes=tuple(notes), split=split)
 
 
 def _splits(columns: _Columns) -> dict[str, str]:

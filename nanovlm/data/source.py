@@ -94,7 +94,7 @@ class Source:
     folder: str = ""  # of the images, if the rows name files
     columns: Iterable[str] = ()
     listed: Sequence[str] = ()  # files of the folder; a line names each that is no image of an example
-    used: frozenset[str] = frozenset()  # fields of `ReadOptions` that its examples needed
+    places: frozenset[str] = frozenset()  # that images, questions and answers were read from
     split: str = ""  # of its examples, where rows name it
     weight: float | None = None  # its share of a mixture, if given
 
@@ -151,20 +151,21 @@ class Source:
         elif len(splits) > 1:
             self.lines.append(f"there is no training split: reading rows of {counts}")
         usable, examples, self.keys, self.digests, self.answers = map(list, zip(*read)) if read else [[]] * 5
-        self.used = frozenset().union(*(example.used for example in examples))
+        self.places = frozenset().union(*(example.places.values() for example in examples))
+        told = [", ".join(f"{role} from {place}" for role, place in example.places.items()) for example in examples]
         notes: dict[str, list[str]] = defaultdict(list)
-        for example in examples:
-            for note in (f"reading {example.read}", *example.notes):
+        for example, places in zip(examples, told):
+            for note in (f"reading {places}", *example.notes):
                 notes[note].append(example.name)
-        if len(columns := {example.read for example in examples}) == 1:  # of all, which needs no number
-            del notes[alike := f"reading {columns.pop()}"]
-            self.lines.insert(0, alike)
+        if len(set(told)) == 1:  # of all, which needs no number
+            del notes[f"reading {told[0]}"]
+            self.lines.insert(0, f"reading {told[0]}")
         n = len(usable)
         errors = self.errors
         if not n:
             raise DataError(f"{errors[0]}; no record of {self.path} can be used" if errors else f"{self.path} is empty")
         if len(notes.get(NO_IMAGE, ())) == n:
-            seen = f"reading {examples[0].read}; {'; '.join(notes)}"
+            seen = f"reading {told[0]}; {'; '.join(notes)}"
             raise DataError(f"no images found: no record of {self.path} names one, {seen}; --image-column names it")
         if errors and not skip_errors:
             raise DataError(
