@@ -82,8 +82,8 @@ def start(options: FinetuneOptions, cfg: TrainConfig) -> Trainer:
     if cfg.lora_rank and options.backbones and is_main():
         with write_errors(options.out):
             options.out.mkdir(parents=True, exist_ok=True)
-        with write_errors(options.out), files.locked(options.out):  # without its base an adapter is of no use
-            model.save_pretrained(options.out / BASE, tokenizer=task.tokenizer)
+            with files.locked(options.out):  # without its base an adapter is of no use
+                model.save_pretrained(options.out / BASE, tokenizer=task.tokenizer)
     model.to(choose_device(options.device))
     run = Trainer(model, task, cfg)
     if options.flags is not None and is_main():  # for --config, and for who asks what a model was trained on
@@ -105,8 +105,6 @@ def start(options: FinetuneOptions, cfg: TrainConfig) -> Trainer:
 def check_folder(folder: Path, data: Sequence[str | os.PathLike[str]]) -> None:
     """UsageError or InputError for a folder to which a model cannot be written, or only over something else."""
     check_output_folder(folder)
-    if (folder / WEIGHTS).exists() and not checkpoint_steps(folder):
-        raise UsageError(f"--out {folder} holds a model but no checkpoints to resume from; name another folder")
     if link := next((path for path in (folder / "checkpoints", folder / BASE) if path.is_symlink()), None):
         raise UsageError(f"--out {folder}: {link} is a link; remove it, or name another folder")
     names = {*WRITTEN, *(name for find in FORMATS.values() for name in find().other_files), *[BASE] * is_main()}
@@ -120,7 +118,7 @@ def holds_run(folder: Path) -> bool:
     """Check for a checkpoint, or for the run.json of a run that ended before its first one."""
     if any((checkpoint_path(folder, step) / STATE).exists() for step in checkpoint_steps(folder)):
         return True
-    settings = read_run(folder)
+    settings = {} if (folder / WEIGHTS).exists() else read_run(folder)
     return "out" in settings and not settings.keys().isdisjoint({"data", "recipe"})
 
 
