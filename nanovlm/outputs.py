@@ -1,4 +1,4 @@
-"""Where captions of many images go: standard output, a .jsonl table, or a text file beside each image."""
+"""Outputs of captions: standard output, a .jsonl table, or a text file beside each image."""
 
 import errno
 import functools
@@ -87,7 +87,7 @@ class Output:
         yield
 
     def refusal(self, image: str) -> str:
-        """Why no caption of this image can be written; empty if it can."""
+        """Reason why no caption of this image can be written; empty if one can."""
         return ""
 
     def row(self, image: str) -> Row:
@@ -199,8 +199,8 @@ class Lines:
 class Log(Lines):
     """A hidden file with what made the captions of a folder's images, and why some have none.
 
-    The last row of an image counts, unless it does not fit the image's text, whose hash `hash_of` returns, and the row
-    before does: a kill, or an error, came before that text was written.
+    The last row of an image counts. If the image's text has the hash of an earlier row, that row counts: a kill, or an
+    error, came before the text of the last row was written. `hash_of` returns the hash of an image's text.
     """
 
     def __init__(self, path: Path, hash_of: Callable[[str], str] = lambda image: ""):
@@ -308,8 +308,8 @@ class Table(Lines, Output):
 class Sidecars(Output):
     """Captions in text files beside their images, and what made each in a hidden table of its folder.
 
-    A row has the hash of its text. A text that differs from it, or that no row tells of, is a person's: it is kept
-    unless overwrite is "all".
+    A row has the hash of its text. A text with another hash, or without a row, is a person's: it is kept unless
+    overwrite is "all".
     """
 
     errors_of_one = OF_ONE_FILE
@@ -405,14 +405,14 @@ class Sidecars(Output):
 
 
 def reasons(row: Row) -> list[str]:
-    """Why a text ends where it does: stop, length or repetition, and whether a person edited it."""
+    """Reasons for a text's end: stop, length or repetition, and "edited" if a person changed it."""
     return str(row.get("finish_reason") or "").split(", ")
 
 
 def edited(row: Row, text: str, is_replaced: bool = False) -> Row:
     """The row of a text that a person typed or, if is_replaced, in which one replaced words.
 
-    Replaced words neither finish a text that was cut nor make a label more probable; a typed text is a person's own.
+    A text with replaced words keeps its marks: cut, or an improbable label. A typed text is a person's own.
     """
     kept = {name: row[name] for name in (MADE if is_replaced else ORIGIN) if name in row}
     ended = [reason for reason in reasons(row) if reason in ("length", "repetition")] if is_replaced else []

@@ -112,8 +112,8 @@ def split(
 ) -> tuple[list[Source], list[Source]]:
     """Split sources into training and held-out examples; validation is a number, or below 1 a share.
 
-    The hashes of the images' bytes decide, so that an image is on one side, and stays there when others come or go.
-    Nothing is held out of endless sources. Of a stream's held-out examples only the first are asked.
+    The hashes of the images' bytes decide: an image is on one side, and stays there when others come or go. Nothing is
+    held out of endless sources; of a stream's held-out examples the first are asked.
     """
     finite = [source for source in sources if not source.endless]
     is_streamed = any(isinstance(source, StreamedSource) for source in sources)
@@ -214,8 +214,8 @@ def _groups(examples: Sequence[Keys]) -> dict[str, list[str]]:
 class Mixture:
     """An endless sequence of examples in which each source has its share.
 
-    Sources without a weight are shuffled together as one group, whose share is 1 minus the sum of the weights. If all
-    have a weight, only the proportions count. Every group shows all its examples before it repeats one.
+    Sources without a weight are one group, shuffled together; its share is 1 minus the sum of the weights. If all have
+    a weight, only proportions count. Every group shows all its examples before it repeats one.
     """
 
     def __init__(self, sources: Sequence[Source], seed: int):

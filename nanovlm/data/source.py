@@ -63,7 +63,7 @@ def keys_of(example: Example, known: dict[str, str]) -> Keys:
 def rank_of(keys: Iterable[str]) -> str:
     """Rank of a group of images: the lowest ranks are held out first. 24 hexadecimal digits.
 
-    The rank of one image is its hash. That of several is the hash of their lowest, as the lowest would tend to be low.
+    The rank of one image is its hash, that of several the hash of their lowest hash, which by itself tends to be low.
     """
     lowest, *others = sorted(set(keys))
     return digest_of(lowest.encode()) if others else lowest
@@ -189,8 +189,8 @@ class Source:
 class StreamedSource(Source):
     """Examples in sequence, for data that are too large or too remote for random access.
 
-    Each of n_parts readers reads whole shards where their number allows it, else every n_parts-th row. An epoch has its
-    own order of shards, and rows are shuffled in windows.
+    Each of n_parts readers takes whole shards if n_parts divides their number, else every n_parts-th row. An epoch has
+    its own order of shards; rows are shuffled in windows.
     """
 
     endless: bool = True

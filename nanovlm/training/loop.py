@@ -36,8 +36,8 @@ logger = logging.getLogger(__name__)
 class TrainingTask:
     """Batches and held-out questions of a run, and where its files go.
 
-    get_batch(0), get_batch(1), ... must be a pure function of the number. answer_questions gives a model's scored
-    answers to held-out questions: to some of them, or to all if True follows.
+    get_batch must be a pure function of the batch's number. answer_questions(model, everything) returns scored answers
+    to held-out questions, to all of them or to some.
     """
 
     get_batch: Callable[[int], Batch]
@@ -99,8 +99,8 @@ class Trainer:
     def run(self) -> VisionLanguageModel:
         """Train until cfg.max_steps, write the best model to task.folder and return it.
 
-        The best is the checkpoint with the best score, the last of equals; without held-out examples the last one. The
-        model returned is the same object; with cfg.lora_rank another, merged from the first, which is then of no use.
+        The best is the checkpoint with the best score, the last of equals; without held-out examples the last one. With
+        cfg.lora_rank the model returned is a new one, merged from the first, which is then of no use.
         SIGINT and SIGTERM end the run after a checkpoint, with the best model so far and TrainingInterrupted.
         TrainingError if the run diverges or files cannot be written.
         """

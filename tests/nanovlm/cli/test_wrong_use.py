@@ -81,7 +81,7 @@ WRONG = {  # command -> a pattern of the error
     "train --data mine --out out --optimizer muon --lora-rank 4": "--optimizer muon trains whole matrices",
     "train --data mine --out mine/0.png": "--out mine/0.png: .*is a file",
     "train --data scenes@0.5 mine/../mine@0.5 --out mine": "--out mine holds the data",
-    "train --data mine --out begun": "begun holds a model but no checkpoints",
+    "train --data mine --out begun": "begun holds config.json, but no run to resume; move it away",
     "train --config a.json": "--max-steps x must be a whole number",
     "train --config b.json": "b.json has 'color', which is no setting of a run",
     "train --config c.json": "c.json holds list, not an object",
