@@ -103,7 +103,7 @@ class TerminalChat:
         except Exception as error:
             self.n_failed += 1
             if isinstance(error, NanoVLMError):
-                print_error(str(error).replace("reset the chat", "forget the questions by /reset"))
+                print_error(str(error))
             elif is_out_of_memory(error):
                 print_error(f"not enough memory ({error})")
             elif isinstance(error, OSError):

@@ -421,7 +421,8 @@ def _tar_notes(file: str, features: Any) -> list[str]:
         names = []
         for member in filter(tarfile.TarInfo.isfile, tar):
             names.append(member.name)
-            if member.name.lower().endswith(".json") and (content := tar.extractfile(member)):
+            is_record = re.search(r"(^|/)[^./][^/]*\.json$", member.name.lower())  # and no hidden file, as macOS adds
+            if is_record and (content := tar.extractfile(member)):
                 with reading_errors(f"{file}, {member.name},"):
                     parse_json(content.read())  # `datasets` takes the last of two values of a key
         raw.seek(-1024, os.SEEK_END)
