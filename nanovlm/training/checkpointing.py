@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import NoneType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
@@ -28,6 +28,9 @@ from nanovlm.embedded import write_prompt
 from nanovlm.errors import BusyError, CheckpointError, TrainingError, UsageError
 from nanovlm.options import check_output_folder
 from nanovlm.training.config import TrainConfig
+
+if TYPE_CHECKING:
+    from nanovlm.training.loop import TrainingTask
 
 OPTIMIZER = "optimizer.safetensors"
 STATE = "trainer.json"
@@ -84,25 +87,17 @@ def check_disk_space(folder: Path, model: VisionLanguageModel, cfg: TrainConfig)
         check_output_folder(folder, 2 * size + (cfg.keep_checkpoints + 2) * (size + moments))
 
 
-def write_model(
-    folder: Path,
-    model: VisionLanguageModel,
-    tokenizer: str,
-    dtype: torch.dtype | None = None,
-    *,
-    home: Path | None = None,
-    base: str | None = None,
-    prompt: str | None = None,
-) -> None:
-    """Write a model's files for the folder home, with its prompt; adapters are merged, and also written with base."""
-    if prompt is not None:
-        write_prompt(folder, prompt)
-    where = None if home is None else str(home.resolve())
+def write_model(folder: Path, model: VisionLanguageModel, task: "TrainingTask", is_final: bool = False) -> None:
+    """Write a model's files and its prompt; adapters are merged, and also written. Checkpoints are in float32."""
+    if task.prompt is not None:
+        write_prompt(folder, task.prompt)
+    dtype = task.save_dtype if is_final else None
+    where = str(task.folder.resolve()) if is_final else None
     if not adapters(model):
-        return write_checkpoint_files(folder, model, tokenizer, dtype, where)
+        return write_checkpoint_files(folder, model, task.tokenizer, dtype, where)
     with files.scratch_folder(folder) as scratch:
-        write_checkpoint_files(folder, merge_on_disk(model, scratch, dtype), tokenizer, dtype, where)
-    write_adapters(folder, model, base)
+        write_checkpoint_files(folder, merge_on_disk(model, scratch, dtype), task.tokenizer, dtype, where)
+    write_adapters(folder, model, task.base)
 
 
 def optimizer_state(model: VisionLanguageModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -115,22 +110,22 @@ def optimizer_state(model: VisionLanguageModel, optimizer: torch.optim.Optimizer
 
 
 def save_checkpoint(
-    folder: Path,
+    task: "TrainingTask",
     model: VisionLanguageModel,
     optimizer: torch.optim.Optimizer,
     state: dict[str, Any],
     keep: int,
     best: int | None,
-    **parts: Any,
 ) -> None:
-    """Write all files of a checkpoint, or none; parts are arguments of `write_model`. Keep the newest and the best."""
+    """Write all files of a checkpoint, or none. Keep the newest and the best."""
+    folder = task.folder
     step = state["step"]
     path = checkpoint_path(folder, step)
     with write_errors(folder):
         if path.exists():  # a damaged one; the run was resumed from an older one
             files.remove_folder(path)
         with files.filling(path) as new:
-            write_model(new, model, **parts)
+            write_model(new, model, task)
             save_file({name: t.cpu() for name, t in optimizer_state(model, optimizer).items()}, new / OPTIMIZER)
             files.replace(new / STATE, json.dumps(state, indent=2) + "\n")
     until_now = [other for other in checkpoint_steps(folder) if other <= step]

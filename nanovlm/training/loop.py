@@ -266,9 +266,8 @@ class Trainer:
             "scaler": self.scaler.state_dict(),
             "streams": self.streams,
         }
-        parts = {"tokenizer": task.tokenizer, "base": task.base, "prompt": task.prompt}
         keep = self.cfg.keep_checkpoints
-        checkpointing.save_checkpoint(task.folder, self.model, self.optimizer, state, keep, self.best, **parts)
+        checkpointing.save_checkpoint(task, self.model, self.optimizer, state, keep, self.best)
 
     def _resume(self, state: dict[str, Any], optimizer: dict[str, Tensor]) -> None:
         """Take up optimizer, step, scores and the model's origin from a checkpoint, and say what has changed."""
@@ -313,8 +312,7 @@ class Trainer:
         """Write the final model, of the step `best`; unless stopped, answer all held-out questions with it."""
         task = self.task
         with write_errors(task.folder), files.filling(task.folder) as new:
-            options: dict[str, Any] = {"home": task.folder, "base": task.base, "prompt": task.prompt}
-            checkpointing.write_model(new, self.model, task.tokenizer, task.save_dtype, **options)
+            checkpointing.write_model(new, self.model, task, is_final=True)
         if stopped:
             name = signal.Signals(stopped).name
             logger.info(f"{name}: stopped at step {self.step}; run the same command again to go on from there")

@@ -6,7 +6,6 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -36,29 +35,21 @@ class MetricsLogger:
 
     A line of metrics.jsonl is an object with "step" and either that step's loss, lr, grad_norm, tokens_per_s and memory
     (bytes), or what an evaluation after it measured: validation_loss and other scores with that prefix, or answers.
-    Only the main process writes. `clock` returns seconds.
+    Only the main process writes.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        cfg: TrainConfig,
-        first_step: int,
-        context: DistributedContext,
-        clock: Callable[[], float] = time.perf_counter,
-    ):
+    def __init__(self, folder: Path, cfg: TrainConfig, first_step: int, context: DistributedContext):
         self.path = folder / METRICS_FILE
         self.cfg = cfg
         self.first_step = first_step
         self.context = context
-        self.clock = clock
         self.tracker: Any = None
         if context.is_main:
             with write_errors(folder):
                 truncate(self.path, first_step)
             if cfg.report_to != "none":
                 self.tracker = start_tracker(cfg, folder, first_step > 0)
-        self.last = clock()  # when the last step or evaluation ended
+        self.last = time.perf_counter()  # when the last step or evaluation ended
         self.evaluation_seconds = 0.0  # of the last one
         self.steps: list[tuple[float, int, float]] = []  # loss, tokens and seconds of each, checkpoints included
 
@@ -101,7 +92,7 @@ class MetricsLogger:
 
     def _lap(self) -> float:
         before = self.last
-        self.last = self.clock()
+        self.last = time.perf_counter()
         return self.last - before
 
     def _write(self, step: int, **values: Any) -> None:
