@@ -201,7 +201,9 @@ def test_a_stream_and_its_file_have_the_same_sides(library, share):
     sides = {}
     for is_on in (False, True):
         split_data = open_data(["a.parquet"], ReadOptions(stream=is_on), share)
-        sides[is_on] = [{pairs_of(example)[0][1] for subset in side for example in subset.usable()} for side in split_data]
+        sides[is_on] = [
+            {pairs_of(example)[0][1] for subset in side for example in subset.usable()} for side in split_data
+        ]
     assert sides[False] == sides[True] and not set.intersection(*sides[True])
     assert len(set.union(*sides[True])) == 200 and abs(len(sides[True][1]) - 200 * share) < 15
 

@@ -174,7 +174,7 @@ def test_validation_asks_what_the_run_held_out(capsys, trained, data, held_out, 
     assert (word is None and "it may have learned" not in err) or word in err
     if n != 0:
         _, held = open_data(data, ReadOptions(), held_out if not given else given[0])
-        names = [example.name for subset in held for example in subset]
+        names = [example.name for subset in held for example in subset.usable()]
         if held_out != "cards":
             names = [name for name in names if name.split("/")[0] in asked or given == ["cards"]]
         answers = json.loads(out)["answers"]
