@@ -42,7 +42,7 @@ def write_report(
     best: int | None = None,
     doubts: Sequence[tuple[Question, str]] = (),
 ) -> None:
-    """Write the page of `doubtful_labels` and of metrics.jsonl's objects, whose curves mark the step best."""
+    """Write the page; metrics are of a metrics.jsonl, best is the step of the model; see `doubtful_labels`."""
     sections = [f"<h1>{escape(title)}</h1>", *(f"<p>{escape(fact)}</p>" for fact in facts)]
     lines = {"loss": _points(metrics, "loss"), "held out": _points(metrics, "validation_loss")}
     sections += [_chart("loss", lines, best)] if lines["loss"] else []
