@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from models import files
+from models.common import files
 from nanovlm.cli.options import MODEL_FLAGS, add_record_flags, from_args, load_captioner, model_options, report_missing
 from nanovlm.console import bold, is_terminal, print_error, print_text
 from nanovlm.errors import ImageError, NanoVLMError, UsageError, is_out_of_memory

@@ -12,8 +12,8 @@ from itertools import islice
 from random import Random
 from typing import Any
 
-from models import files
-from models.errors import FileError
+from models.common import files
+from models.common.errors import FileError
 from nanovlm.console import count, progress_bar
 from nanovlm.data.examples import Example, ExampleError
 from nanovlm.data.records import NO_IMAGE
@@ -143,7 +143,8 @@ class Source:
         splits = Counter(example.split for example in examples if example.split)
         counts = " and ".join(f"{split} ({n:,})" for split, n in splits.items())
         if len(splits) > 1 and "train" not in splits and any(re.fullmatch(r"[\d.]+", split) for split in splits):
-            raise DataError(f"{self.path} has rows of the splits {counts}, of which none is called train; {APART}, or rename the column")
+            none = f"{self.path} has rows of the splits {counts}, of which none is called train"
+            raise DataError(f"{none}; {APART}, or rename the column")
         self.split = "train" if "train" in splits else next(iter(splits), "") if len(splits) == 1 else ""
         if self.split == "train":
             self.errors += [str(_of_other_split(one)) for one in examples if one.split not in ("", "train")]
