@@ -203,7 +203,10 @@ def _read_records(path: str, files: list[str], options: ReadOptions) -> Source:
             if isinstance(content, dict):
                 content = _records_of(file, content, lines)
         if not (isinstance(content, list) and all(isinstance(record, dict) for record in content)):
-            raise DataError(f"{file} holds {_kind(content)}, not a list of objects; write [{{...}}, ...]")
+            kind = type(content).__name__
+            if isinstance(content, dict):
+                kind = f"an object with {', '.join(map(repr, islice(content, 3)))}{', ...' * (len(content) > 3)}"
+            raise DataError(f"{file} holds {kind}, not a list of objects; write [{{...}}, ...]")
         is_csv = PARSERS[suffix(file)] is read_csv
         records = [Record(record, f"{file}[{i}]", is_csv=is_csv) for i, record in enumerate(content)]
         folder = _image_folder([os.path.dirname(file)], records, options_for(_columns(records), options))
@@ -211,13 +214,6 @@ def _read_records(path: str, files: list[str], options: ReadOptions) -> Source:
     source = _source(path, rows, options, folder or "." if len(files) == 1 else path)
     source.lines += lines
     return source
-
-
-def _kind(content: Any) -> str:
-    """The kind of a JSON value, and some keys of an object."""
-    if not isinstance(content, dict):
-        return type(content).__name__
-    return f"an object with {', '.join(map(repr, islice(content, 3)))}{', ...' if len(content) > 3 else ''}"
 
 
 @contextmanager
