@@ -62,17 +62,13 @@ JUDGES: dict[str, Callable[[float], bool]] = {  # columns and numbers, also of t
 REFUSED_KEYS = {  # of messages
     "tool_calls|function_call": "calls a tool, which is not trained on; remove it",
     rf"{IMAGE}|(video|audio)s?": "has the key {} in a message; write parts, or the row's column images",
-    "(?!loss_).*mask|.*_detail|label|score|rating|reward|chosen|rejected": (
-        "has {} in a message; of what judges an answer only weights of 0 and 1 are read"
-    ),
+    "(?!loss_).*mask|.*_detail|label|score|rating|reward|chosen|rejected": "has {} in a message; write a weight",
     "reasoning(_content)?|thinking": "has {} in a message; write it into the answer, or remove it",
 }
 CAULDRON = ("system", "user", "assistant")  # keys of a turn
 OPTIONS = {"image": "image_column", "question": "prompt_column", "answer": "text_column"}  # by a column's role
 ROLES = {"human": "user", "gpt": "assistant", "model": "assistant"}  # of ShareGPT and Gemma
-LOSS_KEYS = (  # of a message that say whether it is learned
-    "weight", "loss_weight", "loss_mask", "loss", "train", "training", "trainable",
-)  # fmt: skip
+LOSS_KEYS = ("weight", "loss_weight", "loss_mask", "loss", "train", "training", "trainable")  # of messages
 MARK = re.compile("<image>")  # an image's position in the text of LLaVA and its followers
 OTHER_MARKS = re.compile(
     r"<\|?(?:image|img|video|audio|vision|picture)[ _-]?(?:\d+|pad|start|here)?\|?>|\[IMG\]"
@@ -84,7 +80,6 @@ MARKED_BOXES = re.compile("<bbox>|<ref-object>")  # ms-swift's
 INSIDE = "with an image behind text: SmolVLM's layout reads it there, nanoVLM's before all text"  # notes of examples
 NO_IMAGE = "without an image"
 SEVERAL_LINES = "with a text of several lines, learned as one"
-
 
 MAX_NAME = 4096  # characters of a path
 MAX_VALUES = 10_000  # columns, images or texts of a row
@@ -291,7 +286,7 @@ def _is_inside(chat: Chat) -> bool:
 
 
 def _notes_on_answers(example: Example, columns: _Columns) -> list[str]:
-    """Notes on answers that may stand for a missing value; ExampleError for one that can mean nothing else."""
+    """Notes on answers that may stand for a missing value; ExampleError for one that does, or for a mark."""
     notes = []
     is_class = columns.read["answer"] in columns.classes
     for chat, i in () if is_class else example.learned():
@@ -299,6 +294,8 @@ def _notes_on_answers(example: Example, columns: _Columns) -> list[str]:
         if answer in columns.missing:
             problem = f"has the answer {answer!r} to {chat[i - 1].text!r}, which stands for a missing value"
             raise ExampleError(f"{problem}; write it, or remove the example")
+        if mark := MARKED_BOXES.search(answer):
+            raise ExampleError(f"has the mark {mark[0]} in its answer; write the numbers")
         if answer in MISSING_IN_CSV:
             notes.append(f"learned as a text: the answer {answer!r}")
     return list(dict.fromkeys(notes))
@@ -442,7 +439,6 @@ def _read_parts(content: Any, is_answer: bool = False) -> tuple[list[str | None]
         parts[at] = str(parts[at]).lstrip()
     for at in texts[-1:] if not is_list or texts[-1:] == [len(parts) - 1] else ():
         parts[at] = str(parts[at]).rstrip()
-    if mark := (MARKED_BOXES if is_answer else OTHER_MARKS).search("".join(part for part in parts if part)):
-        remedy = "write the numbers" if is_answer else "write <image>, or remove it"
-        raise ExampleError(f"has the mark {mark[0]} in its {'answer' if is_answer else 'question'}; {remedy}")
+    if not is_answer and (mark := OTHER_MARKS.search("".join(part for part in parts if part))):
+        raise ExampleError(f"has the mark {mark[0]} in its question; write <image>, or remove it")
     return [part for part in parts if part != ""], images
