@@ -138,7 +138,7 @@ def folders_of(names: Sequence[str | os.PathLike[str]], images: Sequence[str]) -
 
 
 def _origin(model: str, options: CaptionOptions, image: str) -> Row:
-    """What makes the caption of an image in this run; columns of its row."""
+    """Columns of an image's row that name model, prompt, prefix and choices of this run."""
     origin = {"model": model} if model else {}
     origin |= {"prompt": options.filled(options.prompts[0], image)} if len(options.prompts) == 1 else {}
     return origin | {"prefix": options.prefix, "choices": ",".join(options.choices)}
@@ -170,7 +170,7 @@ def _find_work(output: Output, report: Report, origin: Callable[[str], Row]) -> 
 
 
 def _differences(row: Row, origin: Row) -> str:
-    """What made a caption of an earlier run, as far as it is not what makes those of this one."""
+    """Columns of an earlier caption that differ from this run's, as a text; "" for a person's."""
     if "finish_reason" not in row or EDITED in reasons(row):
         return ""
     missing = origin | {"prefix": "", "choices": ""}  # a row without a model or prompt tells nothing of it

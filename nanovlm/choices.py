@@ -28,8 +28,8 @@ class Choice:
 class ForcedAnswer:
     """A grammar of one answer; `log_probability` is that of the tokens so far.
 
-    first is shared by the answers to one prompt: the log-probabilities (vocabulary,) of their first token, as whichever
-    of them is computed first has them. With quantized weights another computation would round otherwise.
+    All answers to one prompt share first, the log-probabilities (vocabulary,) of the first token. The answer that is
+    computed first sets them: with quantized weights, each answer's own would be rounded otherwise.
     """
 
     def __init__(self, text: str, tokenizer: Tokenizer, first: list[Tensor]):

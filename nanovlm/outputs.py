@@ -1,4 +1,4 @@
-"""Where captions of many images go: standard output, a .jsonl table, or a text file beside each image."""
+"""Outputs of captions: standard output, a .jsonl table, or a text file beside each image."""
 
 import errno
 import functools
@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import threading
+import time
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -25,7 +26,7 @@ EDITED = "edited"  # among the `reasons` of a text that a person wrote or edited
 ORIGIN = ("model", "prompt", "prefix", "choices")  # stay with a text that a person edits
 MADE = ("text", "finish_reason", *ORIGIN, "probability", "log_probability")
 FAILED = "failed: "  # begins the finish_reason of an image without a caption, in hidden tables
-REPLACES = "nanovlm_replaces"  # in an appended row until it moves into the row of its image
+STORE_INTERVAL = 5.0  # seconds between two writes of a table in which rows change
 TORN_NAME = re.compile(r'\{"file_name": "(?:[^"\\]|\\.)*"')
 MAX_DIGITS = 4_300  # of an integer that Python reads
 NUMBER = f"number {os.urandom(16).hex()}: "  # before digits that are kept as they are
@@ -86,7 +87,7 @@ class Output:
         yield
 
     def refusal(self, image: str) -> str:
-        """Why no caption of this image can be written; empty if it can."""
+        """Reason why no caption of this image can be written; empty if one can."""
         return ""
 
     def row(self, image: str) -> Row:
@@ -128,14 +129,16 @@ class Lines:
     def __init__(self, path: Name):
         self.path = Path(path)
         self.lines: dict[str, bytes] = {}  # by key of the image
-        self.rows: dict[str, Row] = {}
-        self.torn = b""  # a row at the end that a kill has cut
-        self.is_joined = True  # no row waits to take another's place
-        self.has_end = True  # the last line is ended
+        self.unended = b""  # a last line without its end, perhaps a row that a kill has cut
+        self.is_stored = True  # the file has these rows, and no others
         self._seen: tuple[int, ...] | None = None  # what `_stamp` was when the file was read
 
+    @property
+    def rows(self) -> dict[str, Row]:
+        return {key: parse_row(line) or {} for key, line in self.lines.items()}
+
     def made(self, image: str) -> Row:
-        return self.rows.get(image_key(image), {})
+        return parse_row(self.lines.get(image_key(image), b"")) or {}
 
     def read(self) -> None:
         """Read the file, unless it is as this object left it. UsageError if it is a link, or no table."""
@@ -144,20 +147,16 @@ class Lines:
             return
         self._seen = None
         self.lines.clear()
-        self.rows.clear()
-        self.torn = b""
-        self.is_joined = True
+        self.is_stored = True
         if self.path.is_symlink():  # it might lead out of the folder
             raise UsageError(f"{self.path} is a link; remove it, or name another file")
         lines = files.read_bytes(self.path).removeprefix(BOM).split(b"\n") if stamp else [b""]
-        self.has_end = not lines[-1]
+        self.unended = lines[-1]
         for number, line in enumerate(lines, start=1):
             row = parse_row(line)
             if row is not None:
                 self._add(number, line, row)
-            elif number == len(lines) and is_torn_row(line):
-                self.torn = line
-            elif line.strip():
+            elif line.strip() and not (number == len(lines) and is_torn_row(line)):
                 place = f"{self.path}, line {number}"
                 raise UsageError(f"{place}, is no row with a file_name; name another file, or move this one")
         self._seen = stamp
@@ -174,35 +173,34 @@ class Lines:
         return None
 
     def append(self, row: Row) -> None:
-        if self.torn:
+        if self.unended:
             self.tidy()
-        files.append(self.path, json_line(row) if self.has_end else b"\n" + json_line(row))
-        self.has_end = True
+        files.append(self.path, json_line(row))
         self._seen = self._stamp()
 
     def tidy(self) -> None:
-        """Cut off a row that was torn by a kill, and move appended rows into the rows that they replace."""
+        """Write rows that have changed, without a last line that a kill has torn."""
         self.read()
-        if self.torn:
-            torn = self.torn.decode("utf-8", "replace")
+        if self.unended.strip() and parse_row(self.unended) is None:
+            torn = self.unended.decode("utf-8", "replace")
             logger.warning("%s: removed its unfinished last line: %.100s", self.path, torn)
         self._seen = ()  # on an error the file is not what is known of it
-        if self.torn or not self.is_joined:
+        if self.unended or not self.is_stored:
             files.replace(self.path, b"".join(line + b"\n" for line in self.lines.values()))
-            self.has_end = True
-        self.torn = b""
-        self.is_joined = True
+        self.unended = b""
+        self.is_stored = True
         self._seen = self._stamp()
 
-    def key_and_name(self, image: str) -> tuple[str, Row]:
-        return image_key(image), {"file_name": relative_name(image, self.path.parent)}
+    def named(self, image: str, row: Row) -> Row:
+        name = {"file_name": relative_name(image, self.path.parent)}
+        return name | row | name
 
 
 class Log(Lines):
-    """A hidden file with what made the captions of a folder's images, and why some have none. The last row counts.
+    """A hidden file with what made the captions of a folder's images, and why some have none.
 
-    hash_of returns the hash of an image's text. If a row has it and a later one has not, the later one does not count:
-    a kill, or an error, came between that and its text.
+    The last row of an image counts. If the image's text has the hash of an earlier row, that row counts: a kill, or an
+    error, came before the text of the last row was written. `hash_of` returns the hash of an image's text.
     """
 
     def __init__(self, path: Path, hash_of: Callable[[str], str] = lambda image: ""):
@@ -212,20 +210,17 @@ class Log(Lines):
 
     def _add(self, number: int, line: bytes, row: Row) -> None:
         image = os.path.join(self.path.parent, row["file_name"])
-        key = image_key(image)
-        old = self.rows.get(key)
-        if old is not None:
-            self.is_joined = False
+        if old := self.made(image):
+            self.is_stored = False
             if old.get("hash", "") == self.hash_of(image) != row.get("hash", ""):
                 return
-        self.lines[key] = line
-        self.rows[key] = row
+        self.lines[image_key(image)] = line
 
     def write(self, image: str, row: Row) -> None:
-        key, name = self.key_and_name(image)
-        self.append(name | row)
-        self.is_joined = self.is_joined and key not in self.rows
-        self.rows[key] = name | row
+        row = self.named(image, row)
+        self.append(row)
+        self.is_stored = self.is_stored and not self.made(image)
+        self.lines[image_key(image)] = json_line(row).rstrip(b"\n")
 
     def tidy(self) -> None:
         self._seen = ()  # texts are stored after their rows, so rows are judged anew
@@ -235,9 +230,9 @@ class Log(Lines):
 class Table(Lines, Output):
     """Captions in the rows of a .jsonl file, named relative to its folder, as `load_dataset("imagefolder")` reads them.
 
-    It has one row an image; rows of other images and other columns stay, numbers and all. A caption is appended. If its
-    image has a row, the appended one says that it replaces that, and moves into it at the end of the run, or at the
-    start of the next one after a kill. Failures are kept in a log beside it.
+    It has one row an image; rows of other images and other columns stay, numbers and all. The row of a new image is
+    appended. Rows that change are written every STORE_INTERVAL seconds and at the end: a kill takes back a few of these
+    captions, and nothing else. Failures are kept in a log beside it.
     """
 
     def __init__(self, path: Name, overwrite: bool | str = False):
@@ -267,13 +262,13 @@ class Table(Lines, Output):
             try:
                 yield
             except BaseException:
-                with suppress(OSError):  # the next run does it
+                with suppress(OSError):  # the first error counts
                     self.tidy()
                 raise
             else:
                 self.tidy()
             finally:
-                if is_new and not self.rows:
+                if is_new and not self.lines:
                     files.remove(self.path)
 
     def row(self, image: str) -> Row:
@@ -285,40 +280,36 @@ class Table(Lines, Output):
         return {name: value for name, value in columns.items() if name in MADE}
 
     def write(self, image: str, row: Row) -> None:
-        key, name = self.key_and_name(image)
-        row = name | row | name
-        is_new = key not in self.lines
-        self.append(row if is_new else row | {REPLACES: True})
-        self.is_joined = self.is_joined and is_new
-        self._join(key, json_line(row))
+        row = self.named(image, row)
+        key = image_key(image)
+        if key not in self.lines:
+            self.append(row)
+        else:  # columns of ours that the new row lacks go
+            before = exact(self.lines[key])
+            kept = {name: value for name, value in before.items() if name in row or name not in MADE}
+            row = kept | row | {"file_name": before["file_name"]}
+            self.is_stored = False
+        self.lines[key] = json_line(row).rstrip(b"\n")
+        if not self.is_stored and time.monotonic() - self.stored > STORE_INTERVAL:
+            self.tidy()
+
+    def tidy(self) -> None:
+        super().tidy()
+        self.stored = time.monotonic()
 
     def _add(self, number: int, line: bytes, row: Row) -> None:
         key = image_key(os.path.join(self.path.parent, row["file_name"]))
-        if row.get(REPLACES) is True:
-            self.is_joined = False
-            self._join(key, line)
-        elif key in self.lines:
+        if key in self.lines:
             problem = f"line {number}, is one of several rows of {row['file_name']}"
             raise UsageError(f"{self.path}, {problem}; captions have one row an image: name another file by --out")
-        else:
-            self.lines[key] = line
-            self.rows[key] = row
-
-    def _join(self, key: str, line: bytes) -> None:
-        """Give an image's row the columns of a new one, in which ours that are missing are gone."""
-        before, after = exact(self.lines.get(key, b"{}")), exact(line)
-        kept = {name: value for name, value in before.items() if name in after or name not in MADE}
-        row = kept | after | {name: kept[name] for name in ("file_name",) if name in kept}
-        row.pop(REPLACES, None)
-        self.lines[key] = json_line(row).rstrip(b"\n")
-        self.rows[key] = parse_row(self.lines[key]) or {}
+        self.lines[key] = line
 
 
 class Sidecars(Output):
     """Captions in text files beside their images, and what made each in a hidden table of its folder.
 
-    A row has the hash of its text. A text that differs from it, or that no row tells of, is a person's: it is kept
-    unless overwrite is "all".
+    A row has the hash of its text. A text with another hash, or without a row, is a person's: it is kept unless
+    overwrite is "all".
     """
 
     errors_of_one = OF_ONE_FILE
@@ -350,7 +341,7 @@ class Sidecars(Output):
                 yield
             finally:
                 for record in self.records.values():
-                    if not record.is_joined:
+                    if not record.is_stored:
                         with suppress(OSError):  # its rows are there; the next run joins them
                             record.tidy()
 
@@ -414,14 +405,14 @@ class Sidecars(Output):
 
 
 def reasons(row: Row) -> list[str]:
-    """Why a text ends where it does: stop, length or repetition, and whether a person edited it."""
+    """Reasons for a text's end: stop, length or repetition, and "edited" if a person changed it."""
     return str(row.get("finish_reason") or "").split(", ")
 
 
 def edited(row: Row, text: str, is_replaced: bool = False) -> Row:
     """The row of a text that a person typed or, if is_replaced, in which one replaced words.
 
-    Replaced words neither finish a text that was cut nor make a label more probable; a typed text is a person's own.
+    A text with replaced words keeps its marks: cut, or an improbable label. A typed text is a person's own.
     """
     kept = {name: row[name] for name in (MADE if is_replaced else ORIGIN) if name in row}
     ended = [reason for reason in reasons(row) if reason in ("length", "repetition")] if is_replaced else []

@@ -15,6 +15,7 @@ from models.common import files
 from nanovlm.bulk import Report, caption_rows, extensions
 from nanovlm.console import has_terminal
 from nanovlm.errors import NanoVLMError, UsageError, first_line, needs_extra
+from nanovlm.folders import NO_IMAGE_FOLDERS
 from nanovlm.options import CaptionOptions, ModelOptions
 
 BATCH_SIZE = 16  # images that a worker gets at once, and captions again if it dies
@@ -131,7 +132,7 @@ def list_images(names: Sequence[str], options: CaptionOptions, report: Report) -
             continue
         for info in sorted(found, key=lambda info: info.path):
             parts = PurePosixPath(info.path[len(path) :]).parts
-            is_hidden = any(part[0] == "." or part in files.NO_IMAGE_FOLDERS for part in parts)
+            is_hidden = any(part[0] == "." or part in NO_IMAGE_FOLDERS for part in parts)
             if is_file or (not is_hidden and PurePosixPath(info.path).suffix.lower() in extensions(options)):
                 images[scheme + info.path] = None
     return list(images)

@@ -15,7 +15,6 @@ from models.common import files
 from nanovlm.cli.options import (
     MODEL_FLAGS,
     add_record_flags,
-    are_own,
     from_args,
     load_captioner,
     model_options,
@@ -153,7 +152,7 @@ def caption_names(args: argparse.Namespace, names: list[str], model: ModelOption
 
     def load() -> "Captioner":
         check_model_named()
-        return load_captioner(model, options.prompts, options.max_new_tokens, own_images=True)
+        return load_captioner(model, options.prompts, options.max_new_tokens, images=names)
 
     if args.ray is not None and not ADDRESS.fullmatch(args.ray):
         raise UsageError(f"--ray {args.ray} is no address like auto or ray://HOST:10001; name images before --ray")
@@ -252,7 +251,7 @@ def some(names: Sequence[str]) -> str:
 
 def print_captions(args: argparse.Namespace, model: ModelOptions, options: CaptionOptions) -> int:
     """Print the captions of some images; 1 if one of them failed, after the others are done."""
-    captioner = load_captioner(model, own_images=are_own(args.images))
+    captioner = load_captioner(model, images=args.images)
     ways = ["--max-tiles 4"] if model.max_tiles is None and captioner.processor.max_tiles_per_image > 5 else []
     ways += ["--quantize int8"] if model.quantize is None else []
     names: list[Any] = args.images or [str(SAMPLE)]

@@ -12,15 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from models.common import files
-from nanovlm.cli.options import (
-    MODEL_FLAGS,
-    add_record_flags,
-    are_own,
-    from_args,
-    load_captioner,
-    model_options,
-    report_missing,
-)
+from nanovlm.cli.options import MODEL_FLAGS, add_record_flags, from_args, load_captioner, model_options, report_missing
 from nanovlm.console import bold, is_terminal, print_error, print_text
 from nanovlm.errors import ImageError, NanoVLMError, UsageError, is_out_of_memory
 from nanovlm.options import CHAT_MAX_NEW_TOKENS, GenerationOptions, ModelOptions
@@ -49,11 +41,11 @@ def run(args: argparse.Namespace) -> int:
     if report_missing(args.images):
         return 1
     generation = from_args(GenerationOptions, args, max_new_tokens=CHAT_MAX_NEW_TOKENS)
-    captioner = load_captioner(model, own_images=are_own(args.images))
+    captioner = load_captioner(model, images=args.images)
     # raises for a model that has no template for a chat of several turns
     captioner.tokenizer.encode_chat(dialogue(["?"] * 3))
     try:
-        chat = Chat(captioner, generation, args.images)
+        chat = TerminalChat(captioner, generation, args.images)
     except ImageError as error:
         print_error(str(error))
         return 1
@@ -72,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     return 1 if chat.n_failed and not interactive else 0
 
 
-class Chat:
+class TerminalChat:
     """A chat session on the command line: questions, and commands that begin with /."""
 
     def __init__(self, captioner: "Captioner", generation: GenerationOptions, paths: Sequence[str]):
@@ -111,7 +103,7 @@ class Chat:
         except Exception as error:
             self.n_failed += 1
             if isinstance(error, NanoVLMError):
-                print_error(str(error).replace("reset the chat", "forget the questions by /reset"))
+                print_error(str(error))
             elif is_out_of_memory(error):
                 print_error(f"not enough memory ({error})")
             elif isinstance(error, OSError):

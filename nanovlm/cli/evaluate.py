@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     if advice := result.advice():
         print_error(f"note: {advice}")
     if args.report:
-        from nanovlm.evaluation.labels import doubtful_labels
+        from nanovlm.evaluation.evaluate import doubtful_labels
         from nanovlm.evaluation.report import write_report
 
         facts = [in_words(result.scores, len(result.answers))]
@@ -91,10 +91,7 @@ class TrainingRun:
 
 
 def training_run(folder: Path, data: Sequence[str]) -> TrainingRun:
-    """The run that trained the model in a folder or checkpoint; an empty one without a run.json or with other data.
-
-    CheckpointError for a run.json that does not say what was held out of which data.
-    """
+    """The run that trained the model in a folder or checkpoint; an empty one without a run.json or with other data."""
     folder = Path(os.path.abspath(folder))
     folder = folder.parents[1] if folder.parent.name == "checkpoints" else folder
     content = read_run(folder)
@@ -149,18 +146,13 @@ def open_asked(
 
 def note_of_training(validation: Any, training: TrainingRun) -> str | None:
     """Warning for a person who reads the scores: the model may have been trained on what it is asked."""
-    from nanovlm.data.mixture import parse_validation
-
     if not training.asked:
         return None
     if not validation:
         names = ", ".join(training.asked)
         return f"was trained on {names}: scores on these examples say what it remembers; --validation asks the others"
     own = training.validation
-    if validation is True or own is None:
-        return None
-    (one, number), (other, n) = parse_validation(validation), parse_validation(own)
-    if number == n and (one and os.path.realpath(one)) == (other and os.path.realpath(other)):
+    if validation is True or own is None or _place(str(validation)) == _place(str(own)):
         return None
     return f"held out {own}, not {validation}: it may have learned these examples; --validation alone asks its own"
 

@@ -89,25 +89,18 @@ def refuse_flags(args: argparse.Namespace, flags: Sequence[str], reason: str) ->
 
 
 def load_captioner(
-    options: ModelOptions, prompts: Sequence[str] = (), max_new_tokens: int = 1, *, own_images: bool = False
+    options: ModelOptions, prompts: Sequence[str] = (), max_new_tokens: int = 1, *, images: Sequence[str] = ()
 ) -> "Captioner":
-    """Load the model, and check that every prompt and max_new_tokens fit into its context.
-
-    own_images says that the user named images, for which the embedded model is of no use: a note says so.
-    """
+    """Load the model, check that prompts and max_new_tokens fit its context, and note if it is of no use for images."""
     from nanovlm.captioner import Captioner
 
     captioner = Captioner.load(options)
     for prompt in prompts:
         captioner.check_prompt(prompt, max_new_tokens)
-    if options.model == EMBEDDED and options.adapter is None and own_images:
+    are_own = any(not (os.path.exists(name) and os.path.samefile(name, SAMPLE)) for name in images)
+    if options.model == EMBEDDED and options.adapter is None and are_own:
         print_error(EMBEDDED_NOTE)
     return captioner
-
-
-def are_own(images: Sequence[str]) -> bool:
-    """Check whether a person named images other than the package's own sample."""
-    return any(not (os.path.exists(name) and os.path.samefile(name, SAMPLE)) for name in images)
 
 
 def report_missing(names: Sequence[str]) -> bool:

@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
         from nanovlm.serving.review import Review, serve_review
 
     def load() -> "Captioner":
-        return load_captioner(model, own_images=True)
+        return load_captioner(model, images=[args.target])
 
     options = from_args(CaptionOptions, args, **({"prompts": (model.prompt,)} if has_model else {}))
     listening = ServeOptions(port=args.port)

@@ -1,31 +1,20 @@
 """`nanovlm train`: fine-tune a model on your own data, or train the embedded model from scratch."""
 
 import argparse
-import json
 import os
 from dataclasses import replace
 from pathlib import Path
 
 from models.common import files
 from nanovlm.cli.options import add_record_flags, check_data_names, flag_of, from_args, given, settings_of
-from nanovlm.embedded import default_prompt
-from nanovlm.errors import FileError, UsageError
+from nanovlm.embedded import EMBEDDED, default_prompt
+from nanovlm.errors import CheckpointError, FileError, UsageError
 from nanovlm.options import ModelOptions, ReadOptions
-from nanovlm.training.config import (
-    ADAPTERS,
-    AUTOMATIC,
-    FINETUNING,
-    JOINED,
-    JOINED_ADAPTERS,
-    SCENES,
-    FinetuneOptions,
-    TrainConfig,
-)  # fmt: skip
+from nanovlm.training.config import AUTOMATIC, JOINED_ADAPTERS, PRESETS, FinetuneOptions, TrainConfig
 
 HELP = "Train a model. Rerun the same command to resume an interrupted run."
 EXAMPLE = "nanovlm train --data photos --out out/mine"
 NOT_WRITTEN = ("config", "debug", "prog", "run", "check_data")  # to run.json
-PRESETS = {"": FINETUNING, "LoRA": ADAPTERS, "backbones": JOINED, "scenes": SCENES}  # named in the help
 FOR_SCENES = ("out", "device")  # settings of FinetuneOptions that --recipe has, too
 EXCLUSIVE = (("data", "recipe"), ("epochs", "max_steps"), ("backbones", "model"))
 # In bfloat16 on a CPU, oneDNN compiles code for each sequence length and keeps that of 1024 calls in two caches, which
@@ -75,14 +64,12 @@ def run(args: argparse.Namespace) -> int:
 
 def apply_run_file(args: argparse.Namespace) -> None:
     """Set what the file args.config says and the command line does not."""
+    from models.checkpoint import parse_object  # here, as it imports torch
+
     try:
-        content = json.loads(files.read_text(args.config))
-    except FileError as error:
+        content = parse_object(files.read_text(args.config), args.config)
+    except (CheckpointError, FileError) as error:
         raise UsageError(f"--config {error}") from None
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"--config {args.config} cannot be read: {error}") from None
-    if not isinstance(content, dict):
-        raise UsageError(f'--config {args.config} must hold an object as {{"max_steps": 500}}')
     for name, value in content.items():
         if name not in args and name not in TrainConfig.__dataclass_fields__:
             raise UsageError(f"--config {args.config} has {name!r}, which is no setting of a run; remove it")
@@ -92,16 +79,16 @@ def apply_run_file(args: argparse.Namespace) -> None:
 
 def config_from_args(args: argparse.Namespace) -> TrainConfig:
     """The settings of the run: the defaults of its kind, and those that were given."""
-    whole, adapters = (JOINED, JOINED_ADAPTERS) if args.backbones else (FINETUNING, ADAPTERS)
-    kind = SCENES if args.recipe else adapters if args.lora_rank else whole
-    return replace(kind, **given(TrainConfig, args))
+    kind = "scenes" if args.recipe else "backbones" if args.backbones else "LoRA" if args.lora_rank else ""
+    preset = JOINED_ADAPTERS if args.backbones and args.lora_rank else PRESETS[kind]
+    return replace(preset, **given(TrainConfig, args))
 
 
 def options_from_args(args: argparse.Namespace) -> FinetuneOptions:
     """The model, the data and the folder of the run."""
     return FinetuneOptions(
         **given(FinetuneOptions, args) | {"out": Path(args.out or os.devnull)},
-        read=from_args(ReadOptions, args, model_prompt=default_prompt(args.model or "")),
+        read=from_args(ReadOptions, args, model_prompt=default_prompt(args.model or EMBEDDED)),
         flags={name: value for name, value in vars(args).items() if name not in NOT_WRITTEN and value is not None},
         automatic=[name for name in AUTOMATIC if args.data and getattr(args, name, None) is None],
     )

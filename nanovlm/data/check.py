@@ -15,10 +15,7 @@ N_SHOWN = 3
 
 
 def check_data(train: Sequence[Source], held_out: Sequence[Source], processor: Processor, skip_errors: bool) -> int:
-    """Print for each source what was read and what cannot be used and why; then print a few examples.
-
-    Returns the exit code: 1 if some cannot be used and are not to be skipped.
-    """
+    """Print what was read of each source, what cannot be used and why, and some examples; returns the exit code."""
     errors = [error for source in [*train, *held_out] for error in source.errors]
     for line in source_lines(train, held_out):
         print_text(line)

@@ -1,7 +1,7 @@
 """Training examples: images with questions and answers, encoded as the token ids, targets and tiles of a step."""
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,8 +36,7 @@ class Example:
     images: Sequence[ImageSource]
     chats: Sequence[Chat]
     name: str = "example"
-    read: str = ""  # which columns of its row were read
-    used: frozenset[str] = frozenset()  # fields of `ReadOptions` that it needed
+    places: Mapping[str, str] = field(default_factory=dict)  # that its image, question and answer were read from
     notes: tuple[str, ...] = ()  # which columns were not read, and what else is worth a line
     split: str = ""  # that its row names
 
@@ -86,8 +85,7 @@ def encode(example: Example, processor: Processor, augment: Augment | None = Non
 
     Images stay in their places if the layout has images in turns; else all come first. What precedes the end of the
     last image is the shared prefix (mask 1); each conversation continues it (mask 2, 3, ...) and does not see the
-    others. augment, if given, is applied to each image. ExampleError if an image cannot be
-    read, an answer is missing, or the row is too long.
+    others. augment changes each image.
     """
     check_answers(example)
     image_token = processor.tokenizer.image_token_id

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nanovlm.console import count
 from nanovlm.data.examples import EncodedExample, Example, ExampleError, collate, encode, pack
-from nanovlm.data.records import OPTIONS
+from nanovlm.data.records import OPTIONS, PROMPT_FLAG, TEXT_FILE
 from nanovlm.data.rows import open_source
 from nanovlm.data.source import COMPARED, Keys, Source, StreamedSource, limit_of, rank_of
 from nanovlm.errors import DataError, UsageError
@@ -90,8 +90,8 @@ def _check_options(read: ReadOptions, sources: Sequence[Source]) -> None:
     unused = {
         "--images": read.images and all(source.folder != read.images for source in sources),
         "--stream": read.stream and not any(isinstance(source, StreamedSource) for source in sources),
-        "--prompt": read.prompt is not None and not any("prompt" in source.used for source in sources),
-        "--extension": read.extension is not None and not any("extension" in source.used for source in sources),
+        "--prompt": read.prompt is not None and not any(PROMPT_FLAG in source.places for source in sources),
+        "--extension": read.extension is not None and not any(TEXT_FILE in source.places for source in sources),
     }
     paths = ", ".join(source.path for source in sources)
     if flags := [flag for flag, is_unused in unused.items() if is_unused]:
@@ -112,10 +112,8 @@ def split(
 ) -> tuple[list[Source], list[Source]]:
     """Split sources into training and held-out examples; validation is a number, or below 1 a share.
 
-    None holds out a tenth of all examples, at most 200, but none of fewer than 100 or of streams.
-
-    The hashes of the images' bytes decide, so that an image is on one side, and stays there when others come or go.
-    Nothing is held out of endless sources. Of a stream's held-out examples only the first are asked.
+    The hashes of the images' bytes decide: an image is on one side, and stays there when others come or go. Nothing is
+    held out of endless sources; of a stream's held-out examples the first are asked.
     """
     finite = [source for source in sources if not source.endless]
     is_streamed = any(isinstance(source, StreamedSource) for source in sources)
@@ -216,8 +214,8 @@ def _groups(examples: Sequence[Keys]) -> dict[str, list[str]]:
 class Mixture:
     """An endless sequence of examples in which each source has its share.
 
-    Sources without a weight are shuffled together as one group, whose share is 1 minus the sum of the weights. If all
-    have a weight, only the proportions count. Every group shows all its examples before it repeats one.
+    Sources without a weight are one group, shuffled together; its share is 1 minus the sum of the weights. If all have
+    a weight, only proportions count. Every group shows all its examples before it repeats one.
     """
 
     def __init__(self, sources: Sequence[Source], seed: int):
@@ -239,10 +237,7 @@ class Mixture:
         self.shares = [weight / sum(weights) for weight in weights]
 
     def locate(self, position: int) -> tuple[int, int]:
-        """Return the group whose turn a position is, and how many examples the group has shown before.
-
-        Each group takes its share of the positions left by the groups before it, evenly spread (Bresenham 1965).
-        """
+        """Return the group whose turn a position is, and how many examples it has shown; see Bresenham 1965."""
         left = 1.0
         for group, share in enumerate(self.shares[:-1]):
             shown = math.floor(position * share / left)

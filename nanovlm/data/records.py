@@ -2,7 +2,8 @@
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,14 @@ from urllib.parse import unquote
 
 from nanovlm.data.examples import Example, ExampleError, check_answers
 from nanovlm.data.splits import split_named, split_of_path
-from nanovlm.data.values import MISSING, MISSING_IN_CSV, clean_text, has_names, is_empty, plain_value
-from nanovlm.errors import ImageError, first_line
+from nanovlm.data.values import MISSING, MISSING_IN_CSV, clean_text, is_empty
+from nanovlm.errors import ImageError
 from nanovlm.options import ReadOptions
 from nanovlm.processing.conversation import Chat, Turn, images_of
 from nanovlm.processing.image_loading import decode_data_url, readable_extensions
 
-TableRow = tuple[Any, str]  # an Arrow table of one row, and the row's name
-
+PROMPT_FLAG = "--prompt"  # places that a question or an answer has been read from
+TEXT_FILE = "the text file"
 FOLDER_NAME = "name of the folder"  # columns of images in folders
 IMAGE_FILE = "image file"
 # Usual names of columns, in lower case and with _ for spaces
@@ -29,43 +30,56 @@ CAPTION = rf"text|captions?|{FOLDER_NAME.replace(' ', '_')}"
 QUESTION = r"questions?|prompts?|query|queries|instructions?"
 SYSTEM = r"system(_(prompt|message))?"
 LETTERS = "[a-h]"  # of answers to choose from, if there are several such columns
-SPLIT_COLUMN = r"(data_?set_?)?(split|(sub)?set|partition)s?"
+NAMED = r"s?(_?(id|names?|types?|num(ber)?|index|idx))?"
+SPLIT = rf"((data_?(set_?)?)?(split|partition|usage)|(cv_?)?k?fold){NAMED}"  # columns whose values are splits
+SET = rf"((data_?(set_?)?)?(sub)?set|data|mode|stage|phase|train_?(or_?)?(val_?)?(or_?)?test){NAMED}"  # if names
+IS_SPLIT = r"(?:is_?|in_?)?(train|test|val(?:idation)?|dev|eval|hold_?out|held_?out)(?:ing)?(?:_(?:image|set|split))?"
+TRUTHS = {"true": 1, "yes": 1, "good": 1, "correct": 1, "false": 0, "no": 0, "bad": 0, "wrong": 0, "rejected": 0}
 LEFT_OUT = (
     "text_column", "has {} beside its answer; write it into the question, or leave it out by naming the answer with "
     "--text-column",
 )  # fmt: skip
 REFUSED = {  # columns that change what the others mean, unless a flag says what to read
     r"(video|audio)s?": ("text_column", "names a {}; save frames of it, and name these as its images"),
-    r"chosen|rejected(_response)?": (
+    r"(chosen|rejected)(_\w+)?|(wrong|incorrect|negative)_(response|answer|message|output)s?": (
         "text_column", "is preference data, with the column {}; use trl's DPOTrainer on the exported folder, or name "
         "the answers to learn with --text-column",
     ),
-    r"(multiple_)?(choice|option|candidate)s?(_?\w)?": LEFT_OUT,
+    r"(multiple_)?(choice|option|candidate|distractor)s?(_?\w)?": LEFT_OUT,
     r"inputs?|history|contexts?|hints?|passages?|backgrounds?|tools": LEFT_OUT,
     LETTERS: LEFT_OUT,
     r"(image|img|picture|photo)_?\d+": (
         "image_column", "has {}; name all of its images in one list, or the one to read with --image-column"
     ),
 }  # fmt: skip
+JUDGES: dict[str, Callable[[float], bool]] = {  # columns and numbers, also of truths, that judge an answer
+    r"(kto_?)?(label|tag)|(is_)?(correct|right|valid|good|accepted|approved|verified|preferred|desirable)|status|"
+    r"preference|feedback|quality|judge?ment|verdict": lambda number: number <= 0,
+    r"(is_)?(incorrect|wrong|bad|hallucinat\w+|ignored?|skip(ped)?|excluded?|deleted)": lambda number: number == 1,
+    r"((loss|sample)_?)?weights?": lambda number: number != 1,
+    r"((human|model|gpt|answer|response)_?)?(scores?|ratings?|rewards?)": lambda number: True,
+}
 REFUSED_KEYS = {  # of messages
     "tool_calls|function_call": "calls a tool, which is not trained on; remove it",
     rf"{IMAGE}|(video|audio)s?": "has the key {} in a message; write parts, or the row's column images",
-    ".*_detail": "has {} in a message; only weights of whole messages are read",
+    "(?!loss_).*mask|.*_detail|label|score|rating|reward|chosen|rejected": "has {} in a message; write a weight",
+    "reasoning(_content)?|thinking": "has {} in a message; write it into the answer, or remove it",
 }
 CAULDRON = ("system", "user", "assistant")  # keys of a turn
 OPTIONS = {"image": "image_column", "question": "prompt_column", "answer": "text_column"}  # by a column's role
 ROLES = {"human": "user", "gpt": "assistant", "model": "assistant"}  # of ShareGPT and Gemma
-LOSS_KEYS = ("weight", "loss", "train", "training", "trainable")  # keys of a message that say whether it is learned
+LOSS_KEYS = ("weight", "loss_weight", "loss_mask", "loss", "train", "training", "trainable")  # of messages
 MARK = re.compile("<image>")  # an image's position in the text of LLaVA and its followers
 OTHER_MARKS = re.compile(
     r"<\|?(?:image|img|video|audio|vision|picture)[ _-]?(?:\d+|pad|start|here)?\|?>|\[IMG\]"
     r"|<start_of_image>|<bbox>|<ref-object>",
     re.IGNORECASE,
 )
+BOXES = re.compile(r"(\d+( [01]?\.\d+){4,}(\n|$))+")  # YOLO's
+MARKED_BOXES = re.compile("<bbox>|<ref-object>")  # ms-swift's
 INSIDE = "with an image behind text: SmolVLM's layout reads it there, nanoVLM's before all text"  # notes of examples
 NO_IMAGE = "without an image"
 SEVERAL_LINES = "with a text of several lines, learned as one"
-
 
 MAX_NAME = 4096  # characters of a path
 MAX_VALUES = 10_000  # columns, images or texts of a row
@@ -74,7 +88,7 @@ BASE64 = re.compile(r"(iVBORw0KGgo|/9j/|R0lGOD|UklGR)[\w+/=\s]{40,}")
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Record:
     """Values by column, the row's name in messages, and the folder that image paths start from."""
 
     values: Mapping[str, Any]
@@ -85,7 +99,7 @@ class Row:
     is_sample: bool = False  # of a tar, whose columns are types of files
 
 
-def to_example(row: Row, options: ReadOptions) -> Example:
+def to_example(row: Record, options: ReadOptions) -> Example:
     """The example that a row holds; ExampleError if it holds none, or if it can be read in two ways."""
     try:
         _check_count("columns", row.values)
@@ -104,37 +118,6 @@ def _check_count(what: str, values: Sized) -> None:
         raise ExampleError(f"has {len(values):,} {what}; at most {MAX_VALUES:,} are read")
 
 
-def example_of_table(row: TableRow, folder: str, features: Any, options: ReadOptions) -> Example:
-    """The example that a row of `datasets` holds, streamed or not; see `row_of_table` and `to_example`."""
-    return to_example(row_of_table(row, folder, features), options)
-
-
-def row_of_table(row_of: TableRow, folder: str, features: Any) -> Row:
-    """Convert an Arrow table of one row; a tar's sample becomes its .txt and the record in its .json.
-
-    features are those of `datasets`, or None. ExampleError for a value that Python cannot hold.
-    """
-    table, name = row_of
-    try:
-        (values,) = table.to_pylist()
-        values = {at.name: plain_value(values[at.name], at.type, (features or {}).get(at.name)) for at in table.schema}
-    except (ArithmeticError, ImportError, LookupError, NotImplementedError, OSError, ValueError) as error:
-        raise ExampleError(f"{name} cannot be read: {first_line(error)}") from None
-    is_sample = "__key__" in values
-    if is_sample:
-        name = f"{name} {values['__key__']}"
-        record = values.pop("json", None)
-        values = (record if isinstance(record, dict) else {}) | values
-        if (text := values.pop("txt", None)) is not None:
-            values["text"] = text
-        pages = [kind for kind in values if is_image(kind) and re.search(r"\d\.\w+$", kind)]
-        pages.sort(key=lambda kind: [int(number) for number in re.findall(r"\d+", kind)])
-        if images := [image for kind in pages if (image := values.pop(kind)) is not None]:
-            values["images"] = images
-    classes = [column for column, feature in (features or {}).items() if has_names(feature)]
-    return Row(values, name, folder, classes, is_sample=is_sample)
-
-
 def options_for(columns: Iterable[str], options: ReadOptions) -> ReadOptions:
     """Drop the flags that name no column of this source, if there are other sources that they may mean."""
     if not options.is_shared:
@@ -146,7 +129,7 @@ def options_for(columns: Iterable[str], options: ReadOptions) -> ReadOptions:
 class _Columns:
     """The columns of a row; `read` has those that were read, by role."""
 
-    def __init__(self, row: Row, options: ReadOptions):
+    def __init__(self, row: Record, options: ReadOptions):
         self.written = {column: row.values[column] for column in row.values if not str(column).startswith("__")}
         self.classes = row.classes
         self.missing = MISSING | MISSING_IN_CSV if row.is_csv else MISSING
@@ -182,11 +165,17 @@ class _Columns:
         return self.row[candidates[0]] if candidates else None
 
 
-def _read(row: Row, columns: _Columns, options: ReadOptions) -> Example:
+def _read(row: Record, columns: _Columns, options: ReadOptions) -> Example:
     for names, (flag, why) in REFUSED.items():
         found = [column for column in columns.find(names) if column not in columns.named]
         if found and getattr(options, flag) is None and (len(found) > 1 or names != LETTERS):
             raise ExampleError(why.format(" and ".join(found)))
+    for names, is_rejected in JUDGES.items() if options.text_column is None else ():
+        for column in columns.find(names):
+            number = _number(columns.row[column])
+            if number is not None and column not in columns.named and is_rejected(number):
+                judgement = f"{column} {columns.row[column]!r} beside its answer, which may be none to learn"
+                raise ExampleError(f"has {judgement}; leave the row out, or name the answers with --text-column")
     written = _images_of(columns, row.is_sample)
     _check_count("images", written)
     images = [_locate(image, row.folder) for image in written]
@@ -226,30 +215,45 @@ def _read(row: Row, columns: _Columns, options: ReadOptions) -> Example:
         images = [images[number] for number in numbers]
     example = Example(images, [_with_places(chat, len(images)) for chat in chats], row.name)
     notes += _notes_on_answers(example, columns)
-    places = {"image": "the chat" if named else "nowhere", "question": "the chat" if is_chat else "--prompt"}
+    places = {"image": "the chat" if named else "nowhere", "question": "the chat" if is_chat else PROMPT_FLAG}
     for role, column in columns.read.items():
         is_file = column in (FOLDER_NAME, IMAGE_FILE)
         places[role] = f"the {column}" if is_file else f"column {column}"
-    if isinstance(answer, Path):
-        places["answer"] = "the text file"
-    splits = {column: word for column in columns.find(SPLIT_COLUMN) if (word := split_named(str(columns.row[column])))}
-    split = next(iter(splits.values()), "")
+    splits = _splits(columns)
+    split = next((word for word in splits.values() if word != "train"), "train" if splits else "")
     path = row.values.get("__key__") if row.is_sample else next(iter(written), None)
     if not split and isinstance(path, str) and columns.read.get("image") != IMAGE_FILE:
         split = split_of_path(path)
     left = [column for column in columns.row if column not in (*columns.read.values(), *system, *splits)]
     notes += [f"not read: column {column}" for column in left if not is_empty(columns.row[column])]
-    if isinstance(answer, Path) and "\n" in example.chats[0][-1].text:
-        notes.append(SEVERAL_LINES)
+    if isinstance(answer, Path):
+        text = example.chats[0][-1].text
+        if BOXES.fullmatch(text):
+            raise ExampleError(f"has YOLO's boxes in {answer}; write a text there")
+        places["answer"] = TEXT_FILE
+        notes += [SEVERAL_LINES] * ("\n" in text)
     notes += [INSIDE] * any(map(_is_inside, example.chats)) + [NO_IMAGE] * (not images)
-    used = {"prompt": places["question"] == "--prompt", "extension": isinstance(answer, Path)}
-    return replace(
-        example,
-        read=", ".join(f"{role} from {places[role]}" for role in OPTIONS),
-        used=frozenset(name for name, is_used in used.items() if is_used),
-        notes=tuple(notes),
-        split=split,
-    )
+    return replace(example, places=places, notes=tuple(notes), split=split)
+
+
+def _splits(columns: _Columns) -> dict[str, str]:
+    """The split that each of some columns names, as in split: "val", is_test: true and fold: 3."""
+    found = {column: str(columns.row[column]).strip() for column in columns.find(SPLIT)}
+    found = {column: split_named(word) or word for column, word in found.items()}
+    found |= {column: word for column in columns.find(SET) if (word := split_named(str(columns.row[column])))}
+    for column in columns.find(IS_SPLIT):
+        match = re.fullmatch(IS_SPLIT, columns.usual[column])
+        if match and (number := _number(columns.row[column])) in (0, 1):
+            found[column] = match[1] if number else "test" if match[1] == "train" else "train"
+    return found
+
+
+def _number(value: Any) -> float | None:
+    """The number that a value is, that of truths 0 and 1; None if it is none."""
+    text = str(value).strip().lower()
+    with suppress(ValueError):
+        return TRUTHS[text] if text in TRUTHS else float(text)
+    return None
 
 
 def _pairs(question: Any, answer: Any) -> tuple[list[list[Turn]], list[Any]]:
@@ -282,7 +286,7 @@ def _is_inside(chat: Chat) -> bool:
 
 
 def _notes_on_answers(example: Example, columns: _Columns) -> list[str]:
-    """Notes on answers that may stand for a missing value; ExampleError for one that can mean nothing else."""
+    """Notes on answers that may stand for a missing value; ExampleError for one that does, or for a mark."""
     notes = []
     is_class = columns.read["answer"] in columns.classes
     for chat, i in () if is_class else example.learned():
@@ -290,6 +294,8 @@ def _notes_on_answers(example: Example, columns: _Columns) -> list[str]:
         if answer in columns.missing:
             problem = f"has the answer {answer!r} to {chat[i - 1].text!r}, which stands for a missing value"
             raise ExampleError(f"{problem}; write it, or remove the example")
+        if mark := MARKED_BOXES.search(answer):
+            raise ExampleError(f"has the mark {mark[0]} in its answer; write the numbers")
         if answer in MISSING_IN_CSV:
             notes.append(f"learned as a text: the answer {answer!r}")
     return list(dict.fromkeys(notes))

@@ -2,7 +2,6 @@
 
 import csv
 import io
-import json
 import os
 import re
 import tarfile
@@ -19,19 +18,10 @@ from models.checkpoint import CONFIG, INDEX, WEIGHTS
 from models.common import files as file_gate
 from models.common.errors import FileError
 from nanovlm.data.examples import Example, ExampleError
-from nanovlm.data.records import (
-    FOLDER_NAME,
-    IMAGE_FILE,
-    MAX_VALUES,
-    Row,
-    example_of_table,
-    is_image,
-    options_for,
-    row_of_table,
-    to_example,
-)
+from nanovlm.data.records import FOLDER_NAME, IMAGE_FILE, MAX_VALUES, Record, is_image, options_for, to_example
 from nanovlm.data.source import DESCRIBED, Source, StreamedSource
 from nanovlm.data.splits import Splits
+from nanovlm.data.values import has_names, parse_json, plain_value
 from nanovlm.errors import DataError, first_line, needs_extra
 from nanovlm.folders import walk
 from nanovlm.options import ReadOptions
@@ -43,6 +33,7 @@ KINDS = (
     "images with a .txt beside each, one folder of images per label, metadata.jsonl, .csv or .parquet, a .csv, a .json "
     "or .jsonl of records, chats or COCO's captions, .tar, .parquet or .arrow files, or a Hub data set owner/name"
 )
+CAPTIONS = re.compile(r"\.(txt|text|cap\w*|tags?|prompts?|desc\w*)")  # extensions of texts beside images
 HUB_DATASET = re.compile(r"[\w-][\w.-]*/[\w.-]+(:[\w.,() -]+)?")  # owner/name or owner/name:subset
 JOIN_VQA = (  # VQA v1 and v2 keep them in two files
     "join the files of questions and annotations by question_id, and write a list of records with image "
@@ -130,7 +121,7 @@ def _open_folder(path: str, options: ReadOptions) -> Source:
     if reader:  # the rows, not the folders, say which images are read
         names = [name for name in found if is_image(name) or name in names]
     others = sorted(set(found).difference(names))
-    captions = [name for name in beside if suffix(name) not in PARSERS]
+    captions = [name for name in beside if CAPTIONS.fullmatch(suffix(name))]
     hint = f"; --extension {suffix(captions[0])} reads {captions[0]} and its like" if captions else ""
     if unread := [name for name in here if suffix(name) == ".txt" and not beside]:
         hint = f"; {unread[0]} stands beside no image: if it is a table, call it .csv"
@@ -155,7 +146,7 @@ def _read_captions(path: str, files: list[str], options: ReadOptions) -> Source:
         if images.setdefault(stem, image) != image:
             raise DataError(f"{stem}{extension} stands beside {images[stem]} and {image}; remove one")
     rows = [
-        Row({IMAGE_FILE: image, "text": Path(texts.get(stem, f"{stem}{extension}"))}, image)
+        Record({IMAGE_FILE: image, "text": Path(texts.get(stem, f"{stem}{extension}"))}, image)
         for stem, image in images.items()
     ]
     return _source(path, rows, options, path)
@@ -173,7 +164,7 @@ def _read_labels(path: str, images: list[str], options: ReadOptions, splits: Spl
             f".txt beside each, a metadata.csv, or put them into one folder per label{hint}"
         )
     rows = [
-        Row({IMAGE_FILE: image, FOLDER_NAME: folders[0]}, image, classes=[FOLDER_NAME])
+        Record({IMAGE_FILE: image, FOLDER_NAME: folders[0]}, image, classes=[FOLDER_NAME])
         for image, folders in labels.items()
     ]
     source = _source(path, rows, options, path)
@@ -181,12 +172,12 @@ def _read_labels(path: str, images: list[str], options: ReadOptions, splits: Spl
     return source
 
 
-def _columns(rows: Iterable[Row]) -> dict[str, None]:
+def _columns(rows: Iterable[Record]) -> dict[str, None]:
     """All columns of rows, in order."""
     return dict.fromkeys(column for row in rows for column in row.values if not column.startswith("__"))
 
 
-def _source(path: str, rows: list[Row], options: ReadOptions, folder: str) -> Source:
+def _source(path: str, rows: list[Record], options: ReadOptions, folder: str) -> Source:
     columns = _columns(rows)
     make_example = partial(to_example, options=options_for(columns, options))
     return Source(path, rows, make_example, folder=folder, columns=columns)
@@ -204,7 +195,7 @@ def _read_records(path: str, files: list[str], options: ReadOptions) -> Source:
         )
     if files[0].endswith(".parquet"):
         return _read_dataset(path, files, options)
-    rows: list[Row] = []
+    rows: list[Record] = []
     lines: list[str] = []
     for file in files:
         with reading_errors(file):
@@ -212,21 +203,17 @@ def _read_records(path: str, files: list[str], options: ReadOptions) -> Source:
             if isinstance(content, dict):
                 content = _records_of(file, content, lines)
         if not (isinstance(content, list) and all(isinstance(record, dict) for record in content)):
-            raise DataError(f"{file} holds {_kind(content)}, not a list of objects; write [{{...}}, ...]")
+            kind = type(content).__name__
+            if isinstance(content, dict):
+                kind = f"an object with {', '.join(map(repr, islice(content, 3)))}{', ...' * (len(content) > 3)}"
+            raise DataError(f"{file} holds {kind}, not a list of objects; write [{{...}}, ...]")
         is_csv = PARSERS[suffix(file)] is read_csv
-        records = [Row(record, f"{file}[{i}]", is_csv=is_csv) for i, record in enumerate(content)]
+        records = [Record(record, f"{file}[{i}]", is_csv=is_csv) for i, record in enumerate(content)]
         folder = _image_folder([os.path.dirname(file)], records, options_for(_columns(records), options))
         rows += [replace(record, folder=folder) for record in records]
     source = _source(path, rows, options, folder or "." if len(files) == 1 else path)
     source.lines += lines
     return source
-
-
-def _kind(content: Any) -> str:
-    """The kind of a JSON value, and some keys of an object."""
-    if not isinstance(content, dict):
-        return type(content).__name__
-    return f"an object with {', '.join(map(repr, islice(content, 3)))}{', ...' if len(content) > 3 else ''}"
 
 
 @contextmanager
@@ -245,25 +232,12 @@ def reading_errors(where: object) -> Iterator[None]:
         raise DataError(f"{where} cannot be read: {reason}; {remedy}") from None
 
 
-def _parse(text: str) -> Any:
-    """The value of a JSON text; ValueError for an object with two values of one key, of which json takes the last."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        record = dict(pairs)
-        if len(record) < len(pairs):
-            twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
-            raise ValueError(f"an object has several values of {twice!r}")
-        return record
-
-    return json.loads(text, object_pairs_hook=unique)
-
-
 def read_jsonl(path: str) -> list[Any]:
     """The values of a .jsonl file; blank lines are skipped. DataError names the line at fault."""
     values = []
     for number, line in enumerate(file_gate.read_bytes(path).removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
         with reading_errors(f"{path}, line {number},"):
-            values += [_parse(line.decode())] if line.strip() else []
+            values += [parse_json(line.decode())] if line.strip() else []
     return values
 
 
@@ -297,7 +271,7 @@ def read_csv(path: str) -> list[dict[str, str]]:
 
 
 PARSERS: dict[str, Callable[[str], Any]] = {
-    ".json": lambda path: _parse(file_gate.read_bytes(path).decode("utf-8-sig")),  # Windows writes a mark
+    ".json": lambda path: parse_json(file_gate.read_bytes(path).decode("utf-8-sig")),  # Windows writes a mark
     ".jsonl": read_jsonl,
     ".csv": read_csv,
     ".tsv": read_csv,
@@ -305,10 +279,7 @@ PARSERS: dict[str, Callable[[str], Any]] = {
 
 
 def _records_of(path: str, content: dict[str, Any], lines: list[str]) -> Any:
-    """The records in an object: COCO's captions, or its only list of objects; a line about the list goes to lines.
-
-    DataError for files of known data sets that hold no answers, or no questions.
-    """
+    """The records in an object: COCO's captions, or its only list of objects, about which a line goes to lines."""
     lists = {key: value for key, value in content.items() if isinstance(value, list) and value}
     lists = {key: value for key, value in lists.items() if isinstance(value[0], dict)}
     annotation = lists.get("annotations", [{}])[0]
@@ -342,7 +313,7 @@ def _coco(path: str, content: dict[str, Any]) -> list[dict[str, Any]]:
     return [{"file_name": image["file_name"], "captions": captions[image["id"]]} for image in content["images"]]
 
 
-def _image_folder(folders: list[str], rows: Sequence[Row], options: ReadOptions) -> str:
+def _image_folder(folders: list[str], rows: Sequence[Record], options: ReadOptions) -> str:
     """Find the folder that the image paths of rows start from.
 
     It is --images, if one image is there; else the first of folders with one; else the one folder below the last of
@@ -376,10 +347,7 @@ def _image_folder(folders: list[str], rows: Sequence[Row], options: ReadOptions)
 
 
 def _read_dataset(path: str, files: list[str], options: ReadOptions) -> Source:
-    """The rows of files or, without any, of a folder of `save_to_disk` or a Hub data set owner/name[:subset].
-
-    The split "train" is read, or the only one.
-    """
+    """The rows of files, or of a folder of `save_to_disk` or a Hub data set: of the split "train", or the only one."""
     data = _load(path, files, options)
     notes: list[str] = []
     if isinstance(data, dict):
@@ -393,7 +361,7 @@ def _read_dataset(path: str, files: list[str], options: ReadOptions) -> Source:
     for file in files:
         if file.endswith(".tar") and os.path.exists(file):
             notes += _tar_notes(file, data.features)
-    sample: list[Row] = []
+    sample: list[Record] = []
     with reading_errors(path):
         for table in islice(data.iter(batch_size=1), DESCRIBED):
             with suppress(ExampleError):  # which the scan reports
@@ -412,6 +380,34 @@ def _read_dataset(path: str, files: list[str], options: ReadOptions) -> Source:
     return Source(path, range(len(data)), make_example, **known)
 
 
+def example_of_table(row: tuple[Any, str], folder: str, features: Any, options: ReadOptions) -> Example:
+    """The example that a row of `datasets` holds, streamed or not; see `row_of_table` and `to_example`."""
+    return to_example(row_of_table(row, folder, features), options)
+
+
+def row_of_table(row: tuple[Any, str], folder: str, features: Any) -> Record:
+    """Convert an Arrow table of one row, with its name; a tar's sample becomes its .txt and the record in its .json."""
+    table, name = row
+    try:
+        (values,) = table.to_pylist()
+        values = {at.name: plain_value(values[at.name], at.type, (features or {}).get(at.name)) for at in table.schema}
+    except (ArithmeticError, ImportError, LookupError, NotImplementedError, OSError, ValueError) as error:
+        raise ExampleError(f"{name} cannot be read: {first_line(error)}") from None
+    is_sample = "__key__" in values
+    if is_sample:
+        name = f"{name} {values['__key__']}"
+        record = values.pop("json", None)
+        values = (record if isinstance(record, dict) else {}) | values
+        if (text := values.pop("txt", None)) is not None:
+            values["text"] = text
+        pages = [kind for kind in values if is_image(kind) and re.search(r"\d\.\w+$", kind)]
+        pages.sort(key=lambda kind: [int(number) for number in re.findall(r"\d+", kind)])
+        if images := [image for kind in pages if (image := values.pop(kind)) is not None]:
+            values["images"] = images
+    classes = [column for column, feature in (features or {}).items() if has_names(feature)]
+    return Record(values, name, folder, classes, is_sample=is_sample)
+
+
 def _example_at(i: int, data: Any, path: str, make_example: Callable[[tuple[Any, str]], Example]) -> Example:
     return make_example((data[i], f"{path}[{i}]"))
 
@@ -419,7 +415,13 @@ def _example_at(i: int, data: Any, path: str, make_example: Callable[[tuple[Any,
 def _tar_notes(file: str, features: Any) -> list[str]:
     """Notes on a tar: files that `datasets` skips, as the first samples have none of their type, and a missing end."""
     with reading_errors(file), file_gate.opened(file) as raw, tarfile.open(fileobj=raw) as tar:
-        names = [member.name for member in tar if member.isfile()]
+        names = []
+        for member in filter(tarfile.TarInfo.isfile, tar):
+            names.append(member.name)
+            is_record = re.search(r"(^|/)[^./][^/]*\.json$", member.name.lower())  # and no hidden file, as macOS adds
+            if is_record and (content := tar.extractfile(member)):
+                with reading_errors(f"{file}, {member.name},"):
+                    parse_json(content.read())  # `datasets` takes the last of two values of a key
         raw.seek(-1024, os.SEEK_END)
         notes = [f"{file} has no end mark: it may have been cut"] if any(raw.read()) else []
     if twice := [name for name, n in Counter(names).items() if n > 1]:  # which older versions of `datasets` merge

@@ -1,6 +1,7 @@
 """Source: examples by index, all read once at opening. StreamedSource: examples in sequence, resumed from a state."""
 
 import os
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,6 +24,7 @@ DESCRIBED = 100  # rows of a stream that its lines are about
 COMPARED = 1000  # rows of a stream that are compared with a validation set
 MAX_LABEL = 100  # characters of an answer that are compared to tell classes
 
+APART = "write each split to a file of its own"
 STREAMED = "streamed, so its size and what is wrong in later rows are not known"
 
 Keys = tuple[str, ...]  # hashes that an example shares with those on its side of the split
@@ -41,10 +43,7 @@ def text_digest(example: Example, *keys: str) -> str:
 
 
 def keys_of(example: Example, known: dict[str, str]) -> Keys:
-    """Hash the bytes of each image of an example, or its texts if it has none; known caches the hashes by path.
-
-    ExampleError for a file that cannot be read.
-    """
+    """Hash the bytes of each image of an example, or its texts if it has none; known caches the hashes by path."""
     keys = []
     for image in example.images:
         if not isinstance(image, (str, os.PathLike)):
@@ -64,7 +63,7 @@ def keys_of(example: Example, known: dict[str, str]) -> Keys:
 def rank_of(keys: Iterable[str]) -> str:
     """Rank of a group of images: the lowest ranks are held out first. 24 hexadecimal digits.
 
-    The rank of one image is its hash. That of several is the hash of their lowest, as the lowest would tend to be low.
+    The rank of one image is its hash, that of several the hash of their lowest hash, which by itself tends to be low.
     """
     lowest, *others = sorted(set(keys))
     return digest_of(lowest.encode()) if others else lowest
@@ -76,8 +75,7 @@ def limit_of(share: float) -> str:
 
 
 def _of_other_split(example: Example) -> ExampleError:
-    problem = f"{example.name} is of the split {example.split!r} among others"
-    return ExampleError(f"{problem}; write each split to a file of its own")
+    return ExampleError(f"{example.name} is of the split {example.split!r} among others; {APART}")
 
 
 @dataclass(eq=False)
@@ -96,7 +94,7 @@ class Source:
     folder: str = ""  # of the images, if the rows name files
     columns: Iterable[str] = ()
     listed: Sequence[str] = ()  # files of the folder; a line names each that is no image of an example
-    used: frozenset[str] = frozenset()  # fields of `ReadOptions` that its examples needed
+    places: frozenset[str] = frozenset()  # that images, questions and answers were read from
     split: str = ""  # of its examples, where rows name it
     weight: float | None = None  # its share of a mixture, if given
 
@@ -105,9 +103,6 @@ class Source:
 
     def __getitem__(self, i: int) -> Example:
         return self.make_example(self.rows[i])
-
-    def __iter__(self) -> Iterator[Example]:
-        return self.usable()
 
     def part(self, indices: Sequence[int], weight: float | None = None) -> "Source":
         """Some of the examples, with the lines and errors of all."""
@@ -131,10 +126,7 @@ class Source:
                 yield error
 
     def scan(self, rows: Sequence[Any], skip_errors: bool) -> list[Any]:
-        """Read all rows once and return those that are examples; lines say what was read and what was not.
-
-        DataError if some are none, unless they are to be skipped.
-        """
+        """Read all rows once and return those that are examples; lines say what was read. DataError if not all are."""
         known: dict[str, str] = {}
         read: list[tuple[Any, Example, Keys, str, list[str]]] = []
         with progress_bar(len(rows), "row", self.path, delay=2, leave=False) as bar:
@@ -149,28 +141,32 @@ class Source:
                 read.append((row, replace(example, images=(), chats=()), keys, digest, answers))
         examples = [example for _, example, *_ in read]
         splits = Counter(example.split for example in examples if example.split)
+        counts = " and ".join(f"{split} ({n:,})" for split, n in splits.items())
+        if len(splits) > 1 and "train" not in splits and any(re.fullmatch(r"[\d.]+", split) for split in splits):
+            none = f"{self.path} has rows of the splits {counts}, of which none is called train"
+            raise DataError(f"{none}; {APART}, or rename the column")
         self.split = "train" if "train" in splits else next(iter(splits), "") if len(splits) == 1 else ""
         if self.split == "train":
             self.errors += [str(_of_other_split(one)) for one in examples if one.split not in ("", "train")]
             read = [one for one in read if one[1].split in ("", "train")]
         elif len(splits) > 1:
-            counts = " and ".join(f"{split} ({n:,})" for split, n in splits.items())
             self.lines.append(f"there is no training split: reading rows of {counts}")
         usable, examples, self.keys, self.digests, self.answers = map(list, zip(*read)) if read else [[]] * 5
-        self.used = frozenset().union(*(example.used for example in examples))
+        self.places = frozenset().union(*(example.places.values() for example in examples))
+        told = [", ".join(f"{role} from {place}" for role, place in example.places.items()) for example in examples]
         notes: dict[str, list[str]] = defaultdict(list)
-        for example in examples:
-            for note in (f"reading {example.read}", *example.notes):
+        for example, places in zip(examples, told):
+            for note in (f"reading {places}", *example.notes):
                 notes[note].append(example.name)
-        if len(columns := {example.read for example in examples}) == 1:  # of all, which needs no number
-            del notes[alike := f"reading {columns.pop()}"]
-            self.lines.insert(0, alike)
+        if len(set(told)) == 1:  # of all, which needs no number
+            del notes[f"reading {told[0]}"]
+            self.lines.insert(0, f"reading {told[0]}")
         n = len(usable)
         errors = self.errors
         if not n:
             raise DataError(f"{errors[0]}; no record of {self.path} can be used" if errors else f"{self.path} is empty")
         if len(notes.get(NO_IMAGE, ())) == n:
-            seen = f"reading {examples[0].read}; {'; '.join(notes)}"
+            seen = f"reading {told[0]}; {'; '.join(notes)}"
             raise DataError(f"no images found: no record of {self.path} names one, {seen}; --image-column names it")
         if errors and not skip_errors:
             raise DataError(
@@ -194,8 +190,8 @@ class Source:
 class StreamedSource(Source):
     """Examples in sequence, for data that are too large or too remote for random access.
 
-    Each of n_parts readers reads whole shards where their number allows it, else every n_parts-th row. An epoch has its
-    own order of shards, and rows are shuffled in windows.
+    Each of n_parts readers takes whole shards if n_parts divides their number, else every n_parts-th row. An epoch has
+    its own order of shards; rows are shuffled in windows.
     """
 
     endless: bool = True
@@ -204,10 +200,7 @@ class StreamedSource(Source):
     def read(
         self, seed: str, part: int = 0, n_parts: int = 1, state: dict[str, Any] | None = None
     ) -> Iterator[tuple[Example | ExampleError, dict[str, Any]]]:
-        """Yield a part's training examples endlessly, or the error of an unusable one, each with the state after it.
-
-        A reader that is given this state goes on behind it.
-        """
+        """Yield a part's training examples, or errors, endlessly, each with the state to go on from behind it."""
         at = {"epoch": 0, "shard": 0, "window": 0, "taken": 0, "rows": None} | (state or {})
         n_shards = self.rows.num_shards
         by_shard = n_shards % n_parts == 0

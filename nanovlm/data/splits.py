@@ -31,9 +31,8 @@ def split_of_path(path: str) -> str:
 class Splits:
     """The splits that the paths of a folder's files name.
 
-    A name is a split by itself, or if another one beside it differs in such a word alone, as train_images and
-    val_images. `level` is the first level of folders at which every image's folder is one: a class would not be one
-    for all.
+    A name is a split if it is such a word, or if a name beside it differs in such a word alone: train_images and
+    val_images. `level` is the first level of folders where all are splits; classes may have such names below it.
     """
 
     def __init__(self, names: Sequence[str], is_image: Callable[[str], bool], is_table: Callable[[str], Any]):

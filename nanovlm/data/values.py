@@ -5,7 +5,7 @@ import decimal
 import json
 import re
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -37,32 +37,42 @@ def plain_value(value: Any, kind: Any, feature: Any = None) -> Any:
     if str(kind) in SHORT_FLOATS:
         return float(str(kind.to_pandas_dtype()(value)))  # numpy writes the shortest
     if str(kind) == "extension<arrow.json>":
-        return json.loads(value)
+        return parse_json(value)
     if type(feature).__name__ == "Image" and value["bytes"] is None and HUB_FILE.match(value["path"] or ""):
-        return {"bytes": _fetch(value["path"])}
+        import fsspec  # of `datasets`
+
+        with fsspec.open(value["path"], "rb") as file:
+            return {"bytes": file.read()}
     kind = getattr(kind, "storage_type", kind)
     if isinstance(value, dict):
         features = feature if isinstance(feature, dict) else {}
         return {field.name: plain_value(value[field.name], field.type, features.get(field.name)) for field in kind}
     if hasattr(kind, "item_type"):
-        return {str(key): plain_value(item, kind.item_type) for key, item in value}
+        return unique((str(key), plain_value(item, kind.item_type)) for key, item in value)
     if isinstance(value, list):
         inner = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
         return [plain_value(item, kind.value_type, inner) for item in value]
     return value
 
 
+def unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of keys and values; ValueError for two values of one key, of which json would take the last."""
+    record: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in record:
+            raise ValueError(f"an object has several values of {key!r}")
+        record[key] = value
+    return record
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The value of a JSON text; ValueError for an object with two values of one key."""
+    return json.loads(text, object_pairs_hook=unique)
+
+
 def has_names(feature: Any) -> bool:
     """True of a ClassLabel of `datasets`, and of lists of one."""
     return hasattr(getattr(feature, "feature", feature), "int2str")
-
-
-def _fetch(address: str) -> bytes:
-    """Content of a file of a streamed Hub data set."""
-    import fsspec  # of `datasets`
-
-    with fsspec.open(address, "rb") as file:
-        return file.read()
 
 
 def is_empty(value: Any) -> bool:
@@ -73,10 +83,7 @@ def is_empty(value: Any) -> bool:
 
 
 def clean_text(value: Any, strip: bool = True) -> str:
-    """Text with \\n as its only line end and, with strip, without the white space around it; "" for a missing value.
-
-    ExampleError for a value of a type that is none of TEXTS, such as a list, and for half of a character.
-    """
+    """Text with \\n as its only line end and, with strip, without the white space around it; "" for a missing value."""
     if is_empty(value) or value in (float("inf"), -float("inf")):
         return ""
     to_text = next((function for kind, function in TEXTS.items() if isinstance(value, kind)), None)

@@ -1,8 +1,8 @@
 """Ask a model the questions of examples, and score its answers."""
 
 import math
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -11,6 +11,7 @@ from nanovlm.captioner import Captioner
 from nanovlm.console import progress_bar
 from nanovlm.data import Source
 from nanovlm.data.examples import Example, Question, questions
+from nanovlm.data.mixture import are_labels
 from nanovlm.errors import DataError, ImageError, InputError
 from nanovlm.evaluation.metrics import METRICS, Metric, exact_match, intervals, is_same_by_f1
 from nanovlm.options import GenerationOptions, generation_options
@@ -170,3 +171,27 @@ def _request(captioner: Captioner, question: Question, options: GenerationOption
         message = str(error)
         message = message if message.startswith(question.name) else f"{question.name}: {message}"
         return Request((), error=DataError(message))
+
+
+def doubtful_labels(captioner: Captioner, asked: Iterable[Question]) -> list[tuple[Question, str]]:
+    """Questions whose label may be wrong, as another is more probable, with a line; the least probable label first."""
+    groups: dict[tuple[str, str], list[Question]] = defaultdict(list)
+    for question in asked:
+        places = [None] * len(question.images)
+        if places and [[*turn.parts] for turn in question.chat] == [[*places, question.prompt]]:
+            groups[question.source, question.prompt].append(question)
+    doubts: list[tuple[float, Question, str]] = []
+    for (_, prompt), group in groups.items():
+        labels = sorted({label for question in group for label in question.references})
+        if len(labels) < 2 or not are_labels(len(labels), len(group)):
+            continue
+        with progress_bar(len(group), "label") as bar:
+            images = (question.images for question in group)
+            for question, ranked in zip(group, captioner.classify_each(images, labels, prompt)):
+                probability = {choice.text: choice.probability for choice in ranked}
+                for label in dict.fromkeys(question.references):
+                    if label != ranked[0].text:
+                        line = f"{label} (probability {probability[label]:.2g}), the model's: {ranked[0].text}"
+                        doubts.append((probability[label], question, line))
+                bar.update()
+    return [(question, line) for _, question, line in sorted(doubts, key=lambda doubt: doubt[0])]

@@ -1,7 +1,4 @@
-"""Metrics of answers against reference answers.
-
-A metric takes the answers and, for each, its references, and returns a score for each answer; the mean is the result.
-"""
+"""Metrics: functions of answers and the references of each, which return a score for each; the mean is the result."""
 
 import importlib
 import math
@@ -38,10 +35,7 @@ CIDER_SIGMA = 6.0
 
 
 def intervals(scores: Mapping[str, float], n: int) -> dict[str, tuple[float, float]]:
-    """95% intervals (Wilson 1927) of the means of n scores that lie in [0, 1]; {} if n is 0.
-
-    They are exact for shares of right answers, and wider than needed for scores between 0 and 1.
-    """
+    """95% intervals (Wilson 1927) of the means of n scores in [0, 1], wider than needed if some are between the two."""
     found = {}
     for name, share in scores.items() if n else ():
         if name not in ("loss", "cider") and 0 <= share <= 1:

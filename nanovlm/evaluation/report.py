@@ -12,7 +12,6 @@ from models.common import files
 from nanovlm.console import CONTROL, count
 from nanovlm.data.examples import Question
 from nanovlm.evaluation.evaluate import Answer, Evaluation
-from nanovlm.evaluation.labels import Doubt
 from nanovlm.processing.image_loading import thumbnail
 
 MAX_SHOWN = 60  # wrong answers, and right ones
@@ -41,12 +40,9 @@ def write_report(
     metrics: Sequence[Mapping[str, Any]] = (),
     facts: Sequence[str] = (),
     best: int | None = None,
-    doubts: Sequence[Doubt] = (),
+    doubts: Sequence[tuple[Question, str]] = (),
 ) -> None:
-    """Write the page. metrics are the objects of a metrics.jsonl, of which loss and one metric are drawn.
-
-    best is the step of the model, which is marked in the curves; doubts are those of `doubtful_labels`.
-    """
+    """Write the page; metrics are of a metrics.jsonl, best is the step of the model; see `doubtful_labels`."""
     sections = [f"<h1>{escape(title)}</h1>", *(f"<p>{escape(fact)}</p>" for fact in facts)]
     lines = {"loss": _points(metrics, "loss"), "held out": _points(metrics, "validation_loss")}
     sections += [_chart("loss", lines, best)] if lines["loss"] else []
@@ -54,9 +50,8 @@ def write_report(
     sections += [_chart(f"{metric} of held-out answers", {metric: curve}, best)] if curve else []
     sections.append(_confusion(evaluation.answers))
     if doubts:
-        told = [f"{one.label} (probability {one.probability:.2g}), the model's: {one.better}" for one in doubts]
         sections.append("<h2>Your label against the model's, the least probable first</h2>")
-        sections.append(_gallery((one.question, line) for one, line in zip(doubts[:MAX_SHOWN], told)))
+        sections.append(_gallery(doubts[:MAX_SHOWN]))
     right = [answer for answer in evaluation.answers if answer.is_right]
     for kind, answers in (("Wrong", evaluation.wrong()), ("Right", right)):
         shown = f", the first {MAX_SHOWN}" if len(answers) > MAX_SHOWN else ""

@@ -64,10 +64,7 @@ def _take_turns(groups: Sequence[Sequence[T]], rng: Random) -> list[T]:
 
 
 def _unique_phrase(shape: Shape, shapes: Sequence[Shape], rng: Random, without: str = "") -> str | None:
-    """A phrase that fits this shape alone: mostly the shortest, sometimes a longer one; None if there is none.
-
-    without names an attribute that the phrase must not tell.
-    """
+    """A phrase that fits this shape alone, mostly the shortest, without telling an attribute; None if there is none."""
     size = shape.size
     color = shape.color
     kind = "object" if without == "kind" else shape.kind

@@ -1,26 +1,24 @@
-"""Recipe of the embedded model: its config, its tokenizer, and the batches it is trained on.
+"""Recipe of the embedded model: new weights, and the batches that they are trained on.
 
 Every batch is a pure function of the seed and the step. The schedules below (step -> value from that step on) reproduce
 the published weights; a change of anything here, even of the order of random draws, changes the training data.
 """
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
 from random import Random
 from typing import TypeVar
 
-import tokenizers
 import torch
-from tokenizers import decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
-from models.config import VLMConfig, extra_tokens
 from models.vision_language_model import VisionLanguageModel
+from nanovlm.captioner import Captioner
 from nanovlm.data.examples import IGNORE_INDEX, EncodedExample, Example, collate, encode
 from nanovlm.data.source import Source
-from nanovlm.embedded import PROMPT
+from nanovlm.embedded import EMBEDDED, PROMPT
 from nanovlm.processing.conversation import dialogue
 from nanovlm.processing.processor import Processor
 from nanovlm.processing.tokenizer import Tokenizer
@@ -55,7 +53,6 @@ REWORDINGS = {  # other ways to put a part of a question
 }
 REWORDED_SHARE = 0.25  # of questions that can be put in another way
 IMAGE_SIDES = (96, 256)  # range of the training images' sides, in pixels
-BASE_VOCAB_SIZE = 640
 # Schedules: step -> value from that step on. Captions of single shapes first teach the encoder to see.
 MAX_SHAPES = {0: 1, 500: 2, 900: 4}
 N_QUESTIONS = {0: 0, 500: 5}  # per image beside its caption, each answered independently
@@ -69,69 +66,25 @@ CONVERSATION_SHARE = {0: 0.0, 2500: 0.4}  # share of multi-turn examples
 CHECKPOINT_DTYPE = torch.float16  # rounds these weights 8 times finer than bfloat16 in the same 2 bytes
 
 
-def make_tokenizer() -> tokenizers.Tokenizer:
-    """Byte-level BPE that encodes every word of the scenes as one token and any other text in pieces."""
-    tokenizer = tokenizers.Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=BASE_VOCAB_SIZE,
-        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(_corpus(), trainer)
-    base = tokenizer.get_vocab_size()
-    tokenizer.add_special_tokens(list(extra_tokens(0).values()))
-    assert tokenizer.get_vocab_size() == base + 2
-    return tokenizer
-
-
-def _corpus() -> Iterator[str]:
-    rng = Random("corpus")
-    for _ in range(2000):
-        example = scene_example(random_scene(rng), rng, n_questions=20, size=None)
-        for turn in chain.from_iterable(example.chats):
-            yield from (f"{turn.role}\n", turn.text)
-    yield from [*CAPTION_PROMPTS, *SHORT_PROMPTS, *READING_PROMPTS] * 100
-
-
-def make_config(tokenizer: tokenizers.Tokenizer) -> VLMConfig:
-    """3 million parameters, images of 96 x 96 pixels."""
-    vocab_size = tokenizer.get_vocab_size()
-    return VLMConfig(
-        vit_hidden_dim=128, vit_inter_dim=512, vit_n_heads=4, vit_n_blocks=4,
-        vit_patch_size=8, vit_img_size=96, max_img_size=96, vit_model_type="none",
-        lm_hidden_dim=192, lm_inter_dim=512, lm_n_heads=6, lm_n_kv_heads=2, lm_n_blocks=6, lm_re_base=10000,
-        lm_max_position_embeddings=1024, lm_max_length=1024, lm_model_type="none", lm_tokenizer="none",
-        lm_base_vocab_size=vocab_size - 2, extra_token_amount=2, lm_vocab_size=vocab_size,
-        mp_pixel_shuffle_factor=2, mp_image_token_length=36,
-        vlm_extra_tokens=extra_tokens(0), vlm_load_backbone_weights=False,
-    )  # fmt: skip
-
-
 def make_model(seed: int) -> tuple[VisionLanguageModel, Processor]:
-    """The untrained model, initialized from seed, and its processor."""
-    backend = make_tokenizer()
-    cfg = make_config(backend)
-    tokenizer = Tokenizer(backend, cfg)
-    assert tokenizer.image_token_id is not None, "make_tokenizer adds it"
+    """The embedded model with new weights, initialized from seed, and its processor."""
+    embedded = Captioner.from_pretrained(EMBEDDED, "cpu", "float32")
     torch.manual_seed(seed)
-    return VisionLanguageModel(cfg, tokenizer.image_token_id), Processor(cfg, tokenizer)
+    return VisionLanguageModel(embedded.model.cfg, embedded.model.image_token_id), embedded.processor
 
 
 def scene_example(
     scene: Scene,
     rng: Random,
     n_questions: int,
-    size: tuple[int, int] | None,
+    size: tuple[int, int],
     colorless: bool = False,
     varied: bool = True,
 ) -> Example:
     """A scene's image of size (width, height) with a caption and the first n_questions of its questions.
 
-    N_RELATION_QUESTIONS more compare the places of two shapes. Without a size there is no image. A colorless example
-    leaves out the questions that mention or ask for a color.
+    N_RELATION_QUESTIONS more compare the places of two shapes. A colorless example leaves out the questions that
+    mention or ask for a color.
     """
     pairs = questions(scene, rng)
     if colorless:
@@ -147,9 +100,8 @@ def scene_example(
         asked = rng.choice(SHORT_PROMPTS), short_caption(scene)
     else:
         asked = PROMPT if rng.random() < 0.4 else rng.choice(CAPTION_PROMPTS), caption(scene)
-    images = [draw(scene, *size, varied)] if size else []
-    places = [None] * len(images)
-    return Example(images, [dialogue((_as_typed(prompt, rng), answer), places) for prompt, answer in (asked, *first)])
+    chats = [dialogue((_as_typed(prompt, rng), answer), [None]) for prompt, answer in (asked, *first)]
+    return Example([draw(scene, *size, varied)], chats)
 
 
 def _random_size(rng: Random) -> tuple[int, int]:

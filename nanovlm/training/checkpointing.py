@@ -4,6 +4,7 @@ That is the optimizer's state (optimizer.safetensors), the adapters of a LoRA ru
 settings, the scores so far and the gradient scaler's state.
 """
 
+import errno
 import json
 import logging
 import math
@@ -11,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import NoneType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
@@ -28,12 +29,12 @@ from nanovlm.errors import BusyError, CheckpointError, TrainingError, UsageError
 from nanovlm.options import check_output_folder
 from nanovlm.training.config import TrainConfig
 
+if TYPE_CHECKING:
+    from nanovlm.training.loop import TrainingTask
+
 OPTIMIZER = "optimizer.safetensors"
 STATE = "trainer.json"
 FIXED = ("lora_rank", "lora_alpha", "train_embeddings", "optimizer")  # settings that a resumed run must have, too
-STATE_TYPES: dict[str, type] = {
-    "step": int, "config": dict, "metric": str, "scores": list, "scaler": dict, "streams": dict,
-}  # fmt: skip
 SCALER = torch.amp.GradScaler("cpu").state_dict().keys()
 NOT_NEGATIVE = ("/step", "/exp_avg_sq")
 
@@ -71,7 +72,7 @@ def write_errors(folder: Path) -> Iterator[None]:
         raise
     except OSError as error:
         steps = checkpoint_steps(folder)
-        remedy = "free some disk space" if "No space" in str(error) else "correct that"
+        remedy = "free some disk space" if error.errno == errno.ENOSPC else "correct that"
         goal = f"resume from {checkpoint_path(folder, steps[-1])}" if steps else "start over"
         raise TrainingError(
             f"{folder} cannot be written: {error}; {remedy} and run the same command again to {goal}"
@@ -86,28 +87,17 @@ def check_disk_space(folder: Path, model: VisionLanguageModel, cfg: TrainConfig)
         check_output_folder(folder, 2 * size + (cfg.keep_checkpoints + 2) * (size + moments))
 
 
-def write_model(
-    folder: Path,
-    model: VisionLanguageModel,
-    tokenizer: str,
-    dtype: torch.dtype | None = None,
-    *,
-    home: Path | None = None,
-    base: str | None = None,
-    prompt: str | None = None,
-) -> None:
-    """Write a model's files and its default prompt; adapters are merged into it and also written beside it.
-
-    home is the folder where the trained model will be found. Adapters name the base model.
-    """
-    if prompt is not None:
-        write_prompt(folder, prompt)
-    where = None if home is None else str(home.resolve())
+def write_model(folder: Path, model: VisionLanguageModel, task: "TrainingTask", is_final: bool = False) -> None:
+    """Write a model's files and its prompt; adapters are merged, and also written. Checkpoints are in float32."""
+    if task.prompt is not None:
+        write_prompt(folder, task.prompt)
+    dtype = task.save_dtype if is_final else None
+    where = str(task.folder.resolve()) if is_final else None
     if not adapters(model):
-        return write_checkpoint_files(folder, model, tokenizer, dtype, where)
+        return write_checkpoint_files(folder, model, task.tokenizer, dtype, where)
     with files.scratch_folder(folder) as scratch:
-        write_checkpoint_files(folder, merge_on_disk(model, scratch, dtype), tokenizer, dtype, where)
-    write_adapters(folder, model, base)
+        write_checkpoint_files(folder, merge_on_disk(model, scratch, dtype), task.tokenizer, dtype, where)
+    write_adapters(folder, model, task.base)
 
 
 def optimizer_state(model: VisionLanguageModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -120,22 +110,22 @@ def optimizer_state(model: VisionLanguageModel, optimizer: torch.optim.Optimizer
 
 
 def save_checkpoint(
-    folder: Path,
+    task: "TrainingTask",
     model: VisionLanguageModel,
     optimizer: torch.optim.Optimizer,
     state: dict[str, Any],
     keep: int,
     best: int | None,
-    **parts: Any,
 ) -> None:
-    """Write all files of a checkpoint, or none; parts are arguments of `write_model`. Keep the newest and the best."""
+    """Write all files of a checkpoint, or none. Keep the newest and the best."""
+    folder = task.folder
     step = state["step"]
     path = checkpoint_path(folder, step)
     with write_errors(folder):
         if path.exists():  # a damaged one; the run was resumed from an older one
             files.remove_folder(path)
         with files.filling(path) as new:
-            write_model(new, model, **parts)
+            write_model(new, model, task)
             save_file({name: t.cpu() for name, t in optimizer_state(model, optimizer).items()}, new / OPTIMIZER)
             files.replace(new / STATE, json.dumps(state, indent=2) + "\n")
     until_now = [other for other in checkpoint_steps(folder) if other <= step]
@@ -147,10 +137,7 @@ def save_checkpoint(
 def restore_newest(
     folder: Path, model: VisionLanguageModel, cfg: TrainConfig, empty: Mapping[str, Tensor]
 ) -> tuple[dict[str, Any], dict] | None:
-    """Restore the newest of folder/checkpoints that is not damaged; CheckpointError if all are, None without any.
-
-    empty has the optimizer's tensors by name; see `restore`.
-    """
+    """`restore` the newest of folder/checkpoints that is not damaged; CheckpointError if all are, None without any."""
     damaged: list[str] = []
     for step in reversed(checkpoint_steps(folder)):
         path = checkpoint_path(folder, step)
@@ -207,25 +194,22 @@ def read_state(path: Path) -> dict[str, Any]:
     """The object in trainer.json of the checkpoint path; CheckpointError unless a run could have written it."""
     state = read_object(path / STATE)
     try:
-        for name, kind in STATE_TYPES.items():
-            if type(state[name]) is not kind:
-                raise TypeError(f"{name} is of type {type(state[name]).__name__}, not {kind.__name__}")
-        if path.name != f"step-{state['step']}":
-            raise ValueError(f"step={state['step']} is not that of the folder")
-        if not all(type(step) is int and math.isfinite(score) for step, score in state["scores"]):
-            raise ValueError("scores are not pairs of a step and a number")
-        scaler = state["scaler"]
-        if scaler and (scaler.keys() != SCALER or not all(0 <= value < math.inf for value in scaler.values())):
-            raise ValueError(f"scaler={scaler}")
-        config = state["config"]
+        config, scaler = state["config"], state["scaler"]
         TrainConfig(**{name: value for name, value in config.items() if name in TrainConfig.__dataclass_fields__})
         parse_validation(config["validation"])
-        if type(config["freeze"]) is not list or type(config["data"]) not in (str, NoneType):
-            raise TypeError("freeze or data is of another type")
-    except KeyError as error:
-        raise CheckpointError(f"{path / STATE} has no {error}") from None
-    except (TypeError, ValueError, OverflowError, UsageError) as error:
-        raise CheckpointError(f"{path / STATE}: {error}") from None
+        is_written = {
+            "step": type(state["step"]) is int and path.name == f"step-{state['step']}",
+            "metric": type(state["metric"]) is str,
+            "scores": all(type(step) is int and math.isfinite(score) for step, score in state["scores"]),
+            "scaler": scaler.keys() in (set(), SCALER) and all(0 <= number < math.inf for number in scaler.values()),
+            "streams": type(state["streams"]) is dict,
+            "freeze": type(config["freeze"]) is list,
+            "data": type(config["data"]) in (str, NoneType),
+        }
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError, UsageError) as error:
+        raise CheckpointError(f"{path / STATE} is not as a run writes it: {error}") from None
+    if wrong := [name for name, is_right in is_written.items() if not is_right]:
+        raise CheckpointError(f"{path / STATE} is not as a run writes it: {wrong[0]}")
     return state
 
 

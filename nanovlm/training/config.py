@@ -1,4 +1,4 @@
-"""The settings of a training run: TrainConfig says how to learn, FinetuneOptions which model learns from which data.
+"""The settings of a training run: TrainConfig for learning, FinetuneOptions for model, data and folder.
 
 Each field carries its default, type, limits and, if it has a flag, that flag's help text. The flags of train.py, the
 keys of run.json and the keyword arguments of Python are made from them.
@@ -39,7 +39,7 @@ def read_run(folder: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How a model is trained; a value out of range is an InputError.
+    """Settings of the training itself; a value out of range is an InputError.
 
     An optimizer step learns from batch_size * gradient_accumulation_steps examples on each process.
     """
@@ -140,8 +140,8 @@ class TrainConfig:
     def lr_at(self, step: int) -> float:
         """The learning rate of a step, counted from 0: warm-up, stable, linear decay (Hägele et al. 2024).
 
-        A run that is resumed between warm-up and decay with another max_steps learns as if it had had that from the
-        start; during the warm-up only if warmup_steps are at most a tenth of both.
+        Between warm-up and decay the rate is the same for any max_steps, so a run resumed there may have another one.
+        During warm-up this holds if warmup_steps are at most a tenth of both.
         """
         decay = (self.max_steps - step) / max(1.0, self.decay * self.max_steps)
         return self.lr * min(1.0, (step + 1) / (self.warmup + 1), decay)
@@ -149,7 +149,7 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class FinetuneOptions:
-    """Which model to fine-tune, on which examples, and where the result goes; a value out of range is an InputError."""
+    """The model to fine-tune, the examples, and the folder of the result; a value out of range is an InputError."""
 
     data: Sequence[str | os.PathLike[str]] = setting(
         (),
@@ -207,6 +207,7 @@ ADAPTERS = replace(FINETUNING, lr=3e-3)  # LoRA wants a higher learning rate (Sc
 # Their vocabulary was pretrained, so that adapters need no trained embeddings.
 JOINED = replace(FINETUNING, lr=1.5e-4, projector_lr=3e-3)
 JOINED_ADAPTERS = replace(ADAPTERS, projector_lr=3e-3, train_embeddings=False)
+PRESETS = {"": FINETUNING, "LoRA": ADAPTERS, "backbones": JOINED, "scenes": SCENES}  # as the help names them
 
 
 def choose_settings(

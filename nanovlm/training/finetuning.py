@@ -42,10 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 def fine_tune(options: FinetuneOptions, cfg: TrainConfig) -> VisionLanguageModel:
-    """Train options.model on options.data, or a new one on drawn scenes; write it to options.out and return it.
-
-    If the folder holds checkpoints, training is resumed from the newest; see Trainer.run.
-    """
+    """Train options.model on options.data, or a new one on drawn scenes, to options.out; see `Trainer.run`."""
     with remedies():
         return start(options, cfg).run()
 
@@ -85,8 +82,8 @@ def start(options: FinetuneOptions, cfg: TrainConfig) -> Trainer:
     if cfg.lora_rank and options.backbones and is_main():
         with write_errors(options.out):
             options.out.mkdir(parents=True, exist_ok=True)
-        with write_errors(options.out), files.locked(options.out):  # without its base an adapter is of no use
-            model.save_pretrained(options.out / BASE, tokenizer=task.tokenizer)
+            with files.locked(options.out):  # without its base an adapter is of no use
+                model.save_pretrained(options.out / BASE, tokenizer=task.tokenizer)
     model.to(choose_device(options.device))
     run = Trainer(model, task, cfg)
     if options.flags is not None and is_main():  # for --config, and for who asks what a model was trained on
@@ -108,8 +105,6 @@ def start(options: FinetuneOptions, cfg: TrainConfig) -> Trainer:
 def check_folder(folder: Path, data: Sequence[str | os.PathLike[str]]) -> None:
     """UsageError or InputError for a folder to which a model cannot be written, or only over something else."""
     check_output_folder(folder)
-    if (folder / WEIGHTS).exists() and not checkpoint_steps(folder):
-        raise UsageError(f"--out {folder} holds a model but no checkpoints to resume from; name another folder")
     if link := next((path for path in (folder / "checkpoints", folder / BASE) if path.is_symlink()), None):
         raise UsageError(f"--out {folder}: {link} is a link; remove it, or name another folder")
     names = {*WRITTEN, *(name for find in FORMATS.values() for name in find().other_files), *[BASE] * is_main()}
@@ -123,7 +118,7 @@ def holds_run(folder: Path) -> bool:
     """Check for a checkpoint, or for the run.json of a run that ended before its first one."""
     if any((checkpoint_path(folder, step) / STATE).exists() for step in checkpoint_steps(folder)):
         return True
-    settings = read_run(folder)
+    settings = {} if (folder / WEIGHTS).exists() else read_run(folder)
     return "out" in settings and not settings.keys().isdisjoint({"data", "recipe"})
 
 
@@ -147,7 +142,8 @@ def prepare(options: FinetuneOptions, cfg: TrainConfig) -> tuple[VisionLanguageM
     mixture = Mixture(training, cfg.seed)
     width = processor.cfg.lm_hidden_dim
     steps = count_steps_per_epoch(mixture, cfg)
-    cfg, reasons = choose_settings(options, cfg, width, steps, find_optimizer(options))
+    run = stored_settings(options.out) or ({} if options.backbones else read_run(snapshot_path(options.model)))
+    cfg, reasons = choose_settings(options, cfg, width, steps, trained_by=run.get("optimizer"))
     is_streamed = any(isinstance(one, StreamedSource) for one in training)
     n_parts = world_size() * max(1, cfg.num_workers) if is_streamed else 1  # one for each process that makes batches
     own, number = parse_validation(options.validation)
@@ -199,13 +195,6 @@ def held_out_task(
         "metric": LOSS if metric == LOSS else next(iter(metrics)),
         "is_error_rate": metric.startswith("-"),
     }
-
-
-def find_optimizer(options: FinetuneOptions) -> str | None:
-    """Optimizer of the run that is resumed, else of the model's own training, which its run.json names."""
-    if resumed := stored_settings(options.out):
-        return resumed.get("optimizer")
-    return None if options.backbones else read_run(snapshot_path(options.model)).get("optimizer")
 
 
 def base_model(options: FinetuneOptions) -> str:

@@ -60,8 +60,8 @@ def _received(items: Iterator[Any], start: Mapping[str, Any], reached: dict[str,
 def _prepare(get_batch: Callable[[int], Batch], number: int) -> Batch | Exception | bytes:
     """Make a batch, or return the error of the user's data: a DataLoader would add a worker's traceback to it.
 
-    A worker shares its tensors or, where shared memory is full, pickles them: a container has 64 MB by default. Its
-    queue would share them in a thread, which prints its error, and the training process would wait on.
+    A worker shares its tensors or, where shared memory is full (64 MB in a container), pickles them. Shared later, by
+    the queue's thread, tensors that do not fit would leave the training process waiting.
     """
     try:
         batch = get_batch(number)

@@ -36,8 +36,8 @@ logger = logging.getLogger(__name__)
 class TrainingTask:
     """Batches and held-out questions of a run, and where its files go.
 
-    get_batch(0), get_batch(1), ... must be a pure function of the number. answer_questions gives a model's scored
-    answers to held-out questions: to some of them, or to all if True follows.
+    get_batch must be a pure function of the batch's number. answer_questions(model, everything) returns scored answers
+    to held-out questions, to all of them or to some.
     """
 
     get_batch: Callable[[int], Batch]
@@ -99,8 +99,8 @@ class Trainer:
     def run(self) -> VisionLanguageModel:
         """Train until cfg.max_steps, write the best model to task.folder and return it.
 
-        The best is the checkpoint with the best score, the last of equals; without held-out examples the last one. The
-        model returned is the same object; with cfg.lora_rank another, merged from the first, which is then of no use.
+        The best is the checkpoint with the best score, the last of equals; without held-out examples the last one. With
+        cfg.lora_rank the model returned is a new one, merged from the first, which is then of no use.
         SIGINT and SIGTERM end the run after a checkpoint, with the best model so far and TrainingInterrupted.
         TrainingError if the run diverges or files cannot be written.
         """
@@ -182,10 +182,7 @@ class Trainer:
 
     @torch.enable_grad()
     def backward(self, batches: list[Batch]) -> float:
-        """Add up the gradients of the mean loss over the answer tokens of all batches, here and on other processes.
-
-        Returns this process's share of the loss. Cutting a batch into several changes nothing.
-        """
+        """Add up the gradients of the mean loss over all answer tokens, of all processes; returns this one's share."""
         counts = list(map(count_answers, batches))
         if not all(counts):
             raise TrainingError("a batch has no answer tokens to learn; remove examples without an answer")
@@ -269,12 +266,11 @@ class Trainer:
             "scaler": self.scaler.state_dict(),
             "streams": self.streams,
         }
-        parts = {"tokenizer": task.tokenizer, "base": task.base, "prompt": task.prompt}
         keep = self.cfg.keep_checkpoints
-        checkpointing.save_checkpoint(task.folder, self.model, self.optimizer, state, keep, self.best, **parts)
+        checkpointing.save_checkpoint(task, self.model, self.optimizer, state, keep, self.best)
 
     def _resume(self, state: dict[str, Any], optimizer: dict[str, Tensor]) -> None:
-        """Take up optimizer, step and scores of a checkpoint, and say what has changed."""
+        """Take up optimizer, step, scores and the model's origin from a checkpoint, and say what has changed."""
         task = self.task
         for name, tensor in checkpointing.optimizer_state(self.model, self.optimizer).items():
             tensor.copy_(optimizer[name])
@@ -284,13 +280,15 @@ class Trainer:
         if state["metric"] == task.metric:
             self.scores = dict(state["scores"])
         is_finished = self.step >= self.cfg.max_steps
-        lines = self._changes(state, is_finished)
         stored = state["config"] | {"freeze": tuple(state["config"]["freeze"])}
         if stored["data"] == task.data_fingerprint:
             self.streams = state["streams"]
+        ours, theirs = (next(iter(origin.values()), "the embedded model") for origin in (task.origin, state["origin"]))
+        digests = task.model_digest, state.get("model_digest") or task.model_digest  # none in earlier versions
+        if digests[0] != digests[1] and task.model_digest:
+            self.origin, self.model_digest = state["origin"], digests[1]
         if not self.context.is_main:
             return
-        ours, theirs = (next(iter(origin.values()), "the embedded model") for origin in (task.origin, state["origin"]))
         now = asdict(self.cfg) | {"validation": task.n_held_out, "metric": task.metric, "model": ours}
         before = stored | {"metric": state["metric"], "model": theirs}
         changes = ", ".join(f"{k}={v} instead of {before[k]}" for k, v in now.items() if before.get(k, v) != v)
@@ -299,38 +297,22 @@ class Trainer:
             + (f", with {changes}" if changes else "")
             + is_finished * "; the run is finished: to train on, raise --max-steps or --epochs, or name another --out"
         )
-        for line in lines:
-            logger.warning(line)
-
-    def _changes(self, state: dict[str, Any], is_finished: bool) -> list[str]:
-        """Lines about a model, data or prompt other than the checkpoint's; its weights and origin are kept."""
-        task = self.task
-        lines = []
         use = "nothing is learned from it" if is_finished else "training goes on with it"
-        known = state.get("model_digest")  # None in a checkpoint of an earlier version
-        if known and task.model_digest and known != task.model_digest:
-            ours, theirs = (
-                f"{next(iter(origin.values()), 'the embedded model')} ({digest})"
-                for origin, digest in ((task.origin, task.model_digest), (state["origin"], known))
+        stay = "weights and run.json stay the latter's: to start from the other, name another --out"
+        if self.model_digest != task.model_digest:
+            logger.warning(
+                f"the model has changed: it is {ours} ({digests[0]}) instead of {theirs} ({digests[1]}); {stay}"
             )
-            self.origin, self.model_digest = state["origin"], known
-            lines.append(
-                f"the model has changed: it is {ours} instead of {theirs}; weights and run.json stay the latter's: to "
-                "start from the other, name another --out"
-            )
-        if state["config"]["data"] != task.data_fingerprint:
-            before = state["config"]["data"]
-            lines.append(f"the data has changed: it is {task.data_fingerprint} instead of {before}; {use}")
-        if "prompt" in state and state["prompt"] != task.prompt:
-            lines.append(f"the prompt has changed: it is {task.prompt!r} instead of {state['prompt']!r}; {use}")
-        return lines
+        if stored["data"] != task.data_fingerprint:
+            logger.warning(f"the data has changed: it is {task.data_fingerprint} instead of {stored['data']}; {use}")
+        if (prompt := state.get("prompt", task.prompt)) != task.prompt:
+            logger.warning(f"the prompt has changed: it is {task.prompt!r} instead of {prompt!r}; {use}")
 
     def _write_results(self, best: int, stopped: int) -> None:
         """Write the final model, of the step `best`; unless stopped, answer all held-out questions with it."""
         task = self.task
         with write_errors(task.folder), files.filling(task.folder) as new:
-            options: dict[str, Any] = {"home": task.folder, "base": task.base, "prompt": task.prompt}
-            checkpointing.write_model(new, self.model, task.tokenizer, task.save_dtype, **options)
+            checkpointing.write_model(new, self.model, task, is_final=True)
         if stopped:
             name = signal.Signals(stopped).name
             logger.info(f"{name}: stopped at step {self.step}; run the same command again to go on from there")

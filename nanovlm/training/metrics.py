@@ -6,7 +6,6 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -36,37 +35,26 @@ class MetricsLogger:
 
     A line of metrics.jsonl is an object with "step" and either that step's loss, lr, grad_norm, tokens_per_s and memory
     (bytes), or what an evaluation after it measured: validation_loss and other scores with that prefix, or answers.
-    Only the main process writes. `clock` returns seconds.
+    Only the main process writes.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        cfg: TrainConfig,
-        first_step: int,
-        context: DistributedContext,
-        clock: Callable[[], float] = time.perf_counter,
-    ):
+    def __init__(self, folder: Path, cfg: TrainConfig, first_step: int, context: DistributedContext):
         self.path = folder / METRICS_FILE
         self.cfg = cfg
         self.first_step = first_step
         self.context = context
-        self.clock = clock
         self.tracker: Any = None
         if context.is_main:
             with write_errors(folder):
                 truncate(self.path, first_step)
             if cfg.report_to != "none":
                 self.tracker = start_tracker(cfg, folder, first_step > 0)
-        self.last = clock()  # when the last step or evaluation ended
+        self.last = time.perf_counter()  # when the last step or evaluation ended
         self.evaluation_seconds = 0.0  # of the last one
         self.steps: list[tuple[float, int, float]] = []  # loss, tokens and seconds of each, checkpoints included
 
     def log_step(self, step: int, loss: float, lr: float, grad_norm: float, tokens: int) -> None:
-        """Write the metrics of a step; log a line every cfg.log_every steps, and once what the run needs.
-
-        loss is the mean over the answer tokens, grad_norm is before clipping, tokens are without padding.
-        """
+        """Write the metrics of a step, with grad_norm before clipping and tokens without padding; log them at times."""
         if not self.context.is_main:
             return
         seconds = self._lap()
@@ -104,7 +92,7 @@ class MetricsLogger:
 
     def _lap(self) -> float:
         before = self.last
-        self.last = self.clock()
+        self.last = time.perf_counter()
         return self.last - before
 
     def _write(self, step: int, **values: Any) -> None:

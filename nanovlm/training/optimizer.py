@@ -25,10 +25,7 @@ RMS_OF_ADAMW = 0.2  # of an update of AdamW, which Muon's are scaled to (Liu et 
 
 
 def freeze(model: VisionLanguageModel, cfg: TrainConfig) -> None:
-    """Freeze the parts of cfg.freeze, train the others: their weights, or with lora_rank adapters beside them.
-
-    A frozen part gets no gradients, and a frozen encoder keeps no activations.
-    """
+    """Freeze the parts of cfg.freeze, train the others: their weights, or with lora_rank adapters beside them."""
     in_full = cfg.trained_parts
     if cfg.lora_rank:
         torch.manual_seed(cfg.seed)

@@ -6,6 +6,7 @@ import re
 from random import Random
 
 import pytest
+import torch
 from huggingface_hub import metadata_load
 from PIL import Image, ImageChops
 
@@ -19,7 +20,7 @@ from nanovlm.errors import CheckpointError
 from nanovlm.synthetic import caption, draw, random_scene, recipe
 from nanovlm.synthetic.captions import short_caption
 from nanovlm.synthetic.recipe import CAPTION_PROMPTS, SHORT_PROMPTS, scene_example
-from nanovlm.synthetic.scene import with_unnamed_colors
+from nanovlm.synthetic.scene import SHAPES, SIZES, with_unnamed_colors
 
 
 def test_the_model_fits_in_ten_megabytes_and_its_card_lists_the_prompts_of_the_recipe():
@@ -29,11 +30,13 @@ def test_the_model_fits_in_ten_megabytes_and_its_card_lists_the_prompts_of_the_r
     assert metadata_load(EMBEDDED / "README.md")["trained_prompts"] == [*CAPTION_PROMPTS, *SHORT_PROMPTS]
 
 
-@pytest.mark.full
-def test_config_and_tokenizer_match_the_recipe(embedded):
-    tokenizer = recipe.make_tokenizer()
-    assert embedded.model.cfg == recipe.make_config(tokenizer)
-    assert embedded.tokenizer.backend.get_vocab() == tokenizer.get_vocab()
+def test_the_recipe_starts_the_embedded_model_with_new_weights(embedded):
+    model, again, other = (recipe.make_model(seed)[0] for seed in (0, 0, 1))
+    assert model.cfg == embedded.model.cfg
+    weights = [one.decoder.token_embedding.weight for one in (model, again, other, embedded.model)]
+    assert torch.equal(*weights[:2]) and not any(torch.equal(weights[0], one) for one in weights[2:])
+    words = [*recipe.COLORS, *SHAPES, *SIZES]
+    assert all(len(embedded.tokenizer.encode(f" {word}")) == 1 for word in words), "each is a token"
 
 
 def test_unnamed_colors_are_never_trained_as_words(embedded):

@@ -80,7 +80,7 @@ FAILING = {  # lines -> words of the error
     "/image missing.png": "missing.png: No such file", "/image 'x": "No closing quotation",
     "/help": "/help is not a command: /image FILE", "/save good.png": "good.png exists already",
     "/save no/where.txt": "/save no/where.txt: No such file or directory; name a folder",
-    "ξ" * 1100: "questions by /reset",
+    "ξ" * 1100: "shorten it, or reset the chat",
     "I a\udcff?": r"'a\udcff?' is not valid Unicode text",
 }  # fmt: skip
 

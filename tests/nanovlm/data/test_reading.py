@@ -12,7 +12,7 @@ import pytest
 
 from nanovlm import PROMPT
 from nanovlm.data import ExampleError, ReadOptions, open_source
-from nanovlm.data.records import Row, to_example
+from nanovlm.data.records import Record, to_example
 from nanovlm.data.splits import split_named, split_of_path
 from support import ROOT
 from support.data import OPTIONS, check_refused, llava, message, pairs_of, png, read_all, text, write, write_tar
@@ -65,8 +65,25 @@ COCO = {"images": [{"id": 1, "file_name": "a.png"}], "annotations": [{"image_id"
 ONE = [([1], [("Q?", "A.")])]
 CAPTION = told("x")
 
+JUDGED = "d.json[0] has {} beside its answer, which may be none to learn; leave the row out, or name the answers with"
+APART = "of which none is called train; write each split to a file of its own"
+
+
+def halves(column, *values):
+    """A table of two rows, a.png and b.png, with these values in a column."""
+    return table(f"image,text,{column}\na.png,x,{values[0]}\nb.png,y,{values[1]}\n", "my.csv")
+
+
 # id: files, expected [(seeds of images, pairs)], words of the lines, path and options
 READ = {
+    "labels of classes": (qa(label="cat", is_correct=True), ONE, ["not read: column label", "not read: column is_correct"]),
+    "a label of three": (qa(label=3, weight=1), ONE, ["not read: column label"]),
+    "rejected answers left out": (rows({"image": "a.png", "text": "x", "label": True}, {"image": "b.png", "text": "y", "label": False}),
+        CAPTION, ["left out (1, the first d.json[1] has label False"], {"on_error": "skip"}),
+    "a label that is named": (qa(label=False), ONE, ["not read: column label"], {"text_column": "answer"}),
+    "one fold": (halves("fold", 3, 3), told("x", "y")),
+    "training rows alone": (halves("is_test", 0, 0), told("x", "y")),
+    "splits of other names": (halves("split", "restval", "test"), told("x", "y"), ["there is no training split: reading rows of restval (1) and test (1)"]),
     "texts": ({"b/a.PNG": A, "b/a.txt": "\ufeff x\r\ny \r\n", ".t/c.png": B, ".t/c.txt": "no"}, told("x\ny"),
         ["image from the image file, question from --prompt, answer from the text file"]),
     "a folder of everything": (captions("a") | {"b/m.pdf": "x", "d.json": [], "LICENSE": "x"}, told("a!"),
@@ -241,6 +258,29 @@ def test_a_split_is_a_name_and_not_a_part_of_one():
 TWICE = coco([(1, "a.png"), (1, "b.png")], [(1, "x")])[1]
 # id: files, words of the refusal, path and options
 REFUSED = {
+    **{f"a column {name}": (qa(**{name: value}), JUDGED.format(f"{name} {value!r}")) for name, value in {
+        "label": False, "kto_tag": False, "is_correct": 0, "hallucinated": True, "weight": 0.5, "score": 1, "status": "rejected", "is_preferred": False,
+        "desirable": False, "quality": "bad", "kto_label": -1, "exclude": True, "human_rating": 2, "loss_weight": 0.0,
+    }.items()},
+    "KTO's label beside a chat": (chat(ASK, SAY, label=False), JUDGED.format("label False")),
+    "KTO's label in a csv": (halves("label", "True", "False"), "my.csv[1] has label 'False' beside its answer"),
+    "a rating in a csv": (halves("Rating", "5", "1"), "my.csv[0] has Rating '5' beside its answer"),
+    "rejected messages": (chat(ASK, SAY, rejected_messages=[ASK, SAY]), "is preference data, with the column rejected_messages"),
+    "wrong answers": (qa(incorrect_answers=["B."]), "is preference data, with the column incorrect_answers"),
+    "distractors": (qa(distractors=["B."]), "has distractors beside its answer"),
+    "a judged message": (chat(ASK, SAY | {"label": False}), "has label in a message; write a weight"),
+    "a masked message": (chat(ASK, SAY | {"mask": True}), "has mask in a message"),
+    "a reasoning": (chat(ASK, SAY | {"reasoning_content": "Hm."}), "has reasoning_content in a message; write it into the answer"),
+    "a loss mask of 0": (chat(ASK, SAY | {"loss_mask": 0}), "learns none of its answers"),
+    **{f"a column {name} of splits": (halves(name, *values), OTHER_SPLIT.format("my.csv", "my.csv", split)) for name, values, split in (
+        ("is_test", ("False", "True"), "test"), ("is_training_image", (1, 0), "test"), ("Usage", ("Training", "PublicTest"), "PublicTest"),
+        ("data_type", ("train2014", "val2014"), "val"), ("is_eval", (0, 1), "eval"), ("holdout", ("False", "True"), "holdout"),
+        ("train_test", ("train", "test"), "test"), ("split_name", ("train", "dev-clean"), "dev-clean"), ("phase", ("Train", "Val"), "val"),
+    )},
+    **{f"numbers of a {name}": (halves(name, 0, 2), f"my.csv has rows of the splits 0 (1) and 2 (1), {APART}") for name in ("partition", "cv_fold", "split")},
+    "YOLO's boxes": (captions("a") | {"a.txt": "0 0.5 0.5 0.1 0.1\n17 .5 1.0 0.2 0.25\n"}, "a.png has YOLO's boxes in a.txt; write a text there"),
+    "a box in a response": (rows({"images": ["a.png"], "query": "<image>Q?", "response": "<bbox>", "objects": {}}), "the mark <bbox> in its answer"),
+    "a box in an answer": (chat(ASK, message("assistant", "<bbox>"), objects={"bbox": [[1, 2, 3, 4]]}), "the mark <bbox> in its answer; write the numbers"),
     "splits named by images": (SPLIT_ROWS, OTHER_SPLIT.format(".", "./metadata.csv", "test")),
     "a column split": (rows({"image": "a.png", "text": "x", "split": "train"}, {"image": "b.png", "text": "y", "split": "val"}),
         OTHER_SPLIT.format("d.json", "d.json", "val")),
@@ -370,6 +410,12 @@ def test_refused(name):
     check_refused(path, words, options=options)
 
 
+def test_only_texts_are_offered_as_captions():
+    for name in ("a.png", "a.xml", "a.npz", "a.safetensors", "a.mp4"):
+        write(name, A)
+    assert "--extension" not in str(check_refused(".", "put them into one folder per label"))
+
+
 def test_names_masks_and_the_default_question():
     wrong = message("assistant", "WRONG") | {"weight": 0}
     for name, content in (captions("a") | chat(ASK, wrong, message("user", "Again."), SAY | {"loss": True})).items():
@@ -383,7 +429,7 @@ def test_names_masks_and_the_default_question():
 
 def test_a_class_called_nan_is_no_missing_answer():
     with pytest.raises(ExampleError, match="'text' and 'caption', each may be the answer"):
-        to_example(Row({"image": "a.png", "text": "nan", "caption": "x"}, "a[0]", classes=["text"]), OPTIONS)
+        to_example(Record({"image": "a.png", "text": "nan", "caption": "x"}, "a[0]", classes=["text"]), OPTIONS)
 
 
 def test_a_pipe_is_no_file():
@@ -449,6 +495,9 @@ TARS = {
     "records": ({"0.PNG": A, "0.json": b'{"caption": "x", "n": 1}'}, CAPTION, "column n"),
     "pages": ({f"0.page.{i}.png": png(i) for i in (10, 2)} | {"0.txt": b"x"}, [([2, 10], [("What?", "x")])], "images"),
     "a mask": ({"0.jpg": A, "0.mask.png": B, "0.txt": b"x"}, CAPTION, "not read: column mask.png"),
+    "a record with a key twice": ({"0.png": A, "0.json": b'{"text": "x", "text": "y"}'}, "a.tar, 0.json, cannot be read: an object has several", ""),
+    "a hidden file": ({"._0.json": b"\xff", "0.png": A, "0.txt": b"x"}, CAPTION, "not read: 1 files of types that"),
+    "a rejected answer": ({"0.png": A, "0.json": b'{"text": "x", "label": false}'}, "0 has label False beside its answer", ""),
     "a later mask": (FIVE | {"5.mask.png": A, "5.png": A, "5.txt": b"x"}, 6, "not read: 1 files of types that"),
     "splits": ({"train/0.png": A, "train/0.txt": b"x", "test/0.png": B, "test/0.txt": b"y"},
                "1 of 2 records of a.tar cannot be used, the first: a.tar[1] test/0 is of the split 'test'", ""),

@@ -86,6 +86,10 @@ def arrow_columns():
         "list of structs": (pa.array([[{"a": 0.1}]], pa.list_(number)), "{'a': 0.1}"),
         "map": (pa.array([[("a", 0.1)]], pa.map_(pa.string(), tenth)), "write that column as a text"),
         "json": (pa.ExtensionArray.from_storage(pa.json_(), pa.array(["[0.1]"])), "0.1"),
+        "json with a key twice": (
+            pa.ExtensionArray.from_storage(pa.json_(), pa.array(['{"a": 1, "a": 2}'])),
+            "cannot be read: an object has several",
+        ),
     }
 
 

@@ -15,7 +15,7 @@ from models.vision_language_model import VisionLanguageModel
 from nanovlm import Captioner
 from nanovlm.cli.main import main
 from nanovlm.data.examples import collate, encode, questions
-from nanovlm.data.records import Row, to_example
+from nanovlm.data.records import Record, to_example
 from nanovlm.errors import CheckpointError, NanoVLMError
 from nanovlm.evaluation.evaluate import _request
 from nanovlm.options import GenerationOptions, ReadOptions
@@ -162,7 +162,7 @@ def test_the_loss_of_a_training_example_is_transformers(folders):
     image, texts = noise_image(70, 40), ["Be brief.", "What is this?", "Two dogs.", "And there?", "A cat."]
     roles = ["system", "user", "assistant", "user", "assistant"]
     chat = [{"role": role, "content": text} for role, text in zip(roles, texts)]
-    row = encode(to_example(Row({"image": image, "messages": chat}, "a"), ReadOptions()), captioner.processor)
+    row = encode(to_example(Record({"image": image, "messages": chat}, "a"), ReadOptions()), captioner.processor)
     _, loss = captioner.model(**collate([row]))
     messages = [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in zip(roles, texts)]
     messages[1]["content"].insert(0, {"type": "image"})
@@ -244,7 +244,7 @@ def test_an_image_stands_where_the_conversation_has_it_in_every_door(folders, tm
     names = {"images": [f"{files.index(image)}.png" for image in shown]}
     row = names | columns if columns else {"messages": [{"role": role, "content": parts} for role, parts in said]}
     captioner = Captioner.from_pretrained(folder, "cpu", "float32")
-    example = to_example(Row(row, "a"), ReadOptions())
+    example = to_example(Record(row, "a"), ReadOptions())
     read = encode(example, captioner.processor)
     pixels = [tile for tiles in read.images for tile in tiles]
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from nanovlm.cli.train import add_flags, config_from_args, options_from_args
+from nanovlm.embedded import PROMPT
 from nanovlm.errors import InputError
 from nanovlm.training import config
 from nanovlm.training.config import AUTOMATIC, FINETUNING, MUON_LR, FinetuneOptions, TrainConfig
@@ -87,3 +88,13 @@ def test_a_flag_sets_its_setting_and_is_not_chosen(flags, setting):
     cfg, _ = choose_settings(options, config_from_args(args), 192, 10.0)
     assert {name: getattr(cfg, name) for name in setting} == setting
     assert cfg.lr == pytest.approx(FINETUNING.lr if cfg.optimizer == "adamw" else MUON_LR)
+
+
+def test_the_default_prompt_is_the_models_and_not_that_of_the_current_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder in (".", "mine"):
+        Path(folder).mkdir(exist_ok=True)
+        Path(folder, "nanovlm.json").write_text(f'{{"prompt": "{folder}"}}')
+    prompts = {"": PROMPT, "--model mine": "mine", "--backbones a b": PROMPT, "--prompt Q": "Q"}
+    found = {flags: options_from_args(parse(f"--data x {flags}")) for flags in prompts}
+    assert {flags: options.read.question for flags, options in found.items()} == prompts

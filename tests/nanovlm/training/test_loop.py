@@ -221,12 +221,13 @@ def test_two_runs_at_once_are_refused_and_neither_loses_files(learn, tmp_path):
     assert sorted(tmp_path.rglob(".*")) == theirs, "neither the lock nor what a killed save left behind"
 
 
-def test_pace_and_time_left_are_measured_by_the_clock(tmp_path):
+def test_pace_and_time_left_are_measured_by_the_clock(tmp_path, monkeypatch):
     """Steps of two seconds, but the first of nine; evaluations of 30 seconds, of which two are left."""
     now = [0.0]
     context = DistributedContext(torch.device("cpu"))
     cfg = replace(CFG, max_steps=105, log_every=4, save_every=50)
-    logger = MetricsLogger(tmp_path, cfg, first_step=0, context=context, clock=lambda: now[0])
+    monkeypatch.setattr("nanovlm.training.metrics.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    logger = MetricsLogger(tmp_path, cfg, first_step=0, context=context)
     now[0] += 30
     with log_lines() as lines:
         logger.log_evaluation(0, 1.5, None)
