@@ -112,9 +112,9 @@ class RequestRunner:
     ) -> Request:
         """Make a request for the answer to a conversation about `TiledImage`s.
 
-        The answer ends where the context does, or with must_fit the context must hold max_new_tokens. InputError for a
-        conversation that is too long, names the remedy, or has no question, for which default stands where it shows
-        images.
+        The answer ends where the context does, or with must_fit the context must hold max_new_tokens. default stands
+        for a missing question where the conversation shows images. InputError for a conversation without a question,
+        and for one that is too long, which names the remedy.
         """
         ids = self.processor.encode(chat, default) + self._start_ids(options)
         cfg = self.inference.cfg
@@ -142,9 +142,9 @@ class RequestRunner:
     def run(self, requests: Iterable[Request], batch_size: int = 16, n_together: int = 1) -> Iterator[Request]:
         """Yield requests in order, each when it has ended, with its output or its error.
 
-        Requests are taken when slots are free, so at most 2 * batch_size have been taken and not yielded. n_together in
-        succession, of one image, are taken at once: the first then still runs when the others copy its beginning. One
-        that has an error already is passed through.
+        Requests are taken when slots are free, so at most 2 * batch_size have been taken and not yielded. Each
+        n_together successive requests are about one image. They are taken together, so that the others can copy the
+        first one's beginning while it runs. A request that has an error already is passed through.
         """
         batch = self.batch(batch_size)
         pending = deque[Request]()

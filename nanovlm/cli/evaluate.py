@@ -117,7 +117,8 @@ def open_asked(
 ) -> tuple[list["Source"], list["Source"]]:
     """Return all examples, and those to ask: what --validation or, without a value, the model's own run holds out.
 
-    All sources of that run are opened, as a number of examples to hold out counts over all. UsageError if none is.
+    All sources of that run are opened, because a number to hold out counts over all of them. UsageError if none is
+    held out.
     """
     from nanovlm.data import open_data
     from nanovlm.data.mixture import parse_validation

@@ -197,7 +197,7 @@ def are_labels(n_answers: int, n_examples: int) -> bool:
 
 
 def _groups(examples: Sequence[Keys]) -> dict[str, list[str]]:
-    """The keys of each key's group, one list for all of a group, whose first names it; an example's are in one."""
+    """For each key, the list of all keys that examples join with it; one list for a group, named by its first key."""
     members: dict[str, list[str]] = {}
     for keys in examples:
         found = {id(group): group for group in (members.setdefault(key, [key]) for key in keys)}

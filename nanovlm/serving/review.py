@@ -205,7 +205,7 @@ class Review:
 
 
 def marks(row: Row) -> list[str]:
-    """What a person should look at; `identical` is for the page, which has all texts."""
+    """Reasons for a person to look at a caption; the page itself finds identical ones."""
     words = str(row.get("text", "")).lower().split()
     if not words:
         return ["empty"]
