@@ -19,7 +19,7 @@ from nanovlm.processing.conversation import Turn
 
 NO_LIMIT = -1  # as max_tokens
 ANY_OBJECT = {"type": "object"}  # the JSON schema of json_object
-MAX_VALUES = 50_000  # of a request, counted before it is parsed
+MAX_VALUES = 10_000  # of a request, counted before it is parsed
 MAX_FIELDS = 100  # of an object
 MAX_ITEMS = 1000  # messages, and parts of one
 # pydantic's name of the kind of a part or format, in a path

@@ -119,8 +119,9 @@ def received(connection):
 
 
 FRAMES = {  # headers of a request that is refused -> its status, and whether the connection ends
-    "Content-Length: 2\r\nTransfer-Encoding: chunked\r\n": (400, True),
-    "Transfer-Encoding: chunked\r\nContent-Length: 2\r\n": (400, True),
+    "Transfer-Encoding: chunked\r\n": (411, True),
+    "Content-Length: 2\r\nTransfer-Encoding: chunked\r\n": (411, True),
+    "Transfer-Encoding: chunked\r\nContent-Length: 2\r\n": (411, True),
     "Content-Encoding: gzip\r\nContent-Length: 2\r\n": (415, False),
     "Content-Encoding: identity, br\r\nContent-Length: 2\r\n": (415, False),
     "Content-Length: 2\r\n": (400, False),
@@ -129,7 +130,7 @@ FRAMES = {  # headers of a request that is refused -> its status, and whether th
 
 
 @pytest.mark.parametrize("headers", FRAMES)
-def test_a_body_that_can_be_read_in_two_ways_ends_the_connection(served, headers):
+def test_a_body_of_another_framing_is_refused_and_one_in_chunks_ends_the_connection(served, headers):
     status, is_closed = FRAMES[headers]
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\n{headers}\r\n".encode()
     body = b"2\r\n{}\r\n0\r\n\r\n" if "chunked" in headers else b"{}"
