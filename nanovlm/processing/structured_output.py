@@ -2,10 +2,11 @@
 
 import json
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
 
-from models import files
+from models.common import files
 from nanovlm.errors import FileError, InputError, SchemaError, UsageError, needs_extra
 
 if TYPE_CHECKING:
@@ -14,11 +15,14 @@ if TYPE_CHECKING:
     from nanovlm.processing.tokenizer import Tokenizer
 
 MAX_SCHEMA = 50_000  # characters; what longer ones need at each token would delay all other requests
+MAX_PARTS = 1000
 UNFOLLOWED = "the JSON schema cannot be followed"
-ONE_OBJECT = "write the properties in one object, or additionalProperties in each part"
-PARTS = ("properties", "$ref", "allOf", "anyOf", "oneOf")
-MAPS = {"properties", "patternProperties", "$defs", "definitions"}  # of schemas by name
-VALUES = {"items", "prefixItems", "additionalProperties", "allOf", "anyOf", "oneOf"}  # schemas, or lists of them
+ALTERNATIVES = ("anyOf", "oneOf")
+DEFINITIONS = {"$defs", "definitions"}
+# Keys that allow all values
+NOTES = {"$comment", "$id", "$schema", "default", "deprecated", "description", "examples", "title", *DEFINITIONS}
+MAPS = {"properties", "patternProperties", *DEFINITIONS}  # of schemas by name
+VALUES = {"items", "prefixItems", "additionalProperties", *ALTERNATIVES}  # schemas, or lists of them
 SAYS_OTHERWISE = {"additionalProperties", "patternProperties", "unevaluatedProperties"}
 JSON_OPTIONS: Any = {"whitespace_flexible": False}  # or a small model could write spaces without end
 
@@ -112,38 +116,90 @@ class GrammarProcessor:
         return logits.masked_fill(~allowed.to(logits.device), float("-inf"))
 
 
-def _closed(schema: Any) -> Any:
-    """A schema in which objects that list properties have no others, unless they say so.
+class _Closing:
+    """Closes the objects of a schema: those that list properties have no others, unless the schema says so.
 
-    SchemaError for an object in several parts, as each part alone would exclude the properties of the others.
+    Parts of one object (allOf, or properties beside $ref, anyOf or oneOf) are joined, as each part alone would exclude
+    the properties of the others. SchemaError for parts that differ in more than their properties.
     """
-    if not isinstance(schema, dict):
-        return schema
-    closed = {name: _closed_inside(name, inner) for name, inner in schema.items()}
-    if not (parts := _parts(schema)):
-        return closed
-    if len(parts) > 1:
-        raise SchemaError(f"{UNFOLLOWED}: {parts[0]!r} beside {parts[1]!r}; {ONE_OBJECT}")
-    several = schema[parts[0]]
-    if parts == ["allOf"] and isinstance(several, list) and len(several) > 1 and any(map(_parts, several)):
-        raise SchemaError(f"{UNFOLLOWED}: 'allOf' of several objects; {ONE_OBJECT}")
-    return closed | {"additionalProperties": False} if parts == ["properties"] else closed
+
+    def __init__(self, root: Any):
+        self.root = root
+        self.n_parts = 0
+
+    def value(self, schema: Any) -> Any:
+        """The schema of a whole value, closed."""
+        if not isinstance(schema, dict):
+            return schema
+        said = schema.keys() - NOTES
+        parts = _of_type(list, schema.get("allOf"))
+        if said == {"allOf"} and len(parts) == 1 and isinstance(parts[0], dict):
+            return self.value({name: schema[name] for name in schema if name != "allOf"} | parts[0])
+        if parts or said > {"$ref"}:
+            schema = self._joined(schema)
+        for key in ALTERNATIVES:
+            if schema.keys() & {"properties", *ALTERNATIVES} > {key}:
+                rest = {name: schema[name] for name in schema if name not in {key, *DEFINITIONS}}
+                either = [self.value(self._both(rest, self._joined(one))) for one in _of_type(list, schema[key])]
+                schema = {name: schema[name] for name in schema if name in DEFINITIONS}
+                return {name: self._inside(name, inner) for name, inner in schema.items()} | {key: either}
+        closed = {name: self._inside(name, inner) for name, inner in schema.items()}
+        is_open = not schema.get("properties") or schema.keys() & SAYS_OTHERWISE
+        return closed if is_open else closed | {"additionalProperties": False}
+
+    def _inside(self, key: str, inner: Any) -> Any:
+        """The value of a key of a schema, in which schemas are closed."""
+        if key in MAPS and isinstance(inner, dict):
+            return {name: self.value(one) for name, one in inner.items()}
+        if key in VALUES:
+            return [self.value(one) for one in inner] if isinstance(inner, list) else self.value(inner)
+        return inner
+
+    def _joined(self, schema: Any) -> dict[str, Any]:
+        """A part of a value, without allOf and $ref."""
+        self.n_parts += 1
+        if self.n_parts > MAX_PARTS:
+            raise SchemaError(f"{UNFOLLOWED}: more than {MAX_PARTS} parts of objects")
+        whole = {name: value for name, value in _of_type(dict, schema).items() if name not in ("$ref", "allOf")}
+        parts = _of_type(list, schema.get("allOf"))
+        if "$ref" in schema:
+            target = self._resolve(schema["$ref"])
+            parts = [{name: target[name] for name in target if name not in DEFINITIONS}, *parts]
+        return reduce(self._both, map(self._joined, parts), whole)
+
+    def _both(self, one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+        """Two parts of a value as one."""
+        both = other | one
+        for key in sorted((one.keys() & other.keys()) - NOTES):
+            if key == "required":
+                both[key] = one[key] + other[key]
+            elif key == "properties":
+                shared = one[key].keys() & other[key].keys()
+                both[key] = one[key] | other[key]
+                both[key] |= {name: {"allOf": [one[key][name], other[key][name]]} for name in shared}
+            elif one[key] != other[key]:
+                raise SchemaError(f"{UNFOLLOWED}: parts of one value differ in {key!r}; write them as one schema")
+        for part in (one, other):
+            is_closed = part.get("additionalProperties", True) is not True
+            if is_closed and both.get("properties", {}).keys() - part.get("properties", {}).keys():
+                raise SchemaError(f"{UNFOLLOWED}: a part has additionalProperties; write the parts as one schema")
+        return both
+
+    def _resolve(self, ref: Any) -> dict[str, Any]:
+        """The schema that a $ref of this document names."""
+        found: Any = self.root
+        for key in unquote(str(ref)).split("/")[1:]:
+            key = key.replace("~1", "/").replace("~0", "~")
+            members = found if isinstance(found, dict) else dict(enumerate(_of_type(list, found)))
+            found = members.get(int(key) if isinstance(found, list) and key.isdecimal() else key)
+        if not str(ref).startswith("#") or not isinstance(found, dict):
+            raise SchemaError(f"{UNFOLLOWED}: $ref {ref!r} names no schema here")
+        return found
 
 
-def _closed_inside(key: str, inner: Any) -> Any:
-    """The value of a key of a schema, in which schemas are closed."""
-    if key in MAPS and isinstance(inner, dict):
-        return {name: _closed(one) for name, one in inner.items()}
-    if key in VALUES:
-        return [_closed(one) for one in inner] if isinstance(inner, list) else _closed(inner)
-    return inner
-
-
-def _parts(schema: Any) -> list[str]:
-    """The keys by which a schema lists properties, or may, unless it says which others there are."""
-    if not isinstance(schema, dict) or schema.keys() & SAYS_OTHERWISE:
-        return []
-    return [name for name in PARTS if schema.get(name)]
+def _of_type(kind: type, value: Any) -> Any:
+    """The value, or an empty one where a stranger's schema has another type."""
+    return value if isinstance(value, kind) else kind()
 
 
 def _grammar(schema: Any) -> str:
@@ -152,9 +208,12 @@ def _grammar(schema: Any) -> str:
         from llguidance import LLMatcher
     grammar = ""
     try:
-        if (length := len(json.dumps(schema))) > MAX_SCHEMA:
-            raise SchemaError(f"{UNFOLLOWED}: it has {length:,} characters, more than {MAX_SCHEMA:,}; shorten it")
-        grammar = LLMatcher.grammar_from_json_schema(json.dumps(_closed(schema)), defaults=JSON_OPTIONS)
+        text = json.dumps(schema)
+        if len(text) <= MAX_SCHEMA:
+            text = json.dumps(_Closing(schema).value(schema))
+        if len(text) > MAX_SCHEMA:
+            raise SchemaError(f"{UNFOLLOWED}: it has {len(text):,} characters, more than {MAX_SCHEMA:,}; shorten it")
+        grammar = LLMatcher.grammar_from_json_schema(text, defaults=JSON_OPTIONS)
         problem = LLMatcher.validate_grammar(grammar)
     except SchemaError:
         raise
@@ -162,8 +221,8 @@ def _grammar(schema: Any) -> str:
         problem = "it is nested too deeply"
     except ValueError as error:
         problem = str(error)
-    except TypeError as error:
-        problem = str(error)
+    except (AttributeError, TypeError) as error:
+        problem = f"a value has the wrong type: {error}"
     _check(problem)
     return grammar
 
