@@ -119,10 +119,9 @@ class Message(Record):
 
     @model_validator(mode="after")
     def _add_refusal(self) -> Self:
-        if self.refusal is not None and not self.content:
+        if self.refusal is not None:
             self.content.append(RefusalPart(type="refusal", refusal=self.refusal))
-        refuses = self.refusal is not None or any(isinstance(part, RefusalPart) for part in self.content)
-        if refuses and self.role != "assistant":
+        if self.role != "assistant" and any(isinstance(part, RefusalPart) for part in self.content):
             raise ValueError(f"only the assistant refuses; send the {self.role}'s text as text")
         return self
 
