@@ -60,7 +60,9 @@ def decode(path: str, max_frames: int) -> tuple[dict[str, Any], list[bytes]]:
     # Of an open file FFmpeg takes no name for a protocol; the option keeps playlists from opening other files or URLs.
     options: dict[str, Any] = {"options": {"protocol_whitelist": "none"}, "metadata_errors": "replace"}  # Latin-1
     with files.opened(path) as file, av.open(file, "r", **options) as container:
-        stream = container.streams.video[0]
+        stream = next(iter(container.streams.video), None)
+        if stream is None:
+            raise ImageError("it has no pictures")
         if stream.width * stream.height > MAX_FRAME_PIXELS:
             raise ImageError(f"frames of {stream.width} x {stream.height}, more than {MAX_FRAME_PIXELS:,} pixels")
         fps = float(stream.average_rate or LISTED_FPS)
@@ -77,6 +79,8 @@ def decode(path: str, max_frames: int) -> tuple[dict[str, Any], list[bytes]]:
             matrix = frame.side_data.get("DISPLAYMATRIX")
             image = frame.to_image()
             shown.append((second, image if matrix is None else upright(image, struct.unpack("=9i", bytes(matrix)))))
+    if not shown:
+        raise ImageError("none of its pictures can be decoded")
     size = shown[0][1].size
     pixels = [(image if image.size == size else image.resize(size)).tobytes() for _, image in shown]
     return {"size": size, "seconds": [second for second, _ in shown], "duration": seconds}, pixels

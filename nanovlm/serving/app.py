@@ -158,9 +158,8 @@ class Gate:
         origin = headers.get("origin")
         hosts = self.options.hosts
         origins = self.options.allow_origin
-        if "content-length" in headers and "transfer-encoding" in headers:  # a proxy may have read the other one
-            closing = {"Connection": "close"}
-            return APIError(400, "Content-Length and Transfer-Encoding together; send one", headers=closing)
+        if "transfer-encoding" in headers:  # parsing chunks of one byte would hold up all others
+            return APIError(411, "a body without its Content-Length; send one", headers={"Connection": "close"})
         if (coding := headers.get("content-encoding", "identity").lower()) != "identity":
             return APIError(415, f"a body in Content-Encoding {coding!r}; send it as it is")
         if hosts is not None and PORT.sub("", host).strip("[]").lower() not in hosts:
@@ -242,8 +241,10 @@ class Chats:
     async def _answer(self, request: ChatRequest, response: Response, state: State) -> HTTPResponse:
         chat = [message.turn for message in request.messages]
         request.messages.clear()  # from here on only chat holds the encoded images
-        response.n_images = len(images_of(chat))
-        files = await self._files(images_of(chat))
+        images = images_of(chat)
+        response.n_images = len(images)
+        self.captioner.processor.check_bytes([turn.text for turn in chat], len(images))  # before any is fetched
+        files = await self._files(images)
         async with self.prepared:
             prompt = await asyncio.to_thread(self._prepare, request, chat, files)
             del chat, files

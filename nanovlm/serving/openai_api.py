@@ -19,7 +19,7 @@ from nanovlm.processing.conversation import Turn
 
 NO_LIMIT = -1  # as max_tokens
 ANY_OBJECT = {"type": "object"}  # the JSON schema of json_object
-MAX_VALUES = 50_000  # of a request, counted before it is parsed
+MAX_VALUES = 10_000  # of a request, counted before it is parsed
 MAX_FIELDS = 100  # of an object
 MAX_ITEMS = 1000  # messages, and parts of one
 # pydantic's name of the kind of a part or format, in a path
@@ -119,10 +119,9 @@ class Message(Record):
 
     @model_validator(mode="after")
     def _add_refusal(self) -> Self:
-        if self.refusal is not None and not self.content:
+        if self.refusal is not None:
             self.content.append(RefusalPart(type="refusal", refusal=self.refusal))
-        refuses = self.refusal is not None or any(isinstance(part, RefusalPart) for part in self.content)
-        if refuses and self.role != "assistant":
+        if self.role != "assistant" and any(isinstance(part, RefusalPart) for part in self.content):
             raise ValueError(f"only the assistant refuses; send the {self.role}'s text as text")
         return self
 

@@ -140,6 +140,7 @@ async function ask(question, n = chat.turns.length) {
   makeButton(turn.item, "Edit", () => chat.generation || edit(turn));
   const generation = setGeneration(new AbortController());
   let problem = null;
+  let n_less = 0;
   showError("");
   try {
     for await (const text of streamAnswer(messagesOf(chat.turns), generation.signal)) {
@@ -149,15 +150,21 @@ async function ask(question, n = chat.turns.length) {
     if (!turn.answer) problem = new Error("the answer is empty; ask differently");
   } catch (error) {
     if (!generation.signal.aborted) problem = error;
+    if (n && error.code === "context_length_exceeded" && (await fits(turn))) n_less = Math.ceil(n / 2);
   }
   answer.classList.remove("generating");
   if (chat.generation === generation) setGeneration(null);
   byId("announcement").textContent = turn.answer; // at once: screen readers interrupt text that changes
   if (!turn.item.isConnected) return;
   if (!turn.answer) takeBack(turn, replaced);
-  const n_less = problem?.code === "context_length_exceeded" ? Math.ceil(n / 2) : 0;
   const remedy = n_less && `Forget the first ${plural(n_less, "turn")} and ask again`;
   if (problem) showError(problem, remedy, () => forget(n_less));
+}
+
+// Ask whether a turn has room without those before it.
+async function fits(turn) {
+  const body = JSON.stringify({ messages: messagesOf([turn]), max_tokens: 1 });
+  return request("/v1/chat/completions", { method: "POST", body }).then(() => true, () => false);
 }
 
 function takeBack({ item, question }, replaced) {

@@ -5,6 +5,7 @@ import math
 import struct
 import subprocess
 import sys
+import wave
 from bisect import bisect_right
 from contextlib import suppress
 from fractions import Fraction
@@ -84,9 +85,13 @@ def test_a_video_file_is_read_and_what_cannot_be_read_is_one_line(clip, monkeypa
     Path("bad.mp4").write_bytes(Path("a.mp4").read_bytes()[:300])
     Path("list.mp4").write_text("ffconcat version 1.0\nfile a.mp4\n")  # names another file
     Path("concat:a.mp4").write_text("no video")  # to FFmpeg, the name of a protocol
-    for name in ("bad.mp4", "none.mp4", "list.mp4", "concat:a.mp4"):
-        words = "No such file" if name == "none.mp4" else "not a video that can be read"
-        with pytest.raises(ImageError, match=f"^{name}: {words}") as error:
+    encode("empty.avi", None, [], 10)
+    with wave.open("sound.mp4", "wb") as sound:
+        sound.setparams((1, 2, 8000, 0, "NONE", ""))
+        sound.writeframes(bytes(8000))
+    words = {"none.mp4": "No such file", "sound.mp4": ".*: it has no pictures$", "empty.avi": ".*: none of its pict"}
+    for name in ("bad.mp4", "none.mp4", "list.mp4", "concat:a.mp4", "sound.mp4", "empty.avi"):
+        with pytest.raises(ImageError, match=f"^{name}: {words.get(name, 'not a video that can be read')}") as error:
             Video.read(name)
         assert len(str(error.value).splitlines()) == 1 and (name == "list.mp4" or str(error.value).count(name) == 1)
     monkeypatch.setitem(sys.modules, "av", None)
@@ -110,6 +115,7 @@ def encode(name, frame, times, rate, codec="mpeg4"):
     with av.open(name, "w") as container:
         stream = container.add_stream(codec, rate=rate)
         stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        container.start_encoding()
         for time in times:
             picture = av.VideoFrame.from_image(frame)
             picture.pts, picture.time_base = time, Fraction(1, 10 * rate)

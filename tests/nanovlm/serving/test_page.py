@@ -203,6 +203,9 @@ def test_a_chat_that_is_too_long_is_shortened_by_a_button(served, open_page, siz
     expect(page.get_by_role("alert")).to_contain_text("Prompt is too long")
     page.get_by_role("button", name="Edit").nth(1).click()
     assert len(ask(page, f"{QUESTIONS[0]} " * 200)) == len(texts), "turns that a failed question replaces come back"
+    expect(page.get_by_role("alert")).to_contain_text("Prompt is too long")
+    assert page.get_by_role("button", name="Forget").count() == 0, "it would not help"
+    ask(page, f"{QUESTIONS[0]} " * 162)  # has room alone, but not behind another turn
     page.get_by_label("Your question").fill(QUESTIONS[1])
     page.get_by_role("button", name="Forget the first turn and ask again").click()
     assert len(answers(page)) == 1 and open_page.sent[-1]["messages"][-1]["content"][-1]["text"] == QUESTIONS[1]
