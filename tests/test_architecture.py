@@ -1,11 +1,11 @@
-"""The rules of docs/architecture.md: imports run one way, without circles, the core knows no add-on, and nothing grows.
+"""The rules of docs/architecture.md: imports run one way, without circles, the core knows no add-on, nothing
+grows, and a message of wrong use or bad data says what to do.
 
 `python tests/test_architecture.py` prints that page's table of sizes with the lines of now.
 """
 
 import ast
 import re
-from collections.abc import Iterator
 
 import pytest
 
@@ -19,13 +19,15 @@ SUM, TESTS = "sum", "`tests/`"  # rows of the table of sizes
 FORBIDDEN = {  # packages that the modules of a package must not import
     "models": {"nanovlm", "eval", "tests", "PIL", "torchvision", "tokenizers", "jinja2", "transformers", "numpy"},
     "nanovlm": {"eval", "tests", "torchvision", "transformers", "numpy"},
-    "eval": {"tests", *(script.removesuffix(".py") for script in SCRIPTS)},
+    "eval": {"tests", "generate", "train"},
 }
 CORE = {
     "models.config", "models.cache", "models.attention", "models.language_model", "models.vision_transformer",
     "models.modality_projector", "models.vision_language_model", "models.decoding",
 }  # fmt: skip
 BELOW = ("models.common", "models.checkpoint")  # what the core, too, may import
+MINGPT_NEEDS = {"models.cache", "models.checkpoint", "models.common.errors"}
+ROOTS = {script.removesuffix(".py") for script in SCRIPTS}
 ADD_ONS = ("models.inference", "models.kv_study", "models.lora", "models.mingpt", "models.formats")
 
 
@@ -33,32 +35,51 @@ def within(module: str, *packages: str) -> bool:
     return any(module == package or module.startswith(f"{package}.") for package in packages)
 
 
-def edges() -> Iterator[tuple[str, str]]:
-    return ((module, target) for module, targets in GRAPH.edges.items() for target in targets)
-
-
 def test_there_are_no_import_circles_and_the_graph_sees_imports_inside_functions(tmp_path):
     assert not GRAPH.circle
     (tmp_path / "models").mkdir()
     late = "def f():\n    importlib.import_module('models.b')\n"
-    for name, source in {
-        "models/a.py": late,
-        "models/b.py": "from .a import f\n",
-        **dict.fromkeys(SCRIPTS, ""),
-    }.items():
+    sources = dict.fromkeys(SCRIPTS, "") | {"models/a.py": late, "models/b.py": "from .a import f\n"}
+    for name, source in sources.items():
         (tmp_path / name).write_text(source)
     assert set(ImportGraph(tmp_path).circle) == {"models.a", "models.b"}
 
 
-@pytest.mark.parametrize("package", FORBIDDEN)
-def test_packages_import_only_those_below_them(package):
-    assert not {
-        f"{module} imports {item.module}"
-        for module, imports in GRAPH.imports.items()
-        if within(module, package)
-        for item in imports
-        if item.module.partition(".")[0] in FORBIDDEN[package]
-    }
+IMPORTS = [(module, item) for module, imports in GRAPH.imports.items() for item in imports]
+EDGES = [(module, target) for module, targets in GRAPH.edges.items() for target in targets]
+BROKEN = {  # rule: what breaks it
+    **{
+        f"{package} imports what is below it": [
+            (module, item) for module, item in IMPORTS
+            if within(module, package) and item.module.partition(".")[0] in forbidden
+        ]
+        for package, forbidden in FORBIDDEN.items()
+    },
+    "only entry points and eval import the command line": [
+        module for module, target in EDGES
+        if within(target, "nanovlm.cli") and not within(module, "nanovlm.cli", "nanovlm.__main__", "eval", *ROOTS)
+    ],
+    "root scripts only call the command line": [
+        item for module, item in IMPORTS if module in ROOTS and item.module not in ("sys", "nanovlm.cli.main")
+    ],
+    "the core imports no add-on": [
+        (module, target) for module, target in EDGES
+        if (module in CORE or within(module, *BELOW)) and within(target, *ADD_ONS)
+    ],
+    "models/*.py is network, caches and generation": CORE
+    ^ {module for module in GRAPH.files if module.startswith("models.") and not within(module, *ADD_ONS, *BELOW)},
+    "mingpt needs the core's cache and, for GPT-2's weights, its reader of files": MINGPT_NEEDS
+    ^ {target for module, target in EDGES if within(module, "models.mingpt") and not within(target, "models.mingpt")},
+    "no module imports a private name of another": [
+        (module, item) for module, item in IMPORTS
+        if item.module.partition(".")[0] in FORBIDDEN and re.match("_(?!_version__$)", item.name or "")
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rule", BROKEN)
+def test_imports_follow_the_rules(rule):
+    assert not BROKEN[rule]
 
 
 # --------------------------------------------------------------------------------------------------- one gate
@@ -200,47 +221,6 @@ def test_a_second_start_of_a_process_is_found(source):
     assert process_starts(source)
 
 
-def test_only_entry_points_and_eval_import_the_command_line():
-    importers = {module for module, target in edges() if within(target, "nanovlm.cli")}
-    assert not {m for m in importers if not within(m, "nanovlm.cli", "nanovlm.__main__", "eval", "generate", "train")}
-
-
-def test_the_core_imports_no_add_on():
-    core = {module for module in GRAPH.files if module in CORE or within(module, *BELOW)}
-    assert not {(module, target) for module, target in edges() if module in core and within(target, *ADD_ONS)}
-
-
-def test_the_core_is_complete():
-    """Every module directly in models/ is of the network, its caches or generation."""
-    assert {m for m in GRAPH.files if m.startswith("models.") and not within(m, *ADD_ONS, *BELOW)} == CORE
-
-
-def test_mingpt_stands_alone():
-    """It needs the core's cache and, for GPT-2's weights, its reader of files, and nothing else of this project."""
-    foreign = {target for module, target in edges() if within(module, "models.mingpt")}
-    assert {target for target in foreign if not within(target, "models.mingpt")} == {
-        "models.cache",
-        "models.checkpoint",
-        "models.common.errors",
-    }
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_root_scripts_only_call_the_command_line(script):
-    assert {item.module for item in GRAPH.imports[script.removesuffix(".py")]} <= {"sys", "nanovlm.cli.main"}
-
-
-def test_no_module_imports_a_private_name_of_another():
-    assert not {
-        f"{module} imports {item.module}.{item.name}"
-        for module, imports in GRAPH.imports.items()
-        for item in imports
-        if item.module.partition(".")[0] in FORBIDDEN
-        and (item.name or "").startswith("_")
-        and item.name != "__version__"
-    }
-
-
 def limits_by_package() -> dict[str, int]:
     """The table of sizes in docs/architecture.md: packages and how many lines each may have."""
     lines = (ROOT / "docs/architecture.md").read_text(encoding="utf-8").splitlines()
@@ -265,6 +245,35 @@ def test_no_package_has_more_lines_than_its_row_of_the_table_says():
     lines = count_lines([*limits])
     grown = {name: f"{lines[name]:,} of {limit:,}" for name, limit in limits.items() if lines[name] > limit}
     assert not grown, "shorten the package, or raise its limit in docs/architecture.md if the change is worth it"
+
+
+# ---------------------------------------------------------------------------------------------- messages of errors
+
+# Wrong use, bad data and missing packages: the user can do something about each. A damaged file of a model is named.
+DATA_KINDS = ("DataError", "ExampleError")
+KINDS = ("UsageError", *DATA_KINDS, "TrainingError", "MissingExtraError", "OutputError")
+WAY_OUT = re.compile(
+    r"; |, or |pip install|\b(must|needs?|has no effect|exclude|omit|name|take|show|ask|send|use|try|raise|lower)\b|"
+    r"is none of|is less than|not (like|a|an|one)\b|no (range|share|origin|folder)\b"
+)
+
+
+def messages():
+    """Place and text of each message that a raised error begins, {} for each value in it."""
+    for path in sorted([*ROOT.glob("models/**/*.py"), *ROOT.glob("nanovlm/**/*.py")]):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") in KINDS and node.args:
+                parts = getattr(node.args[0], "values", [node.args[0]])
+                if all(isinstance(part, ast.Constant | ast.FormattedValue) for part in parts):
+                    text = "".join(part.value if isinstance(part, ast.Constant) else "{}" for part in parts)
+                    yield pytest.param(text, id=f"{path.relative_to(ROOT)}:{node.lineno}")
+
+
+@pytest.mark.parametrize("text", list(messages()))
+def test_a_message_says_what_to_do(text):
+    assert not text.endswith((".", "!")) and "  " not in text and not re.search(r"\b(failed|invalid|illegal)$", text)
+    is_another_error = re.fullmatch(r"[\w/:{} -]*\{\}", text)  # which names its own way out
+    assert is_another_error or WAY_OUT.search(text), f"no way out: {text}"
 
 
 if __name__ == "__main__":

@@ -109,13 +109,14 @@ def test_random_weights_are_stored_in_the_widest_precision_measured(dtypes, stor
 @pytest.mark.full
 @two_levels
 def test_a_lower_level_holds_pytorch_to_it_in_a_process_of_its_own(capfd, tmp_path):
+    flags = f"{FAST}decode --level avx2 --model-size embedded --save {tmp_path}"
     with pytest.raises(SystemExit, match="0"):
-        main([*f"{FAST}decode --level avx2 --model-size embedded --save".split(), str(tmp_path)])
+        main(flags.split())
     out = capfd.readouterr().out
     assert "nanovlm float32 avx2 " in out and "level avx2, " in out and "PyTorch and oneDNN in OpenVINO held to" in out
     (path,) = tmp_path.iterdir()
     line, _, saved = path.read_text().partition("\n")
-    assert line.startswith("$ python -m eval.latency --level avx2") and saved.rstrip("\n") == out.rstrip("\n")
+    assert line == f"$ python -m eval.latency {flags}" and saved.rstrip("\n") == out.rstrip("\n")
 
 
 @two_levels

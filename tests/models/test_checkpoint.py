@@ -258,15 +258,10 @@ def test_a_model_is_saved_in_any_folder_but_not_in_a_file(tiny_model, tmp_path, 
     for inside in ("file", "file/model", "file/a/model"):
         with pytest.raises(InputError, match=f"{inside} is a file or lies below one; name a folder"):
             tiny_model().save_pretrained(inside)
-
-
-def test_an_output_folder_is_checked_before_the_work(tmp_path):
-    (tmp_path / "file").touch()
-    check_output_folder(tmp_path / "new/deeper", 1000)
-    wrong = {"empty": ("", 0), "is a file": (tmp_path / "file/x", 0), "MiB are free": (tmp_path, 2**60)}
-    for words, (folder, n) in wrong.items():
+    check_output_folder(tmp_path / "new/deeper", 1000)  # before the work
+    for words, path, n in (("empty", "", 0), ("is a file", "file/x", 0), ("MiB are free", ".", 2**60)):
         with pytest.raises(InputError, match=words):
-            check_output_folder(folder, n)
+            check_output_folder(path and tmp_path / path, n)
 
 
 @pytest.mark.parametrize(

@@ -130,12 +130,6 @@ def test_a_value_out_of_range_is_refused_by_name(name, values):
             SamplingParams(**{name: value})
 
 
-def generate(sampling, steps, eos=None):
-    sampler, rest = TokenSampler(sampling, eos), iter(steps[1:])
-    stream = generate_tokens(steps[0], lambda ids: next(rest), sampler, len(steps))
-    return torch.stack(list(stream), dim=1).tolist()
-
-
 def test_a_cycle_is_found_and_trimmed_as_defined():
     choose, seen = random.Random(0), set()
     for _ in range(5000):
@@ -159,10 +153,15 @@ def test_a_row_that_repeats_itself_ends_and_the_others_go_on():
     detection = (1, 4, 3)
     loop, varied = [7, 1, 2, 1, 2, 1, 2, 1, 2, 1], [0, 1, 2, 3, 4, 5, 6, 7, 8, 2]
     steps = torch.nn.functional.one_hot(torch.tensor([loop, varied]), 10).float().transpose(0, 1)
-    assert generate(SamplingParams(), steps, eos=9) == [loop, varied]
-    rows = generate(SamplingParams(repetition_detection=detection), steps, eos=9)
+
+    def generate(steps, eos=None, **options):
+        sampler, rest = TokenSampler(SamplingParams(**options), eos), iter(steps[1:])
+        stream = generate_tokens(steps[0], lambda ids: next(rest), sampler, len(steps))
+        return torch.stack(list(stream), dim=1).tolist()
+
+    assert generate(steps, 9) == [loop, varied]
+    rows = generate(steps, 9, repetition_detection=detection)
     assert rows == [[7, 1, 2, 1, 2, 1, 2, 9, 9, 9], varied]
     assert [finish_reason(row, 9, detection) for row in [*rows, [1, 2, 9]]] == ["repetition", "length", "stop"]
     assert trim_repetition(rows[0][:7], detection) == [7, 1, 2]
-    alone = generate(SamplingParams(repetition_detection=detection), steps[:, :1])  # without an end token
-    assert alone == [loop[:7]]
+    assert generate(steps[:, :1], repetition_detection=detection) == [loop[:7]], "without an end token"

@@ -59,7 +59,7 @@ def test_a_link_is_replaced_and_not_followed(tmp_path):
     assert not [*(tmp_path / "other").iterdir()]
 
 
-def test_an_error_leaves_the_old_file_and_no_part(tmp_path):
+def test_a_file_is_replaced_and_a_folder_filled_whole_or_not_at_all(tmp_path):
     (tmp_path / "a").write_text("old")
     with pytest.raises(ZeroDivisionError), files.replacing(tmp_path / "a") as new:
         new.write_text("half")
@@ -68,9 +68,6 @@ def test_an_error_leaves_the_old_file_and_no_part(tmp_path):
         (new / "half").touch()
         1 / 0  # noqa: B018
     assert (tmp_path / "a").read_text() == "old" and len([*tmp_path.iterdir()]) == 1
-
-
-def test_a_folder_is_filled_and_its_other_files_stay(tmp_path):
     for content in ("one", "two"):
         with files.filling(tmp_path / "deep/out") as new:
             (new / "sub").mkdir()
@@ -202,28 +199,24 @@ def test_a_full_disk_is_one_line_that_names_the_file_and_a_torn_line_is_cut_off(
     assert [*tmp_path.iterdir()] == [table] and table.read_bytes() == b"first"
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+def test_what_cannot_be_written_is_one_line_that_names_it(tmp_path, monkeypatch):
+    (tmp_path / "a").touch()
+    for name, words in (("x" * 300, "too long"), ("a/b", "File exists|Not a d"), ("nul\0l", "null")):
+        with pytest.raises(FileError, match=words):
+            files.replace(tmp_path / name, "")
+        if "\0" not in name:
+            with pytest.raises(FileError, match=words), files.filling(tmp_path / name):
+                pass
+
     def refuses(path, flags, mode=0o777, **options):
         raise PermissionError(errno.EACCES, "Permission denied", path)
 
     monkeypatch.setattr(os, "open", refuses)
     monkeypatch.setattr(os, "mkdir", refuses)
     for write in (files.replacing, files.filling, lambda path: files.filling(path / "new/sub")):
-        with pytest.raises(FileError, match=f"^{tmp_path}.*: Permission denied$") as error, write(tmp_path / "a"):
+        with pytest.raises(FileError, match=f"^{tmp_path}.*: Permission denied$") as error, write(tmp_path / "b"):
             pass
         assert files.PART not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("name", "words"), [("x" * 300, "too long"), ("nul\0l", "null"), ("a/b", "File exists|Not a d")]
-)
-def test_a_name_that_cannot_be_written_is_one_line(tmp_path, name, words):
-    (tmp_path / "a").touch()
-    with pytest.raises(FileError, match=words):
-        files.replace(tmp_path / name, "")
-    if "\0" not in name:
-        with pytest.raises(FileError, match=words), files.filling(tmp_path / name):
-            pass
 
 
 @pytest.mark.parametrize("given", [None, 0o700])

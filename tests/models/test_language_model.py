@@ -30,19 +30,19 @@ def words(rows, n, seed=1):
 
 
 def test_a_cache_or_start_that_does_not_fit_is_refused(tiny_decoder):
-    decoder = tiny_decoder()
+    decoder, one = tiny_decoder(), words(1, 1)
     (_, five), (_, full) = decoder(words(1, 5), kv_cache=[None] * 2), decoder(words(1, 64))
-    for n, mask, kv_cache, start, message in (
-        (1, None, five, 4, "start_pos=4, .* 5 tokens"),
-        (1, None, None, 2, "start_pos=2, .* 0 tokens"),
-        (1, torch.ones(1, 5), five, 5, "covers 5 tokens, not 5 cached \\+ 1 new"),
-        (65, None, None, 0, "65 tokens exceed lm_max_position_embeddings=64"),
-        (1, None, full, 64, "65 tokens exceed lm_max_position_embeddings=64"),
-        (1, None, [None] * 3, 0, "kv_cache has 3 blocks, but the model 2"),
-        (1, None, [None, *five[1:]], 0, r"different numbers of tokens: \[0, 5\]"),
+    for arguments, message in (
+        ((one, None, five, 4), "start_pos=4, .* 5 tokens"),
+        ((one, None, None, 2), "start_pos=2, .* 0 tokens"),
+        ((one, torch.ones(1, 5), five, 5), "covers 5 tokens, not 5 cached \\+ 1 new"),
+        ((words(1, 65),), "65 tokens exceed lm_max_position_embeddings=64"),
+        ((one, None, full, 64), "65 tokens exceed lm_max_position_embeddings=64"),
+        ((one, None, [None] * 3), "kv_cache has 3 blocks, but the model 2"),
+        ((one, None, [None, *five[1:]]), r"different numbers of tokens: \[0, 5\]"),
     ):
         with pytest.raises(ValueError, match=message):
-            decoder(words(1, n), mask, kv_cache, start)
+            decoder(*arguments)
 
 
 @torch.no_grad()

@@ -16,20 +16,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from models.mingpt import (
-    GPT,
-    SIZES,
-    Block,
-    Block_kv,
-    CausalSelfAttention,
-    CausalSelfAttention_kv,
-    Config,
-    GPT_kv,
-    GPTConfig,
-    KVList,
-    append_kv,
-    next_token,
-)
+from models import mingpt
+from models.mingpt import GPT, GPT_kv, GPTConfig, append_kv, next_token
 from support import randomize
 
 VOCAB_SIZE = 30
@@ -64,7 +52,7 @@ def assert_close(a, b, atol=1e-5):
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_generate_kv_matches_generate_within_and_beyond_block_size(seed):
+def test_a_cache_changes_neither_tokens_within_and_beyond_block_size_nor_logits_of_any_chunks(seed):
     rng = random.Random(seed)
     (gpt, gpt_kv), B, T, n = random_pair(rng), rng.randint(1, 3), rng.randint(1, 15), rng.choice([0, 10, 10])
     options = {"temperature": rng.choice([0.5, 1.0, 2.0]), "do_sample": rng.random() < 0.5}
@@ -75,12 +63,6 @@ def test_generate_kv_matches_generate_within_and_beyond_block_size(seed):
         outputs.append(generate(ids(B, T), n, **options))
     assert outputs[0].shape == (B, T + n) and torch.equal(outputs[0][:, :T], ids(B, T))
     assert torch.equal(outputs[0], outputs[1]) and torch.equal(outputs[0], outputs[2])
-
-
-@pytest.mark.parametrize("seed", range(30))
-def test_logits_of_a_chunked_prefill_match_a_single_pass(seed):
-    rng = random.Random(seed)
-    (gpt, gpt_kv), B = random_pair(rng), rng.randint(1, 3)
     T = gpt.block_size
     cuts = sorted({0, T, *rng.choices(range(T + 1), k=rng.randint(0, T))})
     with torch.set_grad_enabled(seed % 2 == 1):
@@ -126,7 +108,7 @@ def test_a_modified_cache_is_used_as_modified():
     idx, selected = ids(3, 8), torch.tensor([2, 0])
     for change in ("new list", "in place", "none"):
         cache = gpt_kv(idx[:, :6], kv_cache=read(gpt_kv, idx[:, :5]))[2]
-        assert all(isinstance(block, KVList) for block in cache)
+        assert all(isinstance(block, mingpt.KVList) for block in cache)
         if change == "new list":
             cache = [[k[selected], v[selected]] for k, v in cache]
         elif change == "in place":
@@ -150,7 +132,7 @@ def test_names_and_sizes_are_mingpts_and_parameter_counts_the_published_ones():
     expected |= {f"transformer.h.{i}.attn.bias" for i in range(3)}
     expected |= {f"transformer.{name}" for name in ("wte.weight", "wpe.weight", "ln_f.weight", "ln_f.bias")}
     assert set(gpt.state_dict()) == expected | {"lm_head.weight"} == set(gpt_kv.state_dict())
-    assert {size: SIZES[size] for size in SIZES if not size.startswith(("gpt2", "openai"))} == {
+    assert {size: mingpt.SIZES[size] for size in mingpt.SIZES if not size.startswith(("gpt2", "openai"))} == {
         "gopher-44m": (8, 16, 512), "gpt-mini": (6, 6, 192), "gpt-micro": (4, 4, 128), "gpt-nano": (3, 3, 48),
     }  # fmt: skip
     published = {"gpt2": 124.44, "gpt2-medium": 354.82, "gpt2-large": 774.03, "gpt2-xl": 1557.61, "openai-gpt": 124.44}
@@ -302,16 +284,15 @@ HOMEWORK = {"model_type": None, "n_layer": 3, "n_head": 3, "n_embd": 48, "vocab_
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(
-    ("plain_class", "cached_class"), [(CausalSelfAttention, CausalSelfAttention_kv), (Block, Block_kv)]
-)
-def test_a_layer_equals_minGPTs_and_continues_token_by_token_and_from_slices(plain_class, cached_class):
-    x = torch.randn(4, Config().block_size, Config().n_embd, generator=torch.Generator().manual_seed(42))
-    plain, cached = randomize(plain_class(Config())).eval(), cached_class(Config()).eval()
-    cached.load_state_dict(plain.state_dict())
+@pytest.mark.parametrize("name", ["CausalSelfAttention", "Block"])
+def test_a_layer_equals_minGPTs_and_continues_token_by_token_and_from_slices(name):
+    config = mingpt.Config()
+    x = torch.randn(4, config.block_size, config.n_embd, generator=torch.Generator().manual_seed(42))
+    plain, cached = (getattr(mingpt, kind)(config).eval() for kind in (name, f"{name}_kv"))
+    cached.load_state_dict(randomize(plain).state_dict())
     expected, (k, v) = cached(x)
     assert_close(expected, plain(x))
-    projected = cached.c_attn(x) if isinstance(cached, CausalSelfAttention) else cached.attn.c_attn(cached.ln_1(x))
+    projected = cached.c_attn(x) if name == "CausalSelfAttention" else cached.attn.c_attn(cached.ln_1(x))
     for tensor, part in zip((k, v), projected.split(x.size(2), dim=2)[1:]):  # before heads are split
         torch.testing.assert_close(tensor, part)
     last, _ = cached(x[:, [-1]], kv_cache=[k[:, :-1], v[:, :-1]])
@@ -340,9 +321,9 @@ def test_compute_first_fills_a_stale_cache_anew(config):
 @pytest.mark.parametrize("make_config", [course_config, GPTConfig], ids=["CfgNode", "ours"])
 def test_the_sizes_of_model_type_are_written_into_the_config(model_class, make_config):
     config = make_config(model_type="gpt-nano", vocab_size=3, block_size=11)
-    model = model_class(config)
-    assert (config.n_layer, config.n_head, config.n_embd) == (3, 3, 48) and model.n_layer == len(model.transformer.h)
-    assert model_class(config).n_layer == 3, "the same config makes a second model"
+    for _ in range(2):  # the same config makes a second model
+        assert len(model_class(config).transformer.h) == model_class(config).n_layer == 3
+        assert (config.n_layer, config.n_head, config.n_embd) == (3, 3, 48)
 
 
 @pytest.mark.parametrize(

@@ -42,40 +42,21 @@ def random_case(seed):
 
 
 @pytest.mark.parametrize("seed", CASES)
-def test_generation_with_a_cache_matches_generation_without(tiny_model, seed):
+def test_neither_cache_nor_padding_nor_chunks_change_a_token(tiny_model, seed):
     chance, shape, inputs = random_case(seed)
-    sampling, n_samples, eos = chance.choice(SAMPLINGS), chance.randint(1, 3), chance.choice([None, *range(4, 10)])
-    options = {"max_new_tokens": 10, "sampling": sampling, "n_samples": n_samples, "eos_token_id": eos}
-    model = tiny_model(**shape)
+    model, ids, mask = tiny_model(**shape), inputs["input_ids"], inputs["attention_mask"]
+    n_samples, sampling = chance.randint(1, 3), chance.choice(SAMPLINGS)
+    options = {"max_new_tokens": 10, "sampling": sampling, "n_samples": n_samples}
+    options["eos_token_id"] = chance.choice([None, *range(4, 10)])
     cached = model.generate(**inputs, **options)
     assert torch.equal(cached, model.generate(**inputs, **options, use_kv_cache=False))
-    assert len(cached) == len(inputs["input_ids"]) * n_samples
+    assert len(cached) == len(ids) * n_samples
 
-
-@pytest.mark.parametrize("seed", CASES)
-def test_a_padded_row_matches_the_unpadded_row(tiny_model, seed):
-    """A penalty does not count padding, whose id is one that a row would choose."""
-    chance, shape, inputs = random_case(seed)
-    model, penalty = tiny_model(**shape), chance.choice([1.0, 1.5, 1e6])
-    options = {"max_new_tokens": 8, "sampling": SamplingParams(repetition_penalty=penalty)}
-    for row, (mask, logits) in enumerate(zip(inputs["attention_mask"], model.prefill(**inputs)[0])):
-        alone = only_row(inputs, row)
-        expected = model.generate(**alone, **options)[0]
-        close(logits, model.prefill(**alone)[0][0])
-        inputs["input_ids"][row, mask == 0] = expected[0]
-        assert torch.equal(model.generate(**inputs, **options)[row], expected)
-
-
-@pytest.mark.parametrize("seed", CASES)
-def test_a_chunked_prefill_matches_a_single_prefill(tiny_model, seed):
-    chance, shape, inputs = random_case(seed)
     cuts = {chance.randint(1, 40) for _ in range(chance.randrange(12))}
-    model, ids, mask = tiny_model(**shape), inputs["input_ids"], inputs["attention_mask"]
     is_image = ids == IMAGE
     nth = (is_image.cumsum(-1) - 1) % PER_IMAGE  # within an image, which no cut may part
     inner = [cut for cut in sorted(cuts) if cut < ids.size(1) and not (is_image & (nth > 0))[:, cut].any()]
     starts = (is_image & (nth == 0)).nonzero()[:, 1]  # of each image, in reading order
-
     images = torch.zeros(0, 3, 16, 16) if inputs["images"] is None else inputs["images"]
     whole, expected = model.prefill(**inputs)
     prefix = None
@@ -88,9 +69,17 @@ def test_a_chunked_prefill_matches_a_single_prefill(tiny_model, seed):
         logits, prefix = model.prefill(ids[:, start:stop], images[here], mask[:, start:stop], prefix)
     for _ in range(4):
         close(logits, whole)
-        ids = whole.argmax(-1)
-        (whole, expected), (logits, prefix) = model.decode(ids, expected), model.decode(ids, prefix)
+        new = whole.argmax(-1)
+        (whole, expected), (logits, prefix) = model.decode(new, expected), model.decode(new, prefix)
     assert prefix.length == expected.length
+
+    penalty = SamplingParams(repetition_penalty=chance.choice([1.0, 1.5, 1e6]))
+    for row, logits in enumerate(model.prefill(**inputs)[0]):
+        alone = only_row(inputs, row)
+        expected = model.generate(**alone, max_new_tokens=8, sampling=penalty)[0]
+        close(logits, model.prefill(**alone)[0][0])
+        ids[row, mask[row] == 0] = expected[0]  # padding of a likely id, which no penalty counts
+        assert torch.equal(model.generate(**inputs, max_new_tokens=8, sampling=penalty)[row], expected)
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -64,8 +64,6 @@ class Edit:
 
 
 SDPA = "    return F.scaled_dot_product_attention(\n"
-BLOCKS = """            x, block_kv_cache = block(x, cos, sin, mask, block_kv_cache)
-"""
 LAST = "        return self.decoder.head(hidden[:, -1]), PrefillState(kv_cache, mask)\n"
 DECODED = "        return self.prefill_embeds(self.embed_tokens(ids[:, None]), None, prefix)\n"
 EDITS = {
@@ -75,10 +73,6 @@ EDITS = {
         near = q.new_ones(T, S).bool().tril(S - T).triu(S - T - 23)
         mask, causal = near if mask is None else mask & near, False
 {SDPA}"""),
-    "no positions in some blocks": Edit("language_model", "LanguageModel.forward", BLOCKS, """\
-            turned = (cos, sin) if len(new_cache) % 4 else (torch.ones_like(cos), torch.zeros_like(sin))
-            x, block_kv_cache = block(x, *turned, mask, block_kv_cache)
-"""),
     "a bidirectional prefix": Edit("language_model", "LanguageModel.forward", "        cos, sin = rope", """\
         if past == 0:
             shown = torch.arange(T, device=x.device) < 30
@@ -116,10 +110,6 @@ EDITS = {
     "scaled embeddings": Edit(
         "vision_language_model", "VisionLanguageModel.embed_tokens", "self.decoder.token_embedding(input_ids)",
         "1.5 * self.decoder.token_embedding(input_ids)",
-    ),
-    "another projection": Edit(
-        "vision_language_model", "VisionLanguageModel.encode_images", "self.MP(self.vision_encoder(",
-        "self.MP(0.5 * self.vision_encoder(",
     ),
     "an edited constructor": Edit(
         "vision_language_model", "VisionLanguageModel.__init__", "        self.decoder = LanguageModel(cfg)\n",

@@ -29,19 +29,16 @@ def test_a_weight_is_close_to_its_quantized_form(format, size):
         torch.testing.assert_close(stored, torch.full(size, value), rtol=tolerance, atol=0)
 
 
-def test_sizes_are_a_byte_and_five_bits_a_weight():
-    weight = torch.randn(128, 640)
-    sizes = {name: sum(p.nbytes for p in QuantizedLinear(weight, None, name).parameters()) for name in ERRORS}
-    assert sizes == {"int8": weight.numel() + 4 * 128, "int4": weight.numel() * 5 / 8}
-
-
-def test_int4_is_fitted_closer_than_the_range_of_a_group():
+def test_int4_takes_five_bits_a_weight_and_is_fitted_closer_than_the_range_of_a_group():
     weight = torch.randn(64, 320, generator=torch.Generator().manual_seed(0))
+    layers = {name: QuantizedLinear(weight, None, name) for name in ERRORS}
+    sizes = {name: sum(p.nbytes for p in layer.parameters()) for name, layer in layers.items()}
+    assert sizes == {"int8": weight.numel() + 4 * 64, "int4": weight.numel() * 5 / 8}
     groups = weight.view(64, -1, 32)
     low, high = groups.aminmax(dim=-1, keepdim=True)
     scale = (high - low) / 15
     plain = (((groups - low) / scale).round() * scale + low).view_as(weight)
-    fitted = QuantizedLinear(weight, None, "int4").dequantize(torch.float32)
+    fitted = layers["int4"].dequantize(torch.float32)
     assert (fitted - weight).square().mean() < 0.9 * (plain - weight).square().mean()
 
 

@@ -61,6 +61,7 @@ def test_a_layer_is_the_matmul_of_its_weight_and_rounds_as_its_naive_twin(level,
 @by_level
 @by_kind
 @pytest.mark.parametrize("n", [1, 40])
+@torch.no_grad()
 def test_extreme_values(level, kind, n):
     layer, weight = make_layer(kind, 16, 64)
     for x in (torch.zeros(n, 64), torch.full((n, 64), 1e30), torch.full((n, 64), 1e-30)):
@@ -71,16 +72,11 @@ def test_extreme_values(level, kind, n):
         x[-1, 50] = wrong
         is_finite = product(level, layer, x).isfinite()
         assert is_finite[:-1].all() and not is_finite[-1].any()
-
-
-@by_level
-@pytest.mark.parametrize("n", [1, 40])
-def test_one_large_value_does_not_make_the_steps_of_int8_coarse(level, n):
-    layer, weight = make_layer("int8", 32, 576)
-    x = torch.randn(n, 576)
-    x[:, 50] = 100  # is 127 steps: without mixing, a token's other values would have two or three
-    wanted = x.double() @ weight.T + layer.bias.detach().double()
-    assert error(product(level, layer, x), wanted) < TOLERANCES["int8"]
+    if kind == "int8":
+        layer, weight = make_layer(kind, 32, 576)
+        x = torch.randn(n, 576)
+        x[:, 50] = 100  # is 127 steps: without mixing, a token's other values would have two or three
+        assert error(product(level, layer, x), x.double() @ weight.T + layer.bias.double()) < TOLERANCES[kind]
 
 
 @by_level

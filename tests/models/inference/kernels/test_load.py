@@ -77,6 +77,12 @@ def test_the_level_of_an_arm_cpu_is_read_from_its_system(monkeypatch, system, bi
     assert chosen_level() == level
 
 
+def test_a_compiler_too_old_for_amx_builds_the_level_below(monkeypatch, no_library):
+    built: list[str] = []
+    monkeypatch.setattr(load, "build", lambda level, folder: built.append(level) or no_library / "absent.so")
+    assert load_library("amx") is None and built == ["amx", "bf16"]
+
+
 @pytest.mark.skipif(not IS_X86, reason="the levels are for Linux on x86-64")
 def test_amx_is_a_level_only_where_linux_lets_this_process_use_it(monkeypatch):
     assert "amx_tile" in load.cpu_info("flags") or not load.amx_is_allowed()
@@ -84,12 +90,6 @@ def test_amx_is_a_level_only_where_linux_lets_this_process_use_it(monkeypatch):
     for allowed in (True, False):
         monkeypatch.setattr(load, "amx_is_allowed", lambda allowed=allowed: allowed)
         assert available_levels() == [name for name in ALL_LEVELS if name != "avx2-vnni" and (allowed or name != "amx")]
-
-
-def test_a_compiler_too_old_for_amx_builds_the_level_below(monkeypatch, no_library):
-    built: list[str] = []
-    monkeypatch.setattr(load, "build", lambda level, folder: built.append(level) or no_library / "absent.so")
-    assert load_library("amx") is None and built == ["amx", "bf16"]
 
 
 @HAS_KERNELS
