@@ -412,6 +412,7 @@ def test_images_that_fail_are_named_and_the_others_captioned(photos, embedded):
     (photos / "nothing").mkdir()
     names = [photos, "gone.png", "photos/*.xyz", "photos/sub/../a.png", "photos/**/b.png", photos / "nothing"]
     report = caption_files(embedded, names)
+    assert len(report.images) == len({*map(os.path.realpath, report.images)}), "each once"
     reasons = {Path(name).name: reason for name, reason in report.failed.items()}
     assert reasons.keys() == FAILING.keys() and all(FAILING[name] in reason for name, reason in reasons.items())
     assert report.captioned == 2 and report.left_out == {".nef": 1}
