@@ -214,6 +214,8 @@ def test_stats_are_those_of_the_answers(captioner, images, monkeypatch):
     assert stats.finish_reasons == ["stop" if ids[-1] == eos else "length" for ids in answers]
     later = stats.total_s - stats.first_token_s
     assert stats.tokens_per_s == pytest.approx((stats.new_tokens - len(QUESTIONS)) / later)
+    empty = ending_with(model, captioner.processor, rows[0][0])
+    assert empty.caption(images[0]) == "" == empty.samples(images[0])[0], "the end token comes first"
     list(captioner.stream(images[0], max_new_tokens=1, stats=(stats := Stats())))
     assert stats.new_tokens == 1 and stats.tokens_per_s == 0
 

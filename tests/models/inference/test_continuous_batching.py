@@ -72,7 +72,7 @@ def test_each_request_generates_what_it_generates_alone(refuse, seed):
     batch, streamed = ContinuousBatch(model, max_num_seqs=rows, eos_token_id=eos), {one: [] for one in expected}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(continuous_batching, "MAX_PREFILL_TOKENS", rng.choice([1, 24, 2048]))
-        patch.setattr(continuous_batching, "CAPACITY_STEP", 4)
+        patch.setattr(continuous_batching, "SLOT_STEP", 4)
         patch.setattr(caches, "MIN_PREFIX_TOKENS", rng.choice([1, 32]))
         for step in range(400):
             for one in arrivals.get(step, ()):

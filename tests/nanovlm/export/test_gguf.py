@@ -211,7 +211,7 @@ def test_weights_beyond_float16_are_refused(folder, tmp_path):
 
 
 def test_a_missing_package_names_its_extra(folder, tmp_path, capsys, monkeypatch):
-    monkeypatch.delitem(sys.modules, "nanovlm.ours.gguf")
+    monkeypatch.delitem(sys.modules, "nanovlm.export.gguf")
     monkeypatch.setitem(sys.modules, "gguf", None)
     assert main(["export", str(folder), "--gguf", "--out", str(tmp_path / "out")]) == 2
     assert "gguf is missing; pip install 'nanovlm[gguf]'" in capsys.readouterr().err

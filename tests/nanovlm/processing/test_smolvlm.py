@@ -10,7 +10,7 @@ import tokenizers
 import torch
 from PIL import Image
 
-from models.checkpoint import load_config
+from models.checkpoint import checkpoint_dtype, load_config
 from models.vision_language_model import VisionLanguageModel
 from nanovlm import Captioner
 from nanovlm.cli.main import main
@@ -97,6 +97,12 @@ def test_logits_and_greedy_ids_match_cached_uncached_and_batched(variant, ours):
             settings = {"eos_token_id": ours.tokenizer.eos_token_ids, "use_kv_cache": cached}
             generated = ours.model.generate(**inputs_of(ours, row, text), max_new_tokens=12, **settings)
             assert generated[0].tolist() == ids
+
+
+def test_weights_are_saved_in_the_dtype_in_which_they_were_stored(folders, tmp_path):
+    folder, model, _ = folders("half")
+    VisionLanguageModel.from_pretrained(folder, dtype=checkpoint_dtype(folder)).save_pretrained(tmp_path)
+    assert type(model).from_pretrained(tmp_path).dtype == torch.bfloat16
 
 
 def test_max_tiles_and_special_tokens_of_answers(folders):

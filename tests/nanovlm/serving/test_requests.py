@@ -354,10 +354,10 @@ def test_any_text_ends_before_its_first_stop_string(seed):
     rng = Random(seed)
     stops = ["".join(rng.choices("ab", k=rng.randint(1, 4))) for _ in range(rng.randint(0, 3))]
     text = "".join(rng.choices("abc", k=rng.randint(0, 12)))
-    streamer, streamed, ended = StopStrings(stops), "", False
-    for i, letter in enumerate([*text, ""]):
+    streamer, streamed, ended, size = StopStrings(stops), "", False, rng.randint(1, 4)
+    for at in range(0, len(text) + size, size):
         if not ended:
-            new, ended = streamer.add(letter, i == len(text))
+            new, ended = streamer.add(text[at : at + size], at >= len(text))
             streamed += new
     ends = [(text.find(stop) + len(stop), -len(stop)) for stop in stops if stop in text]
     end, negative_length = min(ends, default=(len(text), 0))

@@ -320,6 +320,8 @@ def test_process_ends_in_order(n_signals, embedded):
 
 def test_what_cannot_be_listened_to_is_one_sentence():
     """The command line's refusals are in tests/nanovlm/cli/test_wrong_use.py."""
+    with pytest.raises(UsageError, match="^--api-key is empty"):
+        ServeOptions(host="0.0.0.0", api_key="")
     with pytest.raises(UsageError, match="^--host .*; name an address of this machine$"):
         listen(ServeOptions(host="\udcff", api_key="x"))
     with listen(ServeOptions(port=0)) as port, pytest.raises(UsageError, match="--port 0 takes any free port$"):

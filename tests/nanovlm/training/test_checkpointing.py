@@ -241,6 +241,7 @@ OTHERS = [  # settings of a run, those of the one that resumes it, and words of 
     ({"lora_rank": 2}, {"lora_alpha": 4.0}, "lora_alpha=16.0, but this run has lora_alpha=4.0; resume with the"),
     ({"lora_rank": 2}, {"train_embeddings": False}, "train_embeddings=True, but this run has "),
     ({}, {"lm_n_blocks": 3}, "lm_n_blocks=2, but this run has lm_n_blocks=3; resume with the same, or train in"),
+    ({}, {"lm_inter_dim": 40}, "lm_inter_dim=32, but "),
     ({}, {"lm_re_base": 50.0}, "lm_re_base=100.0, but this run has lm_re_base=50.0; resume with"),
 ]
 
