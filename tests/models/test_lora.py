@@ -78,8 +78,8 @@ def test_embeddings_trained_by_peft_are_read_and_written_alike(tiny_model, make_
     again, before = (load_file(folder / "adapter_model.safetensors") for folder in (tmp_path / "ours", tmp_path))
     assert again.keys() == before.keys() and all(torch.equal(again[name], before[name]) for name in before)
     loaded = peft.PeftModel.from_pretrained(tiny_model(lm_tie_weights=tied), tmp_path / "ours").merge_and_unload()
-    torch.testing.assert_close(loaded(**batch)[0], merge(ours)(**batch)[0], **CLOSE)
-    assert (merge(ours).decoder.head.weight is merge(ours).decoder.token_embedding.weight) == tied
+    torch.testing.assert_close(loaded(**batch)[0], (plain := merge(ours))(**batch)[0], **CLOSE)
+    assert (plain.decoder.head.weight is plain.decoder.token_embedding.weight) == tied
     config = peft.LoraConfig(r=2, target_modules=["head"])
     peft.get_peft_model(tiny_model(), config).save_pretrained(tmp_path)
     read_adapters(tmp_path, tiny_model(lm_tie_weights=False))

@@ -60,6 +60,7 @@ def assert_same(model, sees=None, says=None):
 )
 @pytest.mark.parametrize(("tied", "shards"), [(True, "5GB"), (False, "4KB")])
 def test_both_backbones_compute_as_in_transformers(tmp_path, sizes, n_heads, n_kv_heads, tied, shards):
+    torch.manual_seed(0)  # of some weights sums round a little further
     sees = siglip(**dict(zip(("num_attention_heads", "num_hidden_layers", "image_size"), sizes)))
     says = llama(num_attention_heads=n_heads, num_key_value_heads=n_kv_heads, tie_word_embeddings=tied)
     sees.save_pretrained(tmp_path / "siglip", max_shard_size=shards)
