@@ -25,12 +25,12 @@ from torch import Tensor
 
 from eval.lib import command
 from eval.lib.command import interleave, measure_seconds, positive, progress
-from models import files
+from models.common import files
 from models.mingpt import GPT, SIZES, GPT_kv, GPTConfig
 from nanovlm.cli.main import Parser
 from nanovlm.console import print_error, table
 from nanovlm.device import choose_device
-from nanovlm.errors import NanoVLMError
+from nanovlm.errors import NanoVLMError, exit_code
 from nanovlm.options import DEVICES
 
 VOCAB_SIZE = 128  # the homework's
@@ -163,7 +163,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         files.replace(args.out, "".join(lines))
     except (NanoVLMError, OSError) as error:
         print_error(f"{parser.prog}: {error}")
-        return error.exit_code if isinstance(error, NanoVLMError) else 1
+        return exit_code(error) if isinstance(error, NanoVLMError) else 1
     return 0
 
 

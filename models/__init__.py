@@ -1,9 +1,9 @@
 """Tensors: the vision-language model, its caches, its generation loop and its checkpoints.
 
 The files of this folder are the core, to be read in an afternoon: config, cache, attention, vision_transformer,
-modality_projector, language_model, vision_language_model, options, decoding, checkpoint, files and errors. The
-subfolders are add-ons, which the core does not import. It reads nanoVLM's own files; `import models.formats` lets it
-read SmolVLM's and others.
+modality_projector, language_model, vision_language_model and decoding. It stands on `models.common` (errors, the gate
+for files, records of options) and `models.checkpoint` (weights in files); the other subfolders are add-ons, which the
+core does not import. It reads nanoVLM's own files; `import models.formats` lets it read SmolVLM's and others.
 
 >>> from models import VisionLanguageModel
 >>> model = VisionLanguageModel.from_pretrained("lusxvr/nanoVLM-230M-8k")
@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from models.cache import KVCache
+    from models.common.options import SamplingParams
     from models.config import VLMConfig
-    from models.options import SamplingParams
     from models.vision_language_model import VisionLanguageModel
 
 __all__ = ["KVCache", "SamplingParams", "VLMConfig", "VisionLanguageModel"]
@@ -43,7 +43,7 @@ __getattr__ = imported_on_use(
     __name__,
     {
         "KVCache": "models.cache",
-        "SamplingParams": "models.options",
+        "SamplingParams": "models.common.options",
         "VLMConfig": "models.config",
         "VisionLanguageModel": "models.vision_language_model",
     },

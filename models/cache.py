@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from models.errors import InputError
+from models.common.errors import InputError
 
 CAPACITY_STEP = 16  # tokens; a buffer's capacity is a multiple of it
 

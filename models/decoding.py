@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from models.cache import PrefillState
+from models.common.errors import InputError
+from models.common.options import GREEDY, MAX_NEW_TOKENS, RepetitionDetection, SamplingParams
 from models.config import VLMConfig
-from models.errors import InputError
-from models.options import GREEDY, MAX_NEW_TOKENS, RepetitionDetection, SamplingParams
 
 
 def choose_tokens(logits: Tensor, sampling: SamplingParams, generator: torch.Generator | None = None) -> Tensor:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from models.attention import attention
 from models.cache import KVCache
+from models.common.errors import InputError
 from models.config import VLMConfig
-from models.errors import InputError
 
 
 class RMSNorm(nn.Module):

@@ -2,8 +2,8 @@
 
 from torch import Tensor, nn
 
+from models.common.errors import InputError
 from models.config import VLMConfig
-from models.errors import InputError
 
 
 def pixel_shuffle(x: Tensor, factor: int) -> Tensor:

@@ -8,11 +8,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from models import checkpoint, files
+from models import checkpoint
 from models.cache import PrefillState
+from models.common import files
+from models.common.errors import CheckpointError, InputError
 from models.config import VLMConfig
 from models.decoding import GenerationMixin
-from models.errors import CheckpointError, InputError
 from models.language_model import LanguageModel
 from models.modality_projector import ModalityProjector
 from models.vision_transformer import PatchEmbedding, VisionTransformer

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from nanovlm.embedded import EMBEDDED, PROMPT, SAMPLE
 
 if TYPE_CHECKING:
-    from models.options import SamplingParams
+    from models.common.options import SamplingParams
     from nanovlm.captioner import Captioner
     from nanovlm.chat_session import ChatSession
     from nanovlm.processing.processor import Processor
@@ -58,6 +58,6 @@ __getattr__ = imported_on_use(
         "GenerationOptions": "nanovlm.options",
         "ModelOptions": "nanovlm.options",
         "Processor": "nanovlm.processing.processor",
-        "SamplingParams": "models.options",
+        "SamplingParams": "models.common.options",
     },
 )

@@ -15,9 +15,10 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from models.files import FileError, walk
+from models.common.errors import FileError
 from nanovlm.console import is_terminal, printable, progress_bar
 from nanovlm.errors import ImageError, NanoVLMError, OutputError, UsageError, is_out_of_memory
+from nanovlm.folders import walk
 from nanovlm.options import RESERVED, CaptionOptions
 from nanovlm.outputs import EDITED, Output, Row, Sidecars, forget_folders, image_key, reasons, replaces
 from nanovlm.outputs import Table as Table

@@ -7,10 +7,11 @@ from itertools import chain
 from typing import Any
 
 from models.inference.caches import PrefixCache
-from nanovlm.captioner import NO_IMAGE, Captioner, ImageInputs, Stats
+from nanovlm.captioner import Captioner
 from nanovlm.errors import InputError
 from nanovlm.options import CHAT_MAX_NEW_TOKENS, GenerationOptions, generation_options
 from nanovlm.processing.conversation import dialogue
+from nanovlm.request_runner import NO_IMAGE, ImageInputs, Stats
 
 
 class ChatSession:

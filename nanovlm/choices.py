@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from models.common.options import GREEDY
 from models.inference.continuous_batching import Request
-from models.options import GREEDY
 from nanovlm.errors import InputError
 from nanovlm.processing.tokenizer import Tokenizer
 

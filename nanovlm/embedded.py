@@ -27,6 +27,6 @@ def default_prompt(folder: str | os.PathLike[str]) -> str:
 
 def write_prompt(folder: str | os.PathLike[str], prompt: str) -> None:
     """Make the prompt the default of the model in folder."""
-    from models import files
+    from models.common import files
 
     files.replace(Path(folder, SETTINGS), json.dumps({"prompt": prompt}, ensure_ascii=False) + "\n")

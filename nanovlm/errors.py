@@ -1,21 +1,19 @@
-"""The errors of `models.errors`, and those of images, data and the command line."""
+"""The errors of `models.common.errors`, and those of images, data and the command line."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from models.errors import BusyError as BusyError
-from models.errors import CheckpointError as CheckpointError
-from models.errors import FileError as FileError
-from models.errors import InputError as InputError
-from models.errors import NanoVLMError as NanoVLMError
-from models.errors import PromptTooLongError as PromptTooLongError
-from models.errors import is_out_of_memory as is_out_of_memory
+from models.common.errors import BusyError as BusyError
+from models.common.errors import CheckpointError as CheckpointError
+from models.common.errors import FileError as FileError
+from models.common.errors import InputError as InputError
+from models.common.errors import NanoVLMError as NanoVLMError
+from models.common.errors import PromptTooLongError as PromptTooLongError
+from models.common.errors import is_out_of_memory as is_out_of_memory
 
 
 class UsageError(NanoVLMError):
-    """Wrong use of the command line, or of files it was given: exit code 2, before any work."""
-
-    exit_code = 2
+    """Wrong use of the command line, or of files it was given, noticed before any work."""
 
 
 class SchemaError(InputError):
@@ -33,8 +31,6 @@ class OutputError(NanoVLMError, OSError):
 class DataError(NanoVLMError, ValueError):
     """Training data that cannot be read or used."""
 
-    exit_code = 2
-
 
 class TrainingError(NanoVLMError, RuntimeError):
     """A training run that cannot start, or cannot continue."""
@@ -43,7 +39,13 @@ class TrainingError(NanoVLMError, RuntimeError):
 class MissingExtraError(NanoVLMError, ImportError):
     """An optional dependency is missing; the message names the extra to install."""
 
-    exit_code = 2
+
+WRONG_USE = (UsageError, InputError, CheckpointError, BusyError, DataError, MissingExtraError)
+
+
+def exit_code(error: NanoVLMError) -> int:
+    """The exit code of a command that ends with an error: 2 for wrong use, 1 for a failure."""
+    return 2 if isinstance(error, WRONG_USE) else 1
 
 
 @contextmanager

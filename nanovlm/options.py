@@ -14,7 +14,14 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
-from models.options import MAX_NEW_TOKENS, QUANTIZATIONS, RepetitionDetection, SamplingParams, check_settings, setting
+from models.common.options import (
+    MAX_NEW_TOKENS,
+    QUANTIZATIONS,
+    RepetitionDetection,
+    SamplingParams,
+    check_settings,
+    setting,
+)
 from nanovlm.embedded import EMBEDDED, PROMPT, default_prompt
 from nanovlm.errors import CheckpointError, InputError, UsageError
 from nanovlm.processing import MAX_FRAMES

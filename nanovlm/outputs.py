@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from models import files
+from models.common import files
 from nanovlm.errors import UsageError
 
 Row = dict[str, Any]

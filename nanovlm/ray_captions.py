@@ -11,7 +11,7 @@ from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from models import files
+from models.common import files
 from nanovlm.bulk import Report, caption_rows, extensions
 from nanovlm.console import has_terminal
 from nanovlm.errors import NanoVLMError, UsageError, first_line, needs_extra

@@ -23,7 +23,6 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the image is Li
 
 
 def instructions():
-    """The instructions of the Dockerfile, in order, with joined lines."""
     lines = [line for line in (ROOT / "Dockerfile").read_text().splitlines() if not line.startswith("#")]
     joined = "\n".join(lines).replace("\\\n", " ").splitlines()
     return [(line.split()[0], " ".join(line.split()[1:])) for line in joined if line.strip()]
@@ -42,14 +41,11 @@ def environment():
     return dict(word.split("=", 1) for rest in all_of("ENV") for word in shlex.split(rest))
 
 
-def test_the_image_is_slim_and_its_user_has_no_privileges():
+def test_the_image_is_slim_its_user_has_no_privileges_and_only_what_is_copied_is_sent_to_the_engine():
     assert re.fullmatch(r"python:3\.\d+-slim-\w+", only("FROM"))
     names = [name for name, _ in instructions()]
     assert only("USER") == "nanovlm" and names.index("USER") > max(i for i, name in enumerate(names) if name == "RUN")
     assert any("useradd" in run and "nanovlm" in run for run in all_of("RUN"))
-
-
-def test_only_what_is_copied_is_sent_to_the_engine():
     ignored = (ROOT / ".dockerignore").read_text().splitlines()
     copied = {Path(word).name for rest in all_of("COPY") for word in rest.split()[:-1]}
     assert {line[1:] for line in ignored if line.startswith("!")} == copied
@@ -75,13 +71,12 @@ def in_folder(bin_folder, command, port):
     return [str(Path(bin_folder) / program), *flags]
 
 
-def run_server(bin_folder, port, key, cwd):
+def run_server(bin_folder, port, cwd, **key):
     variables = {name: value for name, value in environment().items() if name.startswith("PYTHON")}
     variables |= {"PATH": f"{bin_folder}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
     environ = {name: value for name, value in os.environ.items() if name not in ("NANOVLM_API_KEY", "PYTHONPATH")}
-    variables |= {"NANOVLM_API_KEY": key} if key else {}
     command = in_folder(bin_folder, [*json.loads(only("ENTRYPOINT")), *json.loads(only("CMD"))], port)
-    return subprocess.Popen(command, cwd=cwd, env=environ | variables, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, cwd=cwd, env=environ | variables | key, stderr=subprocess.PIPE, text=True)
 
 
 def check_server(bin_folder, cwd):
@@ -89,17 +84,16 @@ def check_server(bin_folder, cwd):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    without_key = run_server(bin_folder, port, None, cwd)
+    without_key = run_server(bin_folder, port, cwd)
     assert "NANOVLM_API_KEY" in without_key.communicate(timeout=60)[1] and without_key.returncode == 2
     check = in_folder(bin_folder, json.loads(only("HEALTHCHECK").partition("CMD ")[2]), port)
     assert subprocess.run(check, capture_output=True).returncode == 1
-    server = run_server(bin_folder, port, "secret", cwd)
+    server = run_server(bin_folder, port, cwd, NANOVLM_API_KEY="secret")
     try:
         while subprocess.run(check, capture_output=True).returncode:
             assert server.poll() is None, server.stderr.read()
-        url = f"http://127.0.0.1:{port}/v1/models"
-        assert httpx.get(url).status_code == 401
-        assert httpx.get(url, headers={"Authorization": "Bearer secret"}).status_code == 200
+        for headers, status in (({}, 401), ({"Authorization": "Bearer secret"}, 200)):
+            assert httpx.get(f"http://127.0.0.1:{port}/v1/models", headers=headers).status_code == status
         server.send_signal(signal.SIGTERM)
         assert server.wait(60) == 0
     finally:
@@ -109,7 +103,6 @@ def check_server(bin_folder, cwd):
 
 @pytest.mark.full
 def test_the_server_and_its_health_check_run_as_in_the_image(tmp_path):
-    """With the packages of this environment: a nanovlm program for it stands in for the installed one."""
     (tmp_path / "nanovlm").write_text(
         f"#!{sys.executable}\nimport sys\nsys.path.insert(0, {str(ROOT)!r})\n"
         "from nanovlm.cli.main import main\nsys.exit(main())\n"

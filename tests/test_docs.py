@@ -33,27 +33,31 @@ def verb_and_flags(command: str) -> tuple[str, list[str]] | None:
     if not re.search(r"\b(nanovlm|generate\.py|train\.py) ", command):  # a JSON body, perhaps, of several lines
         return None
     words = shlex.split(command)
-    for i, word in enumerate(words):
-        if word.endswith(("generate.py", "train.py")):
-            return "caption" if word.endswith("generate.py") else "train", words[i + 1 :]
-    if words[:1] == ["nanovlm"] and len(words) > 1 and not words[1].startswith("-"):
-        return words[1], words[2:]
-    return None
+    for script, verb in (("generate.py", "caption"), ("train.py", "train")):
+        if at := [i for i, word in enumerate(words) if word.endswith(script)]:
+            return verb, words[at[0] + 1 :]
+    return (words[1], words[2:]) if words[:1] == ["nanovlm"] and not words[1].startswith("-") else None
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_command_shown_parses(page):
     for command in commands(page):
         if found := verb_and_flags(command):
-            verb, flags = found
-            parser = Parser()
-            import_verb(verb).add_flags(parser)
-            parser.parse_args([flag for flag in flags if flag not in ("VERB", "--help")])
+            import_verb(found[0]).add_flags(parser := Parser())
+            parser.parse_args([flag for flag in found[1] if flag not in ("VERB", "--help")])
 
 
-def test_the_readme_shows_every_verb():
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_flag_is_named_in_a_page(verb):
+    import_verb(verb).add_flags(parser := Parser())
+    flags = {action.option_strings[0] for action in parser._actions if action.option_strings} - {"-h"}
+    named = {flag for page in PAGES for flag in re.findall(r"--[a-z-]+", page.read_text(encoding="utf-8"))}
+    assert not flags - named
+
+
+def test_the_readme_shows_every_verb_and_is_short():
     shown = {found[0] for command in commands(README) if (found := verb_and_flags(command))}
-    assert shown == set(VERBS)
+    assert shown == set(VERBS) and len(README.read_text(encoding="utf-8").splitlines()) <= 160
 
 
 @pytest.mark.parametrize(
@@ -109,10 +113,6 @@ def test_links_paths_and_module_commands_exist(page):
         assert (ROOT / path).exists(), path
     for name in re.findall(r"python -m (eval\.[a-z_]+)\b", text):
         assert (ROOT / f"{name.replace('.', '/')}.py").exists(), name
-
-
-def test_the_readme_is_short():
-    assert len(README.read_text(encoding="utf-8").splitlines()) <= 160
 
 
 def test_both_commands_are_what_ci_runs_on_every_system():

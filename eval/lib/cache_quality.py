@@ -21,6 +21,7 @@ from eval.lib.cache_designs import Start, blocks, evicting
 from eval.lib.command import progress, relative_error
 from eval.lib.scenes import make_splits
 from eval.sort_task import splits
+from models.common.options import GREEDY, MAX_NEW_TOKENS
 from models.config import VLMConfig
 from models.decoding import TokenSampler, collect_tokens, generate_tokens
 from models.kv_study.eviction import POLICIES
@@ -28,7 +29,6 @@ from models.kv_study.quantized_cache import QuantizedKV
 from models.kv_study.sharing import CrossLayerModel, LatentAttention
 from models.kv_study.speculative import DraftModel, Guess, Read, prompt_lookup, read_lm, read_vlm, speculate
 from models.language_model import LanguageModel
-from models.options import GREEDY, MAX_NEW_TOKENS
 from models.vision_language_model import IGNORE_INDEX, PrefillState
 from nanovlm import PROMPT, SAMPLE
 from nanovlm.captioner import Captioner

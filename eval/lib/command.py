@@ -26,7 +26,7 @@ from models.inference.kernels.load import FOR_TESTS, available_levels, chosen_le
 from nanovlm.cli.main import Parser
 from nanovlm.console import print_error
 from nanovlm.device import DTYPES
-from nanovlm.errors import NanoVLMError
+from nanovlm.errors import NanoVLMError, exit_code
 from nanovlm.options import DEVICES
 
 RESULTS = Path(__file__).parent.parent / "results"  # CPU.txt, a file for each processor
@@ -207,7 +207,7 @@ def run(
         results, text, where, failures = measure(args)
     except NanoVLMError as error:
         print_error(f"{parser.prog}: {error}")
-        parser.exit(error.exit_code)
+        parser.exit(exit_code(error))
     return report(results, text, where, args.json, failures, args.save)
 
 

@@ -11,8 +11,9 @@ from models.config import VLMConfig
 from models.inference.kernel_network import empty_cache
 from models.vision_language_model import empty_model
 from nanovlm import PROMPT
-from nanovlm.captioner import Captioner, ImageInput
+from nanovlm.captioner import Captioner
 from nanovlm.errors import needs_extra
+from nanovlm.request_runner import ImageInput
 
 QUANTIZED_BYTES = {"int8": (1, 1), "int4": (0.625, 1)}  # of an entry of the layers, and of the head
 

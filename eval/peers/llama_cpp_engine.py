@@ -16,8 +16,9 @@ from torch import Tensor
 from eval.peers import Engine, import_peer, with_head
 from models.inference.kernels.load import cpu_info
 from nanovlm import PROMPT
-from nanovlm.captioner import Captioner, ImageInput
+from nanovlm.captioner import Captioner
 from nanovlm.processing.image_loading import load_image
+from nanovlm.request_runner import ImageInput
 
 BATCH_TOKENS = 512  # of one call of llama_decode
 CONTEXT_TOKENS = 4096  # of one sequence

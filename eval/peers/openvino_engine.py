@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from eval.peers import Engine, import_peer
-from models import files
+from models.common import files
 from models.config import VLMConfig
 from models.formats.base import format_of
 from models.vision_language_model import VisionLanguageModel

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from models.checkpoint import CONFIG, INDEX, TOKENIZER, WEIGHTS, read_object, read_state_dict, snapshot_path
+from models.common.errors import CheckpointError
 from models.config import VLMConfig, extra_tokens
-from models.errors import CheckpointError
 from models.formats.base import SIGLIP_CONFIG, SIGLIP_ONLY, llama_settings, settings
 from models.formats.smolvlm import EMBEDDING, HEAD, SmolVLM
 from models.modality_projector import ModalityProjector

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from models.checkpoint import NANOVLM, Format, format_of
-from models.errors import CheckpointError
+from models.common.errors import CheckpointError
 
 __all__ = ["LLAMA_CONFIG", "LLAMA_ONLY", "NANOVLM", "SIGLIP_CONFIG", "SIGLIP_ONLY", "Format", "format_of"]
 

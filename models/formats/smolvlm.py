@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from models.checkpoint import CONFIG, TOKENIZER, TOKENIZER_CONFIG, parse_object
+from models.common.errors import CheckpointError
 from models.config import VLMConfig
-from models.errors import CheckpointError
 from models.formats.base import LLAMA_CONFIG, SIGLIP_CONFIG, SIGLIP_ONLY, Format, llama_settings, settings
 
 PREPROCESSOR = "preprocessor_config.json"

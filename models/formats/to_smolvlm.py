@@ -9,9 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
-from models.checkpoint import CONFIG, EMBEDDING, HEAD, MODEL_INPUT_NAMES, TOKENIZER_CONFIG
+from models.checkpoint import CONFIG, TOKENIZER_CONFIG
+from models.checkpoint.format import EMBEDDING, HEAD, MODEL_INPUT_NAMES
+from models.common.errors import InputError
 from models.config import VLMConfig
-from models.errors import InputError
 from models.formats.backbones import CONVOLUTION, grow
 from models.formats.base import LLAMA_CONFIG, SIGLIP_CONFIG, format_of
 from models.formats.smolvlm import GENERATION, IMAGE_SETTINGS, PREPROCESSOR, PROCESSOR, TEMPLATE, TOKENS, SmolVLM

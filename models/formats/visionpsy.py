@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from models.checkpoint import TOKENIZER
+from models.common.errors import CheckpointError
 from models.config import VLMConfig
-from models.errors import CheckpointError
 from models.formats.base import NANOVLM, Format
 
 FLASH_MIN_SIDE = 512  # pixels

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from models.errors import InputError
+from models.common.errors import InputError
 from models.inference.inference_model import Network
 
 V = TypeVar("V")

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from models.common.errors import InputError, is_out_of_memory
+from models.common.options import GREEDY, MAX_NEW_TOKENS, SamplingParams
 from models.decoding import TokenSampler, finish_reason
-from models.errors import InputError, is_out_of_memory
 from models.inference.caches import (
     MIN_PREFIX_TOKENS,
     CachedPrefix,
@@ -25,13 +26,12 @@ from models.inference.caches import (
 )
 from models.inference.inference_model import InferenceModel
 from models.inference.kernel_network import empty_cache
-from models.options import GREEDY, MAX_NEW_TOKENS, SamplingParams
 from models.vision_language_model import VisionLanguageModel
 
 MAX_PREFILL_TOKENS = 2048  # of several prompts in one step; running requests wait for them
 MAX_PADDING = 16  # new tokens, or an eighth of them, by which the prompts of one prefill may differ
 REGROWTH = 1 / 8  # requests, by which a batch that memory has limited grows with each answer
-CAPACITY_STEP = 64  # tokens; the capacity of a slot is a multiple of it
+SLOT_STEP = 64  # tokens; the capacity of a slot is a multiple of it
 
 
 # (ids generated so far, logits (1, vocabulary)) -> logits. An optional method forced_tokens(ids) returns the ids that
@@ -370,7 +370,7 @@ class ContinuousBatch:
             n_slots = min(2 * n_slots, self.max_num_seqs) if n_slots > old.size(2) else n_slots
             n_tokens = max(n_tokens, old.size(4) * 5 // 4) if n_tokens > old.size(4) else old.size(4)
         limit = self.model.cfg.lm_max_position_embeddings
-        self._cache = empty_cache(self._network, n_slots, min(-(-n_tokens // CAPACITY_STEP) * CAPACITY_STEP, limit))
+        self._cache = empty_cache(self._network, n_slots, min(-(-n_tokens // SLOT_STEP) * SLOT_STEP, limit))
         if n_kept:
             self._cache[:, :, :n_kept, :, : old.size(4)] = old[:, :, :n_kept]
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from models.common.errors import InputError
 from models.config import VLMConfig
 from models.decoding import GenerationMixin
-from models.errors import InputError
 from models.inference.kernels.load import WITHOUT_BF16_DOT, chosen_level, load_library, read_structs
 from models.inference.quantization import QuantizedLinear
 from models.language_model import LanguageModel, rope_cos_sin

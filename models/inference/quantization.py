@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.errors import InputError
+from models.common.errors import InputError
 
 GROUP_SIZE = 32  # weights of a row that share a scale and a minimum in int4
 ROW_MULTIPLE = 64  # stored rows are padded to it

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from models.errors import InputError
+from models.common.errors import InputError
 
 Step = Callable[[Tensor, Tensor], Tensor]  # ids (n,) and the rows (n,) they continue, to the next logits (n, V)
 

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from models.common.options import GREEDY, SamplingParams
 from models.config import VLMConfig
 from models.decoding import TokenSampler, collect_tokens, generate_tokens, validate_counts
 from models.kv_study.text_decoder import TextDecoder, TextPrefillState
-from models.options import GREEDY, SamplingParams
 from models.vision_transformer import VisionTransformer
 
 

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from models.attention import attention
-from models.errors import InputError
+from models.common.errors import InputError
 from models.language_model import LanguageModel
 
 SINKS = 4  # tokens

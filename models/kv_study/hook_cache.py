@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from models.errors import InputError
+from models.common.errors import InputError
 
 _installed: set[int] = set()  # ids of decoders: two caches on one would both grow
 

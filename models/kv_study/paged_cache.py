@@ -12,7 +12,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from models.errors import InputError
+from models.common.errors import InputError
 
 
 class BlockPool:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from models.errors import InputError
+from models.common.errors import InputError
 from models.kv_study.block_cache import block_caches
 from models.language_model import LanguageModel, rope_cos_sin
 

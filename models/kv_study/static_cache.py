@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from models.cache import KVCache
-from models.errors import InputError
+from models.common.errors import InputError
 from models.kv_study.cross_attention import KVPair
 from models.kv_study.text_decoder import TextDecoder
 from models.language_model import LanguageModel, rope_cos_sin

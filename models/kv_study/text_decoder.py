@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.cache import KVCache
-from models.errors import InputError
+from models.common.errors import InputError
 from models.kv_study.cross_attention import Block, HookedKV, KVPair
 
 

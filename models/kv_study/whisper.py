@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from models.errors import CheckpointError, InputError
+from models.common.errors import CheckpointError, InputError
 from models.kv_study.cross_attention import HookedKV, MultiHeadAttention
 from models.kv_study.encoder_decoder import Seq2SeqModel
 from models.kv_study.hook_cache import store_projections

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from models.errors import InputError
+from models.common.errors import InputError
 from models.vision_language_model import VisionLanguageModel, empty_model
 
 PARTS = ("vision_encoder", "MP", "decoder")

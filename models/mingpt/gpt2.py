@@ -7,7 +7,7 @@ from pathlib import Path
 from torch import Tensor
 
 from models.checkpoint import CONFIG, read_object, read_state_dict, snapshot_path, tensor_names
-from models.errors import CheckpointError
+from models.common.errors import CheckpointError
 
 PUBLISHED = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # GPT-2's Conv1D stores them as (in, out)
@@ -22,7 +22,7 @@ def find_gpt2(folder_or_name: str | os.PathLike[str]) -> tuple[Path, dict]:
     """
     if str(folder_or_name) in PUBLISHED and not os.path.isdir(folder_or_name):
         folder_or_name = f"openai-community/{folder_or_name}"
-    folder = snapshot_path(folder_or_name, files=(CONFIG, "model*.safetensors*"))
+    folder = snapshot_path(folder_or_name, patterns=(CONFIG, "model*.safetensors*"))
     config = read_object(folder / CONFIG)
     _check_config(folder, config)
     settings = {name: config[name] for name in SETTINGS if name in config}

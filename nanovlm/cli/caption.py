@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from models import files
+from models.common import files
 from nanovlm.cli.options import (
     MODEL_FLAGS,
     add_record_flags,
@@ -282,7 +282,7 @@ def print_caption(
     args: argparse.Namespace, captioner: "Captioner", options: CaptionOptions, source: str | list[str]
 ) -> float:
     """Print the answers about an image, as JSON, as a line each or, on a terminal, token by token; returns seconds."""
-    from nanovlm.captioner import Stats
+    from nanovlm.request_runner import Stats
 
     name = source if isinstance(source, str) else source[0]
     image: Any = standard_input() if name == "-" else source

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from models import files
+from models.common import files
 from nanovlm.cli.options import (
     MODEL_FLAGS,
     add_record_flags,

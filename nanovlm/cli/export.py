@@ -5,7 +5,7 @@ import json
 import logging
 from pathlib import Path
 
-from models import files
+from models.common import files
 from nanovlm.cli.options import flag_of
 from nanovlm.errors import UsageError
 from nanovlm.export import GGUF_TYPES, ONNX_TYPES

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 from nanovlm import __version__
 from nanovlm.console import configure_logging, print_error, warnings_as_notes
-from nanovlm.errors import NanoVLMError, UsageError, is_out_of_memory
+from nanovlm.errors import NanoVLMError, UsageError, exit_code, is_out_of_memory
 
 VERBS = ("caption", "review", "chat", "serve", "train", "evaluate", "export")  # modules of this package
 EXIT_FAILURE = 1
@@ -142,7 +142,7 @@ def explain(error: Exception, args: argparse.Namespace) -> tuple[str, int]:
         case NanoVLMError():
             field = error.field or ""
             line = f"--{field.replace('_', '-')} {error.problem}" if field in args else str(error)
-            return line, error.exit_code
+            return line, exit_code(error)
         case _ if is_out_of_memory(error):
             ways = "--dtype bfloat16, --max-tiles 1 or smaller batches"
             return f"not enough memory; try {ways} ({error})", EXIT_FAILURE

@@ -6,7 +6,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from models import files
+from models.common import files
 from nanovlm.cli.options import add_record_flags, check_data_names, flag_of, from_args, given, settings_of
 from nanovlm.embedded import default_prompt
 from nanovlm.errors import FileError, UsageError

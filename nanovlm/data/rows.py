@@ -15,9 +15,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from models import files as file_gate
 from models.checkpoint import CONFIG, INDEX, WEIGHTS
-from models.errors import FileError
+from models.common import files as file_gate
+from models.common.errors import FileError
 from nanovlm.data.examples import Example, ExampleError
 from nanovlm.data.records import (
     FOLDER_NAME,
@@ -33,6 +33,7 @@ from nanovlm.data.records import (
 from nanovlm.data.source import DESCRIBED, Source, StreamedSource
 from nanovlm.data.splits import Splits
 from nanovlm.errors import DataError, first_line, needs_extra
+from nanovlm.folders import walk
 from nanovlm.options import ReadOptions
 
 METADATA = ("metadata.jsonl", "metadata.csv", "metadata.parquet")  # tables of Hugging Face's imagefolder
@@ -93,8 +94,8 @@ def suffix(name: str) -> str:
 
 
 def all_files(folder: str | Path, onerror: Callable[[OSError], None] | None = None) -> list[str]:
-    """Sorted paths of all files in a folder and its subfolders, relative to it; see `models.files.walk`."""
-    found = (os.path.join(current, name) for current, names in file_gate.walk(folder, onerror) for name in names)
+    """Sorted paths of all files in a folder and its subfolders, relative to it; see `nanovlm.folders.walk`."""
+    found = (os.path.join(current, name) for current, names in walk(folder, onerror) for name in names)
     return sorted(os.path.relpath(path, folder) for path in found)
 
 

@@ -11,8 +11,8 @@ from itertools import islice
 from random import Random
 from typing import Any
 
-from models import files
-from models.errors import FileError
+from models.common import files
+from models.common.errors import FileError
 from nanovlm.console import count, progress_bar
 from nanovlm.data.examples import Example, ExampleError
 from nanovlm.data.records import NO_IMAGE

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from models import files
-from models.errors import FileError
+from models.common import files
+from models.common.errors import FileError
 from nanovlm.data.examples import ExampleError
 
 # Texts that tools write for a missing value: pandas, numpy and C, MySQL, Excel's errors

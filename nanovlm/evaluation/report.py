@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from models import files
+from models.common import files
 from nanovlm.console import CONTROL, count
 from nanovlm.data.examples import Question
 from nanovlm.evaluation.evaluate import Answer, Evaluation

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import torch
 
-from models import files
 from models.checkpoint import checkpoint_dtype, snapshot_path
+from models.common import files
 from models.formats.base import format_of
 from models.formats.smolvlm import SmolVLM
 from models.lora import fully_trained, merged_state

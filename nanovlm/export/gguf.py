@@ -14,8 +14,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from models import files
 from models.checkpoint import TOKENIZER_CONFIG
+from models.common import files
 from models.config import VLMConfig
 from models.formats.smolvlm import TOKENS, SmolVLM
 from models.vision_transformer import position_ids

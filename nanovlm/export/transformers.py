@@ -11,8 +11,8 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
-from models import files
 from models.checkpoint import TOKENIZER, WEIGHTS
+from models.common import files
 from models.config import VLMConfig
 from models.formats.base import format_of
 from models.formats.smolvlm import TEMPLATE, SmolVLM

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TypeGuard
 from PIL import ExifTags, Image, ImageEnhance, PngImagePlugin, features
 from PIL.Image import Transpose
 
-from models import files
+from models.common import files
 from nanovlm.console import printable
 from nanovlm.errors import ImageError, needs_extra
 

@@ -6,7 +6,7 @@ from functools import cached_property, reduce
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
-from models import files
+from models.common import files
 from nanovlm.errors import FileError, InputError, SchemaError, UsageError, needs_extra
 
 if TYPE_CHECKING:

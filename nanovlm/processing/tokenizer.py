@@ -13,14 +13,9 @@ from typing import Any
 
 import tokenizers
 
-from models.checkpoint import (
-    NO_IMAGE_TOKEN,
-    TOKENIZER,
-    is_base_vocabulary,
-    missing_token,
-    read_model_text,
-    snapshot_path,
-)
+from models.checkpoint import TOKENIZER, read_model_text, snapshot_path
+from models.checkpoint.folder import is_base_vocabulary, missing_token
+from models.checkpoint.format import NO_IMAGE_TOKEN
 from models.config import VLMConfig
 from nanovlm.errors import CheckpointError, InputError
 from nanovlm.processing.chat_template import ChatTemplate

@@ -16,7 +16,7 @@ from typing import Any
 
 from PIL import Image, ImageSequence
 
-from models.files import check_regular
+from models.common.files import check_regular
 from nanovlm.errors import ImageError, MissingExtraError, UsageError
 from nanovlm.processing import MAX_FRAMES, VIDEO_EXTENSIONS, video_decoder
 from nanovlm.processing.image_loading import (

@@ -11,7 +11,7 @@ from typing import Any
 from PIL import Image
 from PIL.Image import Transpose
 
-from models import files
+from models.common import files
 from nanovlm.errors import ImageError
 
 LISTED_FPS = 24.0  # of frames without times, as in transformers

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from models.errors import shortened
+from models.common.errors import shortened
 from nanovlm.console import count
 from nanovlm.options import GenerationOptions
 from nanovlm.processing.conversation import Turn

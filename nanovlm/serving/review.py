@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
-from models import files
-from models.files import FileError
+from models.common import files
+from models.common.errors import FileError
 from nanovlm.bulk import Report, caption_rows, extensions, find_images, folders_of
 from nanovlm.console import count
 from nanovlm.errors import ImageError, NanoVLMError, UsageError

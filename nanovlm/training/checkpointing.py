@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from models import files
 from models.checkpoint import load_config, open_tensors, read_object, why_unusable, write_checkpoint_files
+from models.common import files
 from models.lora import adapters, merge_on_disk, merged_state
 from models.lora.files import read_adapters, write_adapters
 from models.vision_language_model import VisionLanguageModel, load_model

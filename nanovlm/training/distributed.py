@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from models import files
+from models.common import files
 from nanovlm.errors import TrainingError
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from models import files
 from models.checkpoint import CONFIG, FORMATS, TOKENIZER, TOKENIZER_CONFIG, WEIGHTS, checkpoint_dtype, snapshot_path
+from models.common import files
 from models.lora.files import ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from models.vision_language_model import VisionLanguageModel
 from nanovlm.captioner import Captioner

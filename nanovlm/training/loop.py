@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from models import files
+from models.common import files
 from models.lora import adapters, merge
 from models.vision_language_model import IGNORE_INDEX, VisionLanguageModel
 from nanovlm.device import busy_note, choose_training_dtype

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from models import files
+from models.common import files
 from nanovlm.console import count
 from nanovlm.device import peak_memory
 from nanovlm.errors import MissingExtraError, TrainingError

@@ -11,10 +11,10 @@ from support.checkpoints import small
 
 @pytest.fixture
 def results_of(capsys):
-    """Run a command, which must succeed; the results that it prints."""
+    """Run a command with a line of flags and more of them, which must succeed; the results that it prints."""
 
-    def run(main, *flags):
-        assert main([*flags, "--json"]) == 0
+    def run(main, line="", *more):
+        assert main([*line.split(), *more, "--json"]) == 0
         return json.loads(capsys.readouterr().out)
 
     return run

@@ -37,7 +37,6 @@ needs_llama_cpp = pytest.mark.skipif(not importlib.util.find_spec("llama_cpp"), 
 
 @pytest.fixture(scope="module")
 def folders(small_230m, tmp_path_factory):
-    """A model of nanoVLM's layout, and one of SmolVLM's."""
     folder = tmp_path_factory.mktemp("models")
     write_random_model(folder / "nanovlm", small_230m)
     write_folder(folder / "smolvlm")
@@ -57,37 +56,29 @@ def make(folder, files, flags):
     return {engine.name: engine for engine in latency.make_engines(plain, folder, files, args)}
 
 
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
+def test_every_configuration_and_level_is_an_engine(folders, tmp_path):
+    cfg = load_config(folders["nanovlm"])
+    width, kv = cfg.lm_hidden_dim, cfg.lm_n_kv_heads * cfg.lm_head_dim
+    block = width * (2 * width + 2 * kv) + 3 * width * cfg.lm_inter_dim + 2 * width
+    layers, head = cfg.lm_n_blocks * block + width, cfg.lm_vocab_size * width
+    mixed = pytest.approx((0.625 * layers + head) / (layers + head))  # int4, but the head's eight bits
+    for flags, expected in (
         ("--dtype float32 bfloat16 --quantize int8", {
             "plain float32": 4, f"nanovlm float32 {LEVEL}": 4, f"nanovlm float32 int8 {LEVEL}": 1,
             f"nanovlm bfloat16 {LEVEL}": 2, f"nanovlm bfloat16 int8 {LEVEL}": 1,
         }),
         ("--dtype bfloat16 --quantize int4 --baselines", {
-            f"nanovlm bfloat16 {LEVEL}": 2, f"nanovlm bfloat16 int4 {LEVEL}": None,  # by its head
+            f"nanovlm bfloat16 {LEVEL}": 2, f"nanovlm bfloat16 int4 {LEVEL}": mixed,
         }),
-    ],
-)  # fmt: skip
-def test_every_configuration_is_an_engine(folders, tmp_path, flags, expected):
-    cfg = load_config(folders["nanovlm"])
-    width, kv = cfg.lm_hidden_dim, cfg.lm_n_kv_heads * cfg.lm_head_dim
-    block = width * (2 * width + 2 * kv) + 3 * width * cfg.lm_inter_dim + 2 * width
-    layers, head = cfg.lm_n_blocks * block + width, cfg.lm_vocab_size * width
-    engines = make(folders["nanovlm"], tmp_path, flags)
-    mixed = pytest.approx((0.625 * layers + head) / (layers + head))
-    assert {name: engine.weight_bytes for name, engine in engines.items()} == {
-        name: mixed if n_bytes is None else n_bytes for name, n_bytes in expected.items()
-    }
-    for name, engine in engines.items():
-        assert (engine.dtype == torch.int8) == ("int8" in name and LEVEL != "none")
-    assert with_head(0.625, 1, SHAPES["230M"][0]) == pytest.approx(0.70, abs=0.01), "four bits, but the head's eight"
-
-
-def test_every_level_is_an_engine_with_the_dtype_that_is_best_there(folders, tmp_path):
-    levels = levels_here()
-    engines = make(folders["nanovlm"], tmp_path, f"--baselines --level {' '.join(levels)}")
-    assert [name.split()[-1] for name in engines] == [engine.network.level for engine in engines.values()] == levels
+    ):  # fmt: skip
+        engines = make(folders["nanovlm"], tmp_path, flags)
+        assert {name: engine.weight_bytes for name, engine in engines.items()} == expected
+        for name, engine in engines.items():
+            assert (engine.dtype == torch.int8) == ("int8" in name and LEVEL != "none")
+    assert with_head(0.625, 1, SHAPES["230M"][0]) == pytest.approx(0.70, abs=0.01)
+    engines = make(folders["nanovlm"], tmp_path, f"--baselines --level {' '.join(levels_here())}")
+    levels = [[name.split()[-1] for name in engines], [engine.network.level for engine in engines.values()]]
+    assert levels == [levels_here()] * 2
     assert all(("bfloat16" in name) == name.endswith(("bf16", "amx")) for name in engines)
 
 
@@ -114,16 +105,13 @@ def test_a_missing_package_names_its_extra(folders, cache, monkeypatch, module, 
 def test_engines_compute_what_the_plain_model_computes(
     folders, cache, results_of, monkeypatch, engine, layout, batch_size
 ):
-    """Float32 chooses the same tokens, alone and in a batch, also in a second round, which forgets the first."""
     for package in PACKAGES[engine]:
         pytest.importorskip(package)
     monkeypatch.setattr(command, "memory_bandwidth", lambda: 1e10)
     monkeypatch.setattr(command, "matmul_flops", lambda dtype: 1e11)
-    flags = f"--model {folders[layout]} --cache {cache / layout} --baselines plain {engine} --quantize int8 --rounds 1"
-    flags += (
-        f" --dtype float32 bfloat16 --stages encode prefill decode first-token --tokens 12 --batch-size {batch_size}"
-    )
-    data = results_of(latency.main, *flags.split())
+    flags = "--dtype float32 bfloat16 --quantize int8 --rounds 1 --tokens 12 --stages encode prefill decode first-token"
+    flags += f" --model {folders[layout]} --cache {cache / layout} --baselines plain {engine} --batch-size {batch_size}"
+    data = results_of(latency.main, flags)
     errors = {(row["stage"], row["engine"]): row["error"] for row in data["results"] if engine in row["engine"]}
     names = [name for stage, name in errors if stage == "prefill"]
     assert names == [f"{engine} {precision}" for precision in PRECISIONS[engine]]
@@ -149,21 +137,16 @@ def test_graphs_are_written_once_for_the_same_weights(folders, cache):
 
 
 @needs_llama_cpp
-def test_llama_cpp_encodes_the_same_image_and_refuses_nanovlms_layout(folders, tmp_path):
+def test_llama_cpp_encodes_the_same_image_runs_every_type_and_refuses_nanovlms_layout(folders, tmp_path):
     with pytest.raises(InputError, match="nanovlm's layout of tiles"):
         make(folders["nanovlm"], tmp_path, "--baselines llama.cpp")
     engines = make(folders["smolvlm"], tmp_path, "--dtype float32 --baselines plain llama.cpp")
-    size = engines["plain float32"].model.cfg.vit_img_size
+    model = engines["plain float32"].model
     for color in ([200, 10, 90], [0, 255, 30]):  # one color: llama.cpp resizes every image
-        image = (torch.tensor(color) / 127.5 - 1).view(1, 3, 1, 1).expand(1, 3, size, size)
+        image = (torch.tensor(color) / 127.5 - 1).view(1, 3, 1, 1).expand(1, 3, *[model.cfg.vit_img_size] * 2)
         expected = engines["plain float32"].encode_image(image)
         assert relative_error(engines["llama.cpp f32"].encode_image(image), expected) < 1e-3
-
-
-@needs_llama_cpp
-@pytest.mark.parametrize("gguf_type", ["f32", "f16", "bf16", "q8_0", "q4_0"])
-def test_llama_cpp_runs_every_type(folders, tmp_path, gguf_type):
-    captioner = Captioner.from_pretrained(folders["smolvlm"], "cpu", "float32")
-    engine = LlamaCppEngine(captioner, gguf_type, tmp_path)
-    assert engine.name == f"llama.cpp {gguf_type}"
-    assert 0 <= engine.prefill([[5, 9, 11, 7, 60, 33]])[0] < captioner.model.cfg.lm_vocab_size
+    for gguf_type in ("f32", "f16", "bf16", "q8_0", "q4_0"):
+        engine = LlamaCppEngine(engines["plain float32"].captioner, gguf_type, tmp_path)
+        assert engine.name == f"llama.cpp {gguf_type}"
+        assert 0 <= engine.prefill([[5, 9, 11, 7, 60, 33]])[0] < model.cfg.lm_vocab_size

@@ -31,17 +31,15 @@ def test_the_table_has_exactly_its_form_and_speedups_are_ratios(tmp_path, capsys
 
 
 def test_all_parameters_are_counted_the_output_head_included(tmp_path, capsys):
-    flags = ["--sizes", "gpt-nano", "--contexts", "3", "--rounds", "1"]
+    flags = ["--sizes", "gpt-nano", "--contexts", "3", "--rounds", "1", "--device", "cpu"]
     block = 12 * 48 * 48 + 13 * 48
-    for vocabulary in (128, 5000):  # 128 is the homework's
-        more = [] if vocabulary == 128 else ["--vocabulary", "5000"]
-        assert main([*flags, *more, "--device", "cpu", "--out", str(tmp_path / "results.txt")]) == 0
+    for vocabulary, more in ((128, []), (5000, ["--vocabulary", "5000"])):  # 128 is the homework's
+        assert main([*flags, *more, "--out", str(tmp_path / "results.txt")]) == 0
         expected = (vocabulary + 2048) * 48 + 3 * block + 2 * 48 + vocabulary * 48
         assert f"gpt-nano  ({expected / 1e6:.1f}M params)" in capsys.readouterr().out
 
 
 def test_one_side_reads_all_tokens_and_the_other_the_last():
-    """With a cache always behind the same T - 1 tokens, which are not copied."""
     gpt, gpt_kv = make_models("gpt-nano", CPU, vocab_size=40)
     assert all(p.data_ptr() == q.data_ptr() for p, q in zip(gpt.parameters(), gpt_kv.parameters()))
     idx = torch.randint(40, (1, 9), generator=torch.Generator().manual_seed(0))

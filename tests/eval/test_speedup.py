@@ -16,7 +16,7 @@ from models.vision_language_model import PrefillState
 from nanovlm import EMBEDDED
 from nanovlm.captioner import Captioner
 
-QUICK = ["--lengths", "2", "3", "--rounds", "1", "--device", "cpu", "--no-export", "--no-sort-task", "--no-attribute"]
+QUICK = "--lengths 2 3 --rounds 1 --device cpu --no-export --no-sort-task --no-attribute"
 SIZES = Sizes((4, 8, 12), window=6, rounds=1)
 IDS, TWIN_IDS = torch.tensor([[5, 3, 3, 3, 3, 7, 9]]), torch.tensor([[20, 21, 22]])
 IMAGE = torch.rand(1, 3, 16, 16, generator=torch.Generator().manual_seed(0))
@@ -60,28 +60,24 @@ def test_exported_graphs_choose_the_same_ids(tiny_model, encoder_decoder):
         assert [row.same_ids for row in study.rows if row.design == "static, exported"] == [12] and not study.failures
 
 
-def test_times_and_operations_grow_with_the_length(study, twin_study):
+def test_times_operations_and_bytes_grow_with_the_length_by_the_formula(study, twin_study):
     for row in (*study.rows, *twin_study.rows):
         assert row.total_ms == sorted(row.total_ms) and len(row.spread_ms) == 3 and row.token_ms > 0
     assert twin_study.rows[2].flops[-1] < twin_study.rows[0].flops[-1], "the image's keys and values are made once"
     none, full, window = (row.flops[-1] - row.flops[0] for row in (study.rows[0], study.rows[1], study.rows[-1]))
     assert window < full < none / 2
     assert study.rows[1].flops_exponent == pytest.approx(1, abs=0.05) and 1.3 < study.rows[0].flops_exponent < 2
-
-
-def test_bytes_per_token_follow_the_formula(study, twin_study):
-    rows = {row.design: row.bytes_per_token for row in study.rows}
-    assert rows["per-block cache"] == rows["static cache"] == EXACT
-    assert rows["paged blocks"] == round(EXACT * 32 / 18, 1), "18 tokens take two blocks of 16"
-    assert rows["int8 cache"] == EXACT * (4 + 8) / (4 * 4) and rows["no cache"] == 0
-    assert rows["sliding window, 6"] == round(EXACT * 6 / 18, 1)
+    assert {row.design: row.bytes_per_token for row in study.rows} == {
+        "no cache": 0, "per-block cache": EXACT, "static cache": EXACT,
+        "paged blocks": round(EXACT * 32 / 18, 1),  # 18 tokens take two blocks of 16
+        "int8 cache": EXACT * (4 + 8) / (4 * 4), "sliding window, 6": round(EXACT * 6 / 18, 1),
+    }  # fmt: skip
     assert {row.bytes_per_token for row in twin_study.rows[1:]} == {2 * 2 * 24 * 4}
-    image_bytes = 2 * 2 * 24 * 16 * 4
-    assert [row.cross_bytes for row in twin_study.rows] == [0, image_bytes, image_bytes, image_bytes]
+    assert [row.cross_bytes for row in twin_study.rows] == [0, *[2 * 2 * 24 * 16 * 4] * 3]
 
 
 def test_the_report_is_one_json_object_and_the_printed_one_is_kept(results_of, tmp_path):
-    results = results_of(main, *QUICK, "--save", str(tmp_path / "kept"))
+    results = results_of(main, f"{QUICK} --save", str(tmp_path / "kept"))
     assert [len(study["rows"]) for study in results["studies"]] == [6, 4] and results["failures"] == []
     assert "torch" in results["environment"] and results["sort_task"] is None and results["attribution"] == []
     table = next((tmp_path / "kept").iterdir()).read_text()
@@ -91,7 +87,7 @@ def test_the_report_is_one_json_object_and_the_printed_one_is_kept(results_of, t
 
 @pytest.mark.full
 def test_exact_answers_are_those_of_the_captioner_where_the_whole_cache_is_held(results_of):
-    plain, *rows = results_of(main, "--quality", "evict", "--scenes", "6", "--device", "cpu")["evict"]
+    plain, *rows = results_of(main, "--quality evict --scenes 6 --device cpu")["evict"]
     captioner = Captioner.from_pretrained(EMBEDDED, "cpu", "float32")
     for split, examples in make_splits(6, 1, "eval answers").items():
         if split in plain["right"]:
@@ -103,7 +99,7 @@ def test_exact_answers_are_those_of_the_captioner_where_the_whole_cache_is_held(
 
 @pytest.mark.full
 def test_fewer_bits_take_fewer_bytes_and_make_larger_errors(results_of):
-    plain, *rows = results_of(main, "--quality", "bits", "--scenes", "4", "--device", "cpu")["bits"]
+    plain, *rows = results_of(main, "--quality bits --scenes 4 --device cpu")["bits"]
     for one in (rows[:3], rows[3:]):
         assert plain["bytes_per_token"] > one[0]["bytes_per_token"] > one[2]["bytes_per_token"]
         assert 0 < one[0]["logit_error"] < 0.01 < one[1]["logit_error"] < one[2]["logit_error"]

@@ -1,24 +1,38 @@
-"""Checkpoint folders: round trips are bit-exact, stock nanoVLM reads them, and errors are one line."""
+"""Checkpoint folders: round trips are bit-exact, stock nanoVLM reads them, and errors are one line.
+
+Models are read without tokenizers or images: nanovlm is not needed.
+"""
 
 import json
 import math
 import os
 import struct
+import subprocess
+import sys
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import create_autospec
 
 import huggingface_hub.constants
 import pytest
+import tokenizers
 import torch
+from huggingface_hub import HfApi
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from safetensors.torch import load_model as load_strictly
 
-import models.checkpoint as checkpoint
-from models import files
-from models.checkpoint import checkpoint_dtype, load_config, save_checkpoint, snapshot_path
-from models.errors import CheckpointError, InputError
-from models.vision_language_model import load_model
+import models
+from models import checkpoint
+from models.checkpoint import checkpoint_dtype, find_image_token_id, load_config, save_checkpoint, snapshot_path
+from models.common import files
+from models.common.errors import CheckpointError, InputError
+from models.vision_language_model import VisionLanguageModel, load_model
+from nanovlm import EMBEDDED
 from nanovlm.options import check_output_folder
+from nanovlm.processing.tokenizer import Tokenizer
+from support import ROOT
 from support.checkpoints import EMBEDDING, HEAD, INV_FREQ, assert_same_state, stock_model, stock_shapes
 
 TOKENIZER = '{"model": "ünïcode"}'
@@ -77,13 +91,10 @@ def test_either_name_of_a_tied_pair_will_do_and_both_if_they_agree_and_inv_freq_
 
 
 def data(change):
-    """Change the bytes of model.safetensors: the length of its header, the header, the tensors."""
     return lambda folder: (path := folder / "model.safetensors").write_bytes(change(path.read_bytes()))
 
 
 def config(**changes):
-    """Change keys of config.json; None removes one."""
-
     def damage(folder):
         raw = json.loads((folder / "config.json").read_text()) | changes
         kept = {key: value for key, value in raw.items() if value is not None}
@@ -101,8 +112,6 @@ def pipe(name):
 
 
 def index(weight_map):
-    """Name other files of weights than model.safetensors."""
-
     def damage(folder):
         (folder / "model.safetensors").rename(folder / "elsewhere")
         (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
@@ -194,7 +203,7 @@ def test_a_model_replaced_while_it_is_read_is_refused(folder, tiny_model, monkey
             saved.append(save_checkpoint(folder, tiny_model(seed=1), TOKENIZER))
         return ""
 
-    monkeypatch.setattr(checkpoint, "why_unusable", why_unusable)
+    monkeypatch.setattr(checkpoint.weights, "why_unusable", why_unusable)
     with pytest.raises(CheckpointError, match="was replaced while it was read; try again"):
         read(folder)
     assert_same_state(read(folder), tiny_model(seed=1))
@@ -208,9 +217,6 @@ def test_weights_stay_memory_mapped_through_the_check(folder):
         pytest.skip("this system does not tell what is mapped")
     for name, tensor in model.state_dict().items():
         assert any(int(start, 16) <= tensor.data_ptr() < int(end, 16) for start, end in spans), name
-
-
-# ----------------------------------------------------------------------------------------------------------- writing
 
 
 def contents(folder):
@@ -231,15 +237,11 @@ def test_an_interrupted_write_leaves_no_trace(folder, tiny_model, monkeypatch, a
     assert contents(folder.parent) == before and os.listdir(folder.parent) == ["model"]
 
 
-@pytest.mark.skipif(os.name == "nt", reason="there is no umask on Windows")
 @pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
-def test_written_files_follow_the_umask(tmp_path, tiny_model, umask):
-    before = os.umask(umask)
-    try:
-        save_checkpoint(tmp_path / "model", tiny_model(), TOKENIZER)
-        files.replace(tmp_path / "notes.json", "{}")
-    finally:
-        os.umask(before)
+def test_written_files_follow_the_umask(tmp_path, tiny_model, request, umask):
+    request.addfinalizer(partial(os.umask, os.umask(umask)))
+    save_checkpoint(tmp_path / "model", tiny_model(), TOKENIZER)
+    files.replace(tmp_path / "notes.json", "{}")
     assert (tmp_path / "model").stat().st_mode & 0o777 == 0o777 & ~umask
     for path in (tmp_path / "notes.json", *(tmp_path / "model").iterdir()):
         assert path.stat().st_mode & 0o777 == 0o666 & ~umask, path
@@ -275,23 +277,16 @@ def test_config_says_where_stock_nanovlm_finds_the_tokenizer(tmp_path, tiny_mode
     assert json.loads((tmp_path / "config.json").read_text())["lm_tokenizer"] == found
 
 
-# ----------------------------------------------------------------------------------------------------------- the Hub
-
-
-def test_snapshot_path_takes_folders_and_refuses_other_names(folder, monkeypatch):
+def test_snapshot_path_takes_folders_and_hub_ids_at_their_revision_and_refuses_others(folder, monkeypatch, hub):
     monkeypatch.chdir(folder)
     assert snapshot_path(folder) == snapshot_path(str(folder)) == folder
-    for name, words in (
-        (folder / "config.json", "config.json: a file, not a folder"),
-        *((name, "neither a folder nor a Hub id") for name in ("nowhere", "a/b/c", "/no/such", "../x")),
+    for arguments, words in (
+        ((folder / "config.json",), "config.json: a file, not a folder"),
+        ((folder, "v1"), "is a folder, which has no revision 'v1'"),
+        *(((name,), "neither a folder nor a Hub id") for name in ("nowhere", "a/b/c", "/no/such", "../x")),
     ):
         with pytest.raises(CheckpointError, match=words):
-            snapshot_path(name)
-    with pytest.raises(CheckpointError, match="is a folder, which has no revision 'v1'"):
-        snapshot_path(folder, "v1")
-
-
-def test_a_hub_id_is_downloaded_at_its_revision(folder, hub):
+            snapshot_path(*arguments)
     hub["owner/name", "v1"] = folder
     assert snapshot_path("owner/name", "v1") == folder
     assert hub.calls == [("owner/name", "v1", ["*.json", "*.jinja", "*.safetensors"])]
@@ -302,3 +297,113 @@ def test_a_missing_hub_model_raises_in_one_line_offline(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(CheckpointError, match="^nobody-here/no-such-model: .*offline, pass a local folder.*$"):
         snapshot_path("nobody-here/no-such-model")
+
+
+# ---- from_pretrained, save_pretrained and push_to_hub of the model itself -------------------------------------------
+
+
+def test_models_exports_its_classes_on_first_use_and_refuses_dtypes_that_weights_cannot_have():
+    assert models.VisionLanguageModel is VisionLanguageModel
+    assert {getattr(models, name).__name__ for name in models.__all__} == set(models.__all__)
+    with pytest.raises(AttributeError, match="nothing"):
+        models.nothing  # noqa: B018
+    for dtype in ("float32", None, torch.int8):
+        with pytest.raises(InputError, match=f"dtype={dtype!r} is no floating-point dtype of torch; pass torch.float"):
+            VisionLanguageModel.from_pretrained("nobody/nothing", dtype=dtype)
+
+
+def test_loading_needs_neither_nanovlm_nor_tokenizers():
+    code = (
+        "import sys, models; assert 'torch' not in sys.modules; from models import VisionLanguageModel; "
+        f"assert VisionLanguageModel.from_pretrained({str(EMBEDDED)!r}).image_token_id > 0; "
+        "print({'nanovlm', 'tokenizers', 'transformers', 'PIL', 'torchvision', 'torch._dynamo'} & sys.modules.keys())"
+    )
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert run.stdout == "set()\n"
+
+
+FILES = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+
+
+def test_a_saved_model_is_loaded_bit_for_bit_with_its_tokenizer_if_it_has_one(tmp_path, tiny_model):
+    model = VisionLanguageModel.from_pretrained(EMBEDDED, dtype=torch.bfloat16)
+    assert model.dtype == torch.bfloat16 and not model.training and model.cfg == load_config(EMBEDDED)
+    model.save_pretrained(tmp_path)
+    again = VisionLanguageModel.from_pretrained(str(tmp_path), dtype=torch.bfloat16)
+    assert again.cfg == model.cfg and again.image_token_id == model.image_token_id
+    assert_same_state(again, model)
+    assert {path.name for path in tmp_path.iterdir()} == FILES
+    assert (tmp_path / "tokenizer.json").read_bytes() == (EMBEDDED / "tokenizer.json").read_bytes()
+    tiny_model().save_pretrained(tmp_path / "a", dtype=torch.float16)
+    assert {path.name for path in (tmp_path / "a").iterdir()} == {"config.json", "model.safetensors"}
+    assert load_file(tmp_path / "a" / "model.safetensors")["MP.proj.weight"].dtype == torch.float16
+
+
+def test_a_model_is_pushed_with_its_files_when_asked(monkeypatch):
+    hub, files = create_autospec(HfApi), {}
+
+    def upload_folder(*, folder_path, **options):
+        files.update({path.name: path.read_bytes() for path in Path(folder_path).iterdir()})
+        return SimpleNamespace(commit_url="https://hub/commit")
+
+    api = hub.return_value
+    api.upload_folder.side_effect = upload_folder
+    monkeypatch.setattr("huggingface_hub.HfApi", hub)
+    model = VisionLanguageModel.from_pretrained(EMBEDDED)
+    assert not hub.called
+    assert model.push_to_hub("me/model", private=True, revision="tuned", token="t") == "https://hub/commit"
+    hub.assert_called_once_with(token="t")
+    api.create_repo.assert_called_once_with("me/model", private=True, exist_ok=True)
+    api.create_branch.assert_called_once_with("me/model", branch="tuned", exist_ok=True)
+    pushed = api.upload_folder.call_args.kwargs
+    assert (pushed["repo_id"], pushed["revision"]) == ("me/model", "tuned")
+    assert files.keys() == FILES
+    assert json.loads(files["config.json"]) == model.cfg.to_dict() | {"lm_tokenizer": "me/model"}, "for stock nanoVLM"
+
+
+def tokenizer_json(kind, added):
+    words = ["a", "b", "<|endoftext|>", "<|im_end|>"] + ["<|image|>"] * (not added)
+    if kind == "unigram":
+        model = tokenizers.models.Unigram([(word, 0.0) for word in words], unk_id=0)
+    else:
+        model = tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="a")
+    backend = tokenizers.Tokenizer(model)
+    if added:
+        backend.add_special_tokens(["<|image|>"])
+    return backend.to_str()
+
+
+@pytest.mark.parametrize("kind", ["words", "unigram"])
+@pytest.mark.parametrize("added", [True, False])
+def test_the_image_token_is_found_as_the_tokenizer_finds_it(tmp_path, tiny_config, kind, added):
+    (tmp_path / "tokenizer.json").write_text(tokenizer_json(kind, added))
+    cfg = tiny_config(vlm_extra_tokens={"image_token": "<|image|>"})
+    backend = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))  # knows too few words for a model
+    assert find_image_token_id(tmp_path, cfg) == Tokenizer(backend, cfg).image_token_id == 4
+    cfg = load_config(EMBEDDED)
+    assert find_image_token_id(EMBEDDED, cfg) == Tokenizer.from_pretrained(EMBEDDED, cfg).image_token_id
+
+
+def test_without_a_tokenizer_extra_tokens_follow_the_base_vocabulary(tmp_path, tiny_config):
+    tokens = {"other": "<x>", "image_token": "<|image|>"}
+    cfg = tiny_config(vlm_extra_tokens=tokens, lm_base_vocab_size=38, extra_token_amount=2, lm_vocab_size=40)
+    assert find_image_token_id(tmp_path, cfg) == 39
+    first = tiny_config(vlm_extra_tokens=None, lm_chat_template=None, max_img_size=None)
+    assert first.format_version == 1 and find_image_token_id(tmp_path, first) == -1
+
+
+NO_TOKENIZER = {  # words of the error: texts of tokenizer.json
+    "the tokenizer has no such token": [tokenizer_json("words", False).replace("<|image|>", "<x>")],
+    "is not a tokenizer.json": ["{}", '{"model": {"vocab": 5}}', '{"model": {"vocab": [1]}}'],
+    "holds list, not an object": ["[]"],
+    "cannot be read": ["nonsense"],
+}
+
+
+@pytest.mark.parametrize("message", NO_TOKENIZER)
+def test_a_tokenizer_without_the_image_token_is_one_line(tmp_path, tiny_config, message):
+    for text in NO_TOKENIZER[message]:
+        (tmp_path / "tokenizer.json").write_text(text)
+        with pytest.raises(CheckpointError, match=message) as error:
+            find_image_token_id(tmp_path, tiny_config())
+        assert "tokenizer.json" in str(error.value) and "\n" not in str(error.value)

@@ -6,8 +6,8 @@ from dataclasses import asdict, fields
 
 import pytest
 
+from models.common.errors import InputError, shortened
 from models.config import VLMConfig
-from models.errors import InputError, shortened
 from support.checkpoints import read_nanovlm
 
 CURRENT_KEYS = """

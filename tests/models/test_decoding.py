@@ -7,15 +7,14 @@ from itertools import product
 import pytest
 import torch
 
+from models.common.errors import InputError
+from models.common.options import SamplingParams
 from models.decoding import TokenSampler, choose_tokens, finish_reason, generate_tokens, trim_repetition
-from models.errors import InputError
-from models.options import SamplingParams
 
 DRAWS = 20_000
 
 
 def frequencies(sampling, logits):
-    """How often each token of logits (vocabulary,) is drawn."""
     ids = choose_tokens(logits.expand(DRAWS, -1), sampling, torch.Generator().manual_seed(0))
     return ids.bincount(minlength=len(logits)) / DRAWS
 
@@ -99,21 +98,16 @@ def test_several_end_tokens_and_a_logits_processor():
     assert [ids.tolist() for ids in generate_tokens(logits, lambda ids: logits, sampler, 9)] == [[2, 2]]
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        SamplingParams(),
-        SamplingParams(temperature=1e-6),
-        SamplingParams(temperature=1e-30),
-        SamplingParams(temperature=5.0, top_k=1),
-        SamplingParams(temperature=5.0, top_p=1e-9),
-        SamplingParams(temperature=5.0, min_p=1.0),
-    ],
-)
+SURE = ({}, {"temperature": 1e-6}, {"temperature": 1e-30}, *({"temperature": 5.0, name: value} for name, value in (
+    ("top_k", 1), ("top_p", 1e-9), ("min_p", 1.0),
+)))  # fmt: skip
+
+
+@pytest.mark.parametrize("sampling", SURE, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_most_likely_token_always_stays(sampling, dtype):
     logits = torch.stack([torch.randperm(40, generator=torch.Generator().manual_seed(i)) for i in range(50)]).to(dtype)
-    assert torch.equal(choose_tokens(logits, sampling), logits.argmax(-1))
+    assert torch.equal(choose_tokens(logits, SamplingParams(**sampling)), logits.argmax(-1))
 
 
 @pytest.mark.parametrize(
@@ -137,7 +131,6 @@ def test_a_value_out_of_range_is_refused_by_name(name, values):
 
 
 def generate(sampling, steps, eos=None):
-    """The rows of ids that logits (T, B, vocabulary), one for each step, give."""
     sampler, rest = TokenSampler(sampling, eos), iter(steps[1:])
     stream = generate_tokens(steps[0], lambda ids: next(rest), sampler, len(steps))
     return torch.stack(list(stream), dim=1).tolist()

@@ -10,8 +10,8 @@ import time
 import filelock
 import pytest
 
-from models import files
-from models.errors import FileError
+from models.common import files
+from models.common.errors import FileError
 from support import ROOT
 
 
@@ -27,19 +27,17 @@ def test_reading_takes_regular_files_only(tmp_path, name, words):
             read(tmp_path / name)
 
 
-def test_a_limit_is_the_limit(tmp_path):
-    (tmp_path / "a").write_bytes(b"x" * 11)
-    assert len(files.read_bytes(tmp_path / "a", 11)) == 11
+def test_a_limit_is_the_limit_and_text_is_utf_8_with_or_without_a_byte_order_mark(tmp_path):
+    path = tmp_path / "a"
+    path.write_bytes(b"x" * 11)
+    assert len(files.read_bytes(path, 11)) == 11
     with pytest.raises(FileError, match="more than 10 bytes"):
-        files.read_bytes(tmp_path / "a", 10)
-
-
-def test_text_is_utf_8_with_or_without_a_byte_order_mark(tmp_path):
-    (tmp_path / "a").write_bytes("\ufeffgrün\r\n".encode())
-    assert files.read_text(tmp_path / "a") == "grün\n"
-    (tmp_path / "a").write_bytes(b"gr\xfcn")
+        files.read_bytes(path, 10)
+    path.write_bytes("\ufeffgrün\r\n".encode())
+    assert files.read_text(path) == "grün\n"
+    path.write_bytes(b"gr\xfcn")
     with pytest.raises(FileError, match="is not UTF-8 .*; save it as UTF-8"):
-        files.read_text(tmp_path / "a")
+        files.read_text(path)
 
 
 def test_a_link_is_replaced_and_not_followed(tmp_path):
@@ -72,13 +70,6 @@ def test_an_error_leaves_the_old_file_and_no_part(tmp_path):
     assert (tmp_path / "a").read_text() == "old" and len([*tmp_path.iterdir()]) == 1
 
 
-def test_a_replaced_file_keeps_its_permissions(tmp_path):
-    (tmp_path / "a").touch(mode=0o600)
-    (tmp_path / "a").chmod(0o640)
-    files.replace(tmp_path / "a", b"new")
-    assert (tmp_path / "a").stat().st_mode & 0o777 == 0o640
-
-
 def test_a_folder_is_filled_and_its_other_files_stay(tmp_path):
     for content in ("one", "two"):
         with files.filling(tmp_path / "deep/out") as new:
@@ -109,69 +100,60 @@ def test_old_parts_are_removed_and_what_a_living_process_writes_stays(tmp_path):
     assert not [*tmp_path.glob(f"{files.PART}*")] and (tmp_path / ".theirs.tmp").exists()
 
 
-@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOTSUP, None])
-def test_a_drive_without_locks_is_named(tmp_path, monkeypatch, caplog, number):
+@pytest.mark.parametrize(
+    "error",
+    [
+        *(OSError(number, os.strerror(number)) for number in (errno.ENOLCK, errno.ENOTSUP)), NotImplementedError(),
+        *(OSError(number, os.strerror(number)) for number in (errno.EACCES, errno.ENOSPC, errno.EROFS)),
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_a_drive_without_locks_is_named_and_another_error_is_one_line(tmp_path, monkeypatch, caplog, error):
     def refuses(*arguments, **options):
-        raise NotImplementedError if number is None else OSError(number, "No locks available")
+        raise error
 
     monkeypatch.setattr(filelock.FileLock, "acquire", refuses)
-    with files.locked(tmp_path):
-        assert "its drive has no locks" in caplog.text
-
-
-@pytest.mark.parametrize("number", [errno.EACCES, errno.ENOSPC, errno.EROFS])
-def test_a_lock_that_cannot_be_made_is_one_line(tmp_path, monkeypatch, number):
-    def refuses(*arguments, **options):
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(filelock.FileLock, "acquire", refuses)
-    with pytest.raises(FileError, match=f"{files.LOCK}: {os.strerror(number)}$"), files.locked(tmp_path):
+    if getattr(error, "errno", None) in (errno.ENOLCK, errno.ENOTSUP, None):
+        with files.locked(tmp_path):
+            assert "its drive has no locks" in caplog.text
+        return
+    with pytest.raises(FileError, match=f"{files.LOCK}: {error.strerror}$"), files.locked(tmp_path):
         pass
     with pytest.raises(FileError, match="No such file"), files.locked(tmp_path / "missing"):
         pass
 
 
-def test_a_link_in_the_place_of_a_lock_is_not_followed(tmp_path):
+def test_a_lock_follows_no_link_and_hides_no_error_of_its_body(tmp_path):
+    with pytest.raises(BlockingIOError), files.locked(tmp_path):
+        raise BlockingIOError(errno.EAGAIN, "of standard output")
     (tmp_path / "victim").write_text("mine")
+    (tmp_path / files.LOCK).unlink(missing_ok=True)
     (tmp_path / files.LOCK).symlink_to(tmp_path / "victim")
     with pytest.raises(FileError), files.locked(tmp_path):
         pass
     assert (tmp_path / "victim").read_text() == "mine"
 
 
-def test_an_error_of_the_body_is_not_taken_for_that_of_the_lock(tmp_path):
-    with pytest.raises(BlockingIOError), files.locked(tmp_path):
-        raise BlockingIOError(errno.EAGAIN, "of standard output")
+def started(program, *arguments):
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    return subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, text=True)
 
 
-def test_a_torn_write_is_cut_off_and_told(tmp_path):
-    """RLIMIT_FSIZE stores a part of a write, as a full disk does."""
-    program = (
-        "import resource, signal; from models import files\n"
-        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-        "files.append('t', b'first\\n'); resource.setrlimit(resource.RLIMIT_FSIZE, (9, 9))\n"
-        "try: files.append('t', b'second\\n')\n"
-        "except OSError as error: print(error.errno)\n"
-    )
-    run = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)},
-                         capture_output=True, text=True)  # fmt: skip
-    assert run.stdout.strip() in (str(errno.ENOSPC), str(errno.EFBIG)), run.stderr
-    assert (tmp_path / "t").read_bytes() == b"first\n"
+HOLD = """
+import os, sys, time
+from models.common import files
+with files.locked(sys.argv[1]):
+    if os.fork(): print("held", flush=True)  # the child lives on, as a data loader's worker does for a while
+    time.sleep(5)
+"""
 
 
 @pytest.mark.parametrize("kind", ["folder", "file"])
 def test_two_processes_exclude_each_other_and_a_kill_frees_the_lock(tmp_path, kind):
     path = tmp_path if kind == "folder" else tmp_path / "a"
     path.touch()
-    program = (  # its forked child lives on, as a data loader's worker does for a while
-        "import os, sys, time; from models import files\n"
-        "with files.locked(sys.argv[1]):\n"
-        "    if os.fork(): print('held', flush=True)\n"
-        "    time.sleep(5)\n"
-    )
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    other = subprocess.Popen([sys.executable, "-c", program, str(path)], env=env, stdout=subprocess.PIPE, text=True)
-    assert other.stdout and other.stdout.readline() == "held\n"
+    other = started(HOLD, path)
+    assert other.stdout.readline() == "held\n"
     with pytest.raises(FileError, match="another run writes there; wait for its end"), files.locked(path):
         pass
     other.send_signal(signal.SIGKILL)
@@ -180,21 +162,18 @@ def test_two_processes_exclude_each_other_and_a_kill_frees_the_lock(tmp_path, ki
     with files.locked(path), pytest.raises(FileError, match="another run"), files.locked(path):
         pass
     assert [*tmp_path.iterdir()] == ([path] if kind == "file" else [])
-
-
-def test_the_lock_is_that_of_the_name(tmp_path):
-    (tmp_path / "a").touch()
-    with files.locked(tmp_path / "a"):
-        files.replace(tmp_path / "a", b"new")
-        with pytest.raises(FileError), files.locked(tmp_path / "a"):
-            pass
+    if kind == "file":
+        with files.locked(path):  # by its name
+            files.replace(path, b"new")
+            with pytest.raises(FileError), files.locked(path):
+                pass
 
 
 FULL_DISK = """
 import os, resource, signal, sys
 import torch
 from safetensors.torch import save_file
-from models import files
+from models.common import files
 def fill(folder):
     with files.filling(folder) as new:
         files.replace(new / "config.json", "x" * 9999)
@@ -204,21 +183,23 @@ def save(folder):
 def stream(path):
     with files.replacing(path) as new, open(new, "wb") as file:
         file.write(b"x" * 9999)
+out, table = sys.argv[1:]
+files.append(table, b"first")
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (99, 99))
-for write in (fill, save, stream, lambda path: files.replace(path, "x" * 9999), lambda path: files.append(path, b"x" * 9999)):
-    try: write(sys.argv[1])
-    except files.FileError as error: print(error)
-    assert not os.path.exists(sys.argv[1]) or not os.path.getsize(sys.argv[1])
+for write in (fill, save, stream, lambda path: files.replace(path, "x" * 9999), lambda _: files.append(table, b"x" * 9999)):
+    try: write(out)
+    except files.FileError as error: print(error.errno, error)
 """  # noqa: E501
 
 
-def test_a_full_disk_is_one_line_that_names_the_file(tmp_path):
-    command = [sys.executable, "-c", FULL_DISK, str(tmp_path / "out")]
-    run = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
-    lines = run.stdout.splitlines()
-    assert len(lines) == 5 and all(line.startswith(f"{tmp_path / 'out'}: ") for line in lines), run
-    assert [path.name for path in tmp_path.iterdir()] == ["out"], "appended to"
+def test_a_full_disk_is_one_line_that_names_the_file_and_a_torn_line_is_cut_off(tmp_path):
+    """RLIMIT_FSIZE stores a part of a write, as a full disk does."""
+    out, table = tmp_path / "out", tmp_path / "table"
+    lines = started(FULL_DISK, out, table).communicate()[0].splitlines()
+    assert [line.split(": ")[0].split(" ", 1)[1] for line in lines] == [*[str(out)] * 4, str(table)], lines
+    assert lines[4].split()[0] in (str(errno.ENOSPC), str(errno.EFBIG))
+    assert [*tmp_path.iterdir()] == [table] and table.read_bytes() == b"first"
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path, monkeypatch):
@@ -248,16 +229,17 @@ def test_a_name_that_cannot_be_written_is_one_line(tmp_path, name, words):
 @pytest.mark.parametrize("given", [None, 0o700])
 def test_nobody_else_reads_a_private_file_while_it_is_written(tmp_path, given):
     (tmp_path / "out").mkdir(mode=0o755)
-    for name in ("a", "out/a"):
+    for name, mode in (("a", 0o600), ("out/a", 0o600), ("shared", 0o640)):
         (tmp_path / name).touch()
-        (tmp_path / name).chmod(0o600)
+        (tmp_path / name).chmod(mode)
     with files.replacing(tmp_path / "a", given) as new, files.filling(tmp_path / "out") as folder:
         assert (new.stat().st_mode & 0o777, folder.stat().st_mode & 0o777) == (0o600, 0o700)
         (folder / "a").write_text("new")
         (folder / "b").write_text("new")
-    modes = [(tmp_path / name).stat().st_mode & 0o777 for name in ("a", "out/a", "out/b", "out")]
+    files.replace(tmp_path / "shared", b"new")
     (tmp_path / "like").touch()
-    assert modes == [given or 0o600, 0o600, (tmp_path / "like").stat().st_mode & 0o777, 0o755]
+    modes = [(tmp_path / name).stat().st_mode & 0o777 for name in ("a", "out/a", "shared", "out", "out/b")]
+    assert modes == [given or 0o600, 0o600, 0o640, 0o755, (tmp_path / "like").stat().st_mode & 0o777]
 
 
 def test_without_fcntl_and_o_nofollow_a_link_is_not_followed(tmp_path, monkeypatch):

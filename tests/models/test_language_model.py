@@ -3,6 +3,7 @@
 formats/test_backbones.py holds it to transformers' Llama.
 """
 
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -15,11 +16,9 @@ from models.language_model import LanguageModel, RMSNorm
 
 @pytest.fixture(scope="session")
 def tiny_decoder(tiny_model):
-    """Makes a language model that reads ids and returns logits."""
-
     def make(dtype=torch.float32, **changes) -> LanguageModel:
         embedded = tiny_model(**changes).decoder
-        decoder = LanguageModel(type(embedded.cfg)(**embedded.cfg.to_dict() | {"lm_use_tokens": True}))
+        decoder = LanguageModel(replace(embedded.cfg, lm_use_tokens=True))
         decoder.load_state_dict(embedded.state_dict())
         return decoder.eval().to(dtype)
 

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,15 +12,14 @@ from safetensors.torch import load_file, save_file
 
 from eval.lib.random_model import SHAPES
 from models.checkpoint import load_config
-from models.errors import CheckpointError
+from models.common.errors import CheckpointError
 from models.lora import EMBEDDINGS, PARTS, adapt, adapters, fully_trained, merge, merged_state
 from models.lora.files import adapter_folder, read_adapters, write_adapters
 from models.vision_language_model import load_model
 from nanovlm.captioner import Captioner
-from nanovlm.training.config import TrainConfig
 from support import Package, noise_image
 from support.smolvlm import their_inputs, write_folder
-from support.training import train
+from support.training import CFG, train
 
 peft, transformers = Package("peft"), Package("transformers")
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}
@@ -104,7 +104,6 @@ def test_embeddings_trained_by_peft_are_read_and_written_alike(tiny_model, make_
 @torch.no_grad()
 @pytest.mark.parametrize("embeddings", [True, False])
 def test_round_trip_is_bit_exact(adapted, tiny_model, make_batch, tmp_path, embeddings):
-    """Into a model that trains the same, and into one without adapters."""
     write_adapters(tmp_path, model := adapted(embeddings=embeddings))
     adapt(empty := tiny_model(), 3, 12.0, embeddings=embeddings)
     for again in (empty, tiny_model()):
@@ -120,7 +119,6 @@ def test_round_trip_is_bit_exact(adapted, tiny_model, make_batch, tmp_path, embe
 @pytest.mark.parametrize("apart", [False, True])
 @torch.no_grad()
 def test_adapters_of_q_k_and_v_are_one_of_our_qkv(adapted, tiny_model, tmp_path, apart):
-    """They keep a lora_A that they share; of different ones the ranks add up."""
     format = SHAPES["SmolVLM-256M"][0].format  # which stores q, k and v apart
     write_adapters(tmp_path, adapted(("vision_encoder",), format=format))
     state = load_file(path := adapter_folder(tmp_path) / "adapter_model.safetensors")
@@ -146,7 +144,6 @@ TUNED = {  # target_modules and more, of what people train with PEFT on transfor
 
 @pytest.fixture(scope="module")
 def smolvlm(tmp_path_factory):
-    """A random SmolVLM's folder, and transformers' inputs for it."""
     folder = tmp_path_factory.mktemp("smolvlm")
     _, processor = write_folder(folder)
     return folder, their_inputs(processor, [noise_image(70, 40)], ["What is this?"])
@@ -239,15 +236,10 @@ def test_invalid_ranks_and_parts_raise(tiny_model, adapted):
             adapt(model, *arguments)
 
 
-CFG = TrainConfig(
-    max_steps=3, lr=1e-2, warmup_steps=0, decay=0, save_every=3, lora_rank=2, freeze=["vision"], dtype="float32",
-    num_workers=0,
-)  # fmt: skip
-
-
 @torch.no_grad()
 def test_training_writes_a_plain_model_and_its_adapters(tiny_model, make_batch, tmp_path):
-    trained, batch = train(tiny_model(), "{}", make_batch, CFG, tmp_path), make_batch(9)
+    cfg = replace(CFG, max_steps=3, lr=1e-2, warmup_steps=0, decay=0, lora_rank=2, freeze=["vision"])
+    trained, batch = train(tiny_model(), "{}", make_batch, cfg, tmp_path), make_batch(9)
     read = load_model(tmp_path, load_config(tmp_path), 3)
     assert torch.equal(read(**batch)[0], trained(**batch)[0])
     read_adapters(tmp_path, again := tiny_model())
@@ -258,4 +250,4 @@ def test_training_writes_a_plain_model_and_its_adapters(tiny_model, make_batch, 
     kinds = {key.rpartition("/")[0] for key in moments if ".lora_" not in key}
     assert kinds == {"decoder.token_embedding.weight"}, "tied to the head"
     with pytest.raises(CheckpointError, match="start from the same model as before"), torch.enable_grad():
-        train(tiny_model(seed=1), "{}", make_batch, CFG, tmp_path)
+        train(tiny_model(seed=1), "{}", make_batch, cfg, tmp_path)

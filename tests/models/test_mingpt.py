@@ -1,4 +1,8 @@
-"""GPT computes what transformers' GPT-2 computes, GPT_kv what GPT computes, and a cache is an immutable value."""
+"""GPT computes what transformers' GPT-2 computes, GPT_kv what GPT computes, and a cache is an immutable value.
+
+The package is a drop-in for the KV-cache homework (github.com/dataflowr/llm_efficiency): what its checker and its
+scripts call works here, with its tolerances.
+"""
 
 import copy
 import json
@@ -6,12 +10,26 @@ import math
 import random
 import re
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from models.mingpt import GPT, SIZES, GPT_kv, GPTConfig, KVList, append_kv, next_token
+from models.mingpt import (
+    GPT,
+    SIZES,
+    Block,
+    Block_kv,
+    CausalSelfAttention,
+    CausalSelfAttention_kv,
+    Config,
+    GPT_kv,
+    GPTConfig,
+    KVList,
+    append_kv,
+    next_token,
+)
 from support import randomize
 
 VOCAB_SIZE = 30
@@ -27,6 +45,12 @@ def make_pair(seed=0, **changes):
     return gpt, gpt_kv
 
 
+def random_pair(rng):
+    n_head = rng.randint(1, 3)
+    sizes = {"n_layer": rng.randint(1, 3), "n_head": n_head, "n_embd": n_head * rng.randint(1, 4)}
+    return make_pair(rng.randint(0, 9), block_size=rng.randint(1, 12), **sizes)
+
+
 def read(gpt_kv, idx):
     return gpt_kv(idx, kv_cache=[None] * gpt_kv.n_layer)[2]
 
@@ -35,17 +59,8 @@ def ids(*shape, seed=0):
     return torch.randint(VOCAB_SIZE, shape, generator=torch.Generator().manual_seed(seed))
 
 
-def assert_close(a, b):
-    torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
-
-
-# ---- cached and uncached results agree ------------------------------------------------------------------------------
-
-
-def random_pair(rng):
-    n_head = rng.randint(1, 3)
-    sizes = {"n_layer": rng.randint(1, 3), "n_head": n_head, "n_embd": n_head * rng.randint(1, 4)}
-    return make_pair(rng.randint(0, 9), block_size=rng.randint(1, 12), **sizes)
+def assert_close(a, b, atol=1e-5):
+    torch.testing.assert_close(a, b, atol=atol, rtol=1e-5)
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -84,12 +99,12 @@ def test_the_loss_covers_the_new_tokens_and_gradients_reach_the_cached_ones(past
     idx, targets = ids(2, 9), ids(2, 9, seed=1)
     targets[0, :4] = -1
     loss_kv = gpt_kv(idx, targets, read(gpt_kv, idx[:, :past]) if past else None)[1]
-    new = targets.clone()
-    new[:, :past] = -1
-    loss = gpt(idx, new)[1]
+    targets = targets.clone()
+    targets[:, :past] = -1
+    loss = gpt(idx, targets)[1]
     assert_close(loss_kv, loss)
-    log_p = gpt(idx)[0].log_softmax(-1).gather(2, new.clamp(min=0)[..., None])[..., 0]
-    assert_close(loss, -log_p[new >= 0].mean())
+    log_p = gpt(idx)[0].log_softmax(-1).gather(2, targets.clamp(min=0)[..., None])[..., 0]
+    assert_close(loss, -log_p[targets >= 0].mean())
     loss.backward(), loss_kv.backward()
     for p, p_kv in zip(gpt.parameters(), gpt_kv.parameters()):
         assert_close(p_kv.grad, p.grad)
@@ -105,12 +120,8 @@ def test_generate_kv_computes_each_token_once_and_the_last_one_not_at_all(n):
     assert embedded == [5] + [1] * (n - 1) and projected == [1] * n
 
 
-# ---- the cache: [k, v], an immutable value --------------------------------------------------------------------------
-
-
 @torch.no_grad()
 def test_a_modified_cache_is_used_as_modified():
-    """Beam search selects rows of a cache, into a new list or within the cache itself."""
     gpt, gpt_kv = make_pair()
     idx, selected = ids(3, 8), torch.tensor([2, 0])
     for change in ("new list", "in place", "none"):
@@ -126,29 +137,19 @@ def test_a_modified_cache_is_used_as_modified():
             for t in (7, 8):
                 logits, _, grown = gpt_kv(idx[rows, :t], kv_cache=grown)
                 assert_close(logits[:, -1], gpt(idx[rows, :t])[0][:, -1])
+    for part in (0, 1):
+        cache = append_kv([*torch.randn(2, 2, 3, 4)], *torch.randn(2, 2, 1, 4))
+        cache[part] = torch.zeros(2, 4, 4)
+        assert not append_kv(cache, *torch.ones(2, 2, 1, 4))[part][:, :4].any()
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("part", [0, 1])
-def test_a_replaced_part_of_a_cache_is_continued(part):
-    cache = append_kv([*torch.randn(2, 2, 3, 4)], *torch.randn(2, 2, 1, 4))
-    cache[part] = torch.zeros(2, 4, 4)
-    assert not append_kv(cache, *torch.ones(2, 2, 1, 4))[part][:, :4].any()
-
-
-# ---- minGPT's names, sizes and initialization -----------------------------------------------------------------------
-
-
-def test_parameter_names_are_mingpts():
+def test_names_and_sizes_are_mingpts_and_parameter_counts_the_published_ones():
     gpt, gpt_kv = (cls(GPTConfig("gpt-nano", vocab_size=5, block_size=7)) for cls in (GPT, GPT_kv))
     block = ["ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj"]
     expected = {f"transformer.h.{i}.{name}.{kind}" for i in range(3) for name in block for kind in ("weight", "bias")}
     expected |= {f"transformer.h.{i}.attn.bias" for i in range(3)}
     expected |= {f"transformer.{name}" for name in ("wte.weight", "wpe.weight", "ln_f.weight", "ln_f.bias")}
     assert set(gpt.state_dict()) == expected | {"lm_head.weight"} == set(gpt_kv.state_dict())
-
-
-def test_sizes_are_mingpts_and_parameter_counts_the_published_ones():
     assert {size: SIZES[size] for size in SIZES if not size.startswith(("gpt2", "openai"))} == {
         "gopher-44m": (8, 16, 512), "gpt-mini": (6, 6, 192), "gpt-micro": (4, 4, 128), "gpt-nano": (3, 3, 48),
     }  # fmt: skip
@@ -203,7 +204,6 @@ def gpt2(tmp_path_factory):
 
 
 def modified_copy(folder, new, change=lambda tensors: tensors, **settings):
-    new.mkdir(exist_ok=True)
     config = json.loads((folder / "config.json").read_text()) | settings
     (new / "config.json").write_text(json.dumps(config))
     save_file(change(load_file(folder / "model.safetensors")), new / "model.safetensors", {"format": "pt"})
@@ -211,10 +211,9 @@ def modified_copy(folder, new, change=lambda tensors: tensors, **settings):
 
 
 def hub_names(tensors):
-    """Rename tensors as in the Hub's gpt2, whose files also contain the masks."""
     masks = {f"h.{i}.attn.bias": torch.ones(1, 1, 16, 16).tril() for i in range(2)}
     masks |= {f"h.{i}.attn.masked_bias": torch.tensor(-1e4) for i in range(2)}
-    return {name.removeprefix("transformer."): t for name, t in tensors.items() if name != "lm_head.weight"} | masks
+    return {name.removeprefix("transformer."): t for name, t in tensors.items()} | masks
 
 
 @torch.no_grad()
@@ -225,11 +224,8 @@ def test_gpt2_loads_under_both_names_with_its_head_copied(gpt2, tmp_path, cls, c
     assert not ours.training and type(ours) is cls and all(p.requires_grad for p in ours.parameters())
     assert_close(ours(ids(3, 16))[0], gpt2[0](ids(3, 16))[0])
     assert ours.lm_head.weight.data_ptr() != ours.transformer.wte.weight.data_ptr()
-
-
-def test_an_untied_head_is_loaded(gpt2, tmp_path):
     head = torch.randn(VOCAB_SIZE, 12)
-    untied = GPT.from_pretrained(modified_copy(gpt2[1], tmp_path, lambda tensors: tensors | {"lm_head.weight": head}))
+    untied = cls.from_pretrained(modified_copy(gpt2[1], tmp_path, lambda t: change(t) | {"lm_head.weight": head}))
     assert torch.equal(untied.lm_head.weight, head)
 
 
@@ -253,25 +249,22 @@ def test_a_name_is_downloaded_from_the_hub(gpt2, hub, name, repo_id):
 
 
 @pytest.mark.parametrize(
-    ("change", "setting", "message"),
+    ("tensors", "setting", "message"),
     [
-        (lambda t: t | {"score.weight": torch.ones(2)}, {}, "score.weight"),
-        (lambda t: t | {"transformer.wpe.weight": torch.ones(8, 12)}, {}, "wpe.weight.*8, 12.*16, 12"),
-        (lambda t: t, {"model_type": "llama"}, "model_type=llama, but .* gpt2"),
-        (lambda t: t, {"activation_function": "relu"}, "activation_function=relu, but .*gelu"),
-        (lambda t: t, {"layer_norm_epsilon": 1e-3}, "layer_norm_epsilon=0.001, but .* 1e-05"),
-        (lambda t: t, {"n_inner": 20}, "n_inner=20, but .* 48"),
-        (lambda t: t, {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
-        (lambda t: t, {"n_head": 5}, "n_embd=12 is not a multiple of n_head=5"),
+        ({"score.weight": torch.ones(2)}, {}, "score.weight"),
+        ({"transformer.wpe.weight": torch.ones(8, 12)}, {}, "wpe.weight.*8, 12.*16, 12"),
+        ({}, {"model_type": "llama"}, "model_type=llama, but .* gpt2"),
+        ({}, {"activation_function": "relu"}, "activation_function=relu, but .*gelu"),
+        ({}, {"layer_norm_epsilon": 1e-3}, "layer_norm_epsilon=0.001, but .* 1e-05"),
+        ({}, {"n_inner": 20}, "n_inner=20, but .* 48"),
+        ({}, {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
+        ({}, {"n_head": 5}, "n_embd=12 is not a multiple of n_head=5"),
     ],
 )
-def test_an_incompatible_checkpoint_raises_a_one_line_error(gpt2, tmp_path, change, setting, message):
+def test_an_incompatible_checkpoint_raises_a_one_line_error(gpt2, tmp_path, tensors, setting, message):
     with pytest.raises(ValueError, match=message) as error:
-        GPT.from_pretrained(modified_copy(gpt2[1], tmp_path, change, **setting))
+        GPT.from_pretrained(modified_copy(gpt2[1], tmp_path, lambda stored: stored | tensors, **setting))
     assert "\n" not in str(error.value) and len(str(error.value)) < 600
-
-
-# ---- invalid configs and arguments -----------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -293,3 +286,88 @@ def test_invalid_arguments_raise():
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
             call()
+
+
+# ---- the homework's checker and scripts -----------------------------------------------------------------------------
+
+
+def course_config(**changes):
+    """minGPT's default config with changes, as its callers see it: attributes and nothing that this project knows."""
+    unset = dict.fromkeys(("n_layer", "n_head", "n_embd", "vocab_size", "block_size"))
+    dropout = {"embd_pdrop": 0.1, "resid_pdrop": 0.1, "attn_pdrop": 0.1}
+    return SimpleNamespace(**{"model_type": "gpt"} | unset | dropout | changes)
+
+
+HOMEWORK = {"model_type": None, "n_layer": 3, "n_head": 3, "n_embd": 48, "vocab_size": 5, "block_size": 20}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("plain_class", "cached_class"), [(CausalSelfAttention, CausalSelfAttention_kv), (Block, Block_kv)]
+)
+def test_a_layer_equals_minGPTs_and_continues_token_by_token_and_from_slices(plain_class, cached_class):
+    x = torch.randn(4, Config().block_size, Config().n_embd, generator=torch.Generator().manual_seed(42))
+    plain, cached = randomize(plain_class(Config())).eval(), cached_class(Config()).eval()
+    cached.load_state_dict(plain.state_dict())
+    expected, (k, v) = cached(x)
+    assert_close(expected, plain(x))
+    projected = cached.c_attn(x) if isinstance(cached, CausalSelfAttention) else cached.attn.c_attn(cached.ln_1(x))
+    for tensor, part in zip((k, v), projected.split(x.size(2), dim=2)[1:]):  # before heads are split
+        torch.testing.assert_close(tensor, part)
+    last, _ = cached(x[:, [-1]], kv_cache=[k[:, :-1], v[:, :-1]])
+    assert_close(last[:, 0], expected[:, -1], 1e-4)
+    kv_cache = None
+    for t in range(x.size(1)):
+        y, kv_cache = cached(x[:, [t]], kv_cache=kv_cache)
+        assert_close(y[:, 0], expected[:, t], 1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("config", [GPTConfig(**HOMEWORK), course_config(**HOMEWORK)], ids=["ours", "CfgNode"])
+def test_compute_first_fills_a_stale_cache_anew(config):
+    gpt_kv, idx = randomize(GPT_kv(config)).eval(), torch.randint(5, (2, 7))
+    empty = [None] * config.n_layer
+    expected, _, fresh = gpt_kv(idx, kv_cache=empty, compute_first=True)
+    assert_close(gpt_kv(idx, compute_first=True)[0], expected)
+    _, _, stale = gpt_kv(idx[:, :2], kv_cache=empty, compute_first=True)
+    logits, _, kv_cache = gpt_kv(idx, kv_cache=stale, compute_first=True)
+    assert_close(logits, expected)
+    assert_close(kv_cache, fresh)
+    assert empty == [None] * config.n_layer
+
+
+@pytest.mark.parametrize("model_class", [GPT, GPT_kv])
+@pytest.mark.parametrize("make_config", [course_config, GPTConfig], ids=["CfgNode", "ours"])
+def test_the_sizes_of_model_type_are_written_into_the_config(model_class, make_config):
+    config = make_config(model_type="gpt-nano", vocab_size=3, block_size=11)
+    model = model_class(config)
+    assert (config.n_layer, config.n_head, config.n_embd) == (3, 3, 48) and model.n_layer == len(model.transformer.h)
+    assert model_class(config).n_layer == 3, "the same config makes a second model"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, "model_type=gpt is not one of openai-gpt"),  # minGPT's default, which no size goes by
+        ({"model_type": None}, "n_layer=None; pass a positive number"),
+        ({"model_type": "gpt-nano", "n_layer": 2, "n_head": 2, "n_embd": 8}, "n_layer=2, but gpt-nano has 3"),
+        ({"model_type": "gpt-nano", "vocab_size": None}, "vocab_size=None"),
+        ({"model_type": None, "n_layer": 2, "n_head": 3, "n_embd": 8}, "n_embd=8 is not a multiple of n_head=3"),
+    ],
+)
+def test_where_minGPT_asserts_a_config_raises(changes, message):
+    with pytest.raises(ValueError, match=message):
+        GPT_kv(course_config(**{"vocab_size": 5, "block_size": 20} | changes))
+
+
+def test_only_weights_of_linear_layers_decay():
+    model = GPT_kv(GPTConfig(**HOMEWORK))
+    train_config = SimpleNamespace(learning_rate=3e-3, betas=(0.9, 0.95), weight_decay=0.1)  # minGPT's
+    optimizer = model.configure_optimizers(train_config)
+    assert isinstance(optimizer, torch.optim.AdamW)
+    assert optimizer.defaults["lr"] == 3e-3 and optimizer.defaults["betas"] == (0.9, 0.95)
+    decayed, others = ({id(p) for p in group["params"]} for group in optimizer.param_groups)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+    assert decayed == {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Linear)}
+    assert decayed | others == {id(p) for p in model.parameters()} and not decayed & others
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(model.parameters()))

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from models.cache import PrefillState
-from models.errors import InputError
+from models.common.errors import InputError
+from models.common.options import SamplingParams
 from models.modality_projector import pixel_shuffle
-from models.options import SamplingParams
 from models.vision_language_model import VisionLanguageModel
 from support import watch
 from support.generation import IDS, IMAGE, IMAGES, PER_IMAGE, only_row, prompt
@@ -119,10 +119,9 @@ def test_a_model_of_any_precision_runs_every_path(tiny_model, dtype, tied):
 def test_samples_are_reproducible_by_seed(tiny_model):
     model, inputs = tiny_model(), prompt("tit", "t")
 
-    def generated(**changes):
-        return model.generate(
-            **inputs, max_new_tokens=12, n_samples=3, sampling=SamplingParams(**{"temperature": 1.5} | changes)
-        )
+    def generated(seed=None):
+        sampling = SamplingParams(temperature=1.5, seed=seed)
+        return model.generate(**inputs, max_new_tokens=12, n_samples=3, sampling=sampling)
 
     torch.manual_seed(0)
     first = generated(seed=1)
@@ -137,13 +136,16 @@ def test_samples_are_reproducible_by_seed(tiny_model):
 
 
 @pytest.mark.parametrize("n", [0, 1, 2, 7])
-def test_no_unused_step_is_computed(tiny_model, n):
-    model, inputs = tiny_model(), prompt("titt", "tt")
+def test_no_unused_step_is_computed_and_no_unused_cache_kept(tiny_model, n):
+    model, inputs, caches = tiny_model(), prompt("titt", "tt"), []
     with watch(model.decoder) as reads:
         assert model.generate(**inputs, max_new_tokens=n, n_samples=2).shape == (4, n)
         model.generate(**inputs, max_new_tokens=n, use_kv_cache=False)
     expected = [(2, 7)] * (n > 0) + [(4, 1)] * (n - 1) + [(2, 7 + i) for i in range(n)]
     assert [shape[:2] for shape in reads] == expected
+    model.decoder.register_forward_hook(lambda module, inputs, outputs: caches.append(len(outputs[1])))
+    model(**inputs, targets=inputs["input_ids"]), model.prefill(**inputs)
+    assert caches == [0, len(model.decoder.blocks)]
 
 
 @pytest.mark.parametrize("cached", [True, False])
@@ -163,22 +165,17 @@ def test_generation_stops_when_every_row_has_ended(tiny_model, cached):
         assert (generated[row, end:] == eos).all()
 
 
-def test_a_generated_image_token_is_an_ordinary_token(tiny_model):
-    model, inputs = tiny_model(), prompt("tit")
-    with torch.inference_mode():
-        logits, _ = model.decode(torch.tensor([IMAGE]), model.prefill(**inputs)[1])
-        word = model.decoder.token_embedding(torch.tensor([[IMAGE]]))
-        hidden, _ = model.decoder(torch.cat([model.embed(inputs["input_ids"], inputs["images"]), word], dim=1))
-        close(logits, model.decoder.head(hidden[:, -1]))
-
-
-def test_images_replace_image_tokens_in_reading_order(tiny_model):
+@torch.inference_mode()
+def test_images_replace_the_prompts_image_tokens_in_reading_order_and_a_generated_one_is_a_word(tiny_model):
     model, inputs = tiny_model(), prompt("ti", "iti")
     x = model.embed(inputs["input_ids"], inputs["images"])
     one, two, three = (model.MP(model.vision_encoder(image[None]))[0] for image in inputs["images"])
     close(x[0, -4:], one)
-    close(x[1, :4], two)
-    close(x[1, 5:], three)
+    close(x[1], torch.cat([two, x[1, 4:5], three]))
+    logits, _ = model.decode(torch.tensor([IMAGE] * 2), model.prefill(**inputs | {"attention_mask": None})[1])
+    word = model.decoder.token_embedding(torch.tensor([[IMAGE]] * 2))
+    hidden, _ = model.decoder(torch.cat([x, word], dim=1))
+    close(logits, model.decoder.head(hidden[:, -1]))
 
 
 @pytest.mark.parametrize("cached", [True, False])
@@ -190,14 +187,6 @@ def test_generation_reaches_the_last_position_and_not_beyond(tiny_model, cached)
         assert torch.equal(model.decoder.head(model.decoder(x)[0])[:, 5:].argmax(-1), ids)
     with pytest.raises(InputError, match="6 tokens and max_new_tokens=12 .* lm_max_position_embeddings=16"):
         model.generate(**inputs, max_new_tokens=12, use_kv_cache=cached)
-
-
-def test_forward_keeps_no_cache(tiny_model):
-    model, inputs, caches = tiny_model(), prompt("tit"), []
-    model.decoder.register_forward_hook(lambda module, inputs, outputs: caches.append(len(outputs[1])))
-    model(**inputs, targets=inputs["input_ids"])
-    model.prefill(**inputs)
-    assert caches == [0, len(model.decoder.blocks)]
 
 
 def test_new_weights_keep_the_scale_of_what_they_read(tiny_config):

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from models.options import SamplingParams
+from models.common.options import SamplingParams
 from nanovlm import PROMPT, Captioner
 from nanovlm.cli import main as cli
 from support import noise_image
@@ -60,7 +60,6 @@ def generate(model_folder, run_script):
 
 @pytest.fixture
 def train(run_script):
-    """Run train.py."""
     return partial(run_script, "train.py", "train")
 
 

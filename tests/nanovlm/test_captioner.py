@@ -1,4 +1,4 @@
-"""Captioner: every method gives the answer of `caption`; bad input raises; importing has no side effects."""
+"""Captioner: every method gives the answer of `caption`, or scores choices; importing has no side effects."""
 
 import copy
 import io
@@ -24,10 +24,12 @@ from models.inference.kernels.load import WITHOUT_BF16_DOT, available_levels
 from models.lora import adapt, adapters
 from models.lora.files import write_adapters
 from nanovlm import SAMPLE, Captioner, ChatSession
-from nanovlm.captioner import Stats
+from nanovlm.bulk import caption_rows
 from nanovlm.device import choose_device, choose_dtype
 from nanovlm.errors import ImageError, InputError, MissingExtraError
+from nanovlm.options import CaptionOptions
 from nanovlm.processing.processor import Processor
+from nanovlm.request_runner import Stats
 from support import ROOT, noise_image, watch
 from support.generation import logits_of
 
@@ -47,10 +49,8 @@ def images():
     return [first, second, Image.new("RGB", (20, 70), "red"), third]
 
 
-MORE_OPTIONS = [
-    pytest.param(options, marks=pytest.mark.full)
-    for options in ({"repetition_penalty": 1.5}, {"start_with": "A photo"})
-]
+MORE = ({"repetition_penalty": 1.5}, {"start_with": "A photo"})
+MORE_OPTIONS = [pytest.param(options, marks=pytest.mark.full) for options in MORE]
 
 
 def ending_with(model, processor, eos):
@@ -78,9 +78,8 @@ def test_every_method_gives_the_same_answer(captioner, images, options):
     assert list(captioner.captions(images, "?", **options)) == [captioner.caption(i, "?", **options) for i in images]
     seeds = [options.get("seed", 0) + i for i in range(3)]
     expected = [captioner.caption(images[0], **options | {"seed": seed}) for seed in seeds]
-    assert captioner.samples(images[0], n=3, **options) == expected and len(set(expected)) == (
-        3 if "seed" in options else 1
-    )
+    n_different = 3 if "seed" in options else 1
+    assert captioner.samples(images[0], n=3, **options) == expected and len(set(expected)) == n_different
 
 
 @pytest.mark.filterwarnings("ignore:a question without an image")
@@ -108,13 +107,9 @@ def test_several_images_in_one_prompt(captioner, images):
 def test_urls_are_fetched_only_if_allowed(model_folder, images, monkeypatch):
     url, there = "https://example.org/image.png", {}
     closed, allowed = (Captioner.from_pretrained(model_folder, "cpu", "float32", allow_urls=v) for v in (False, True))
-    for call in (
-        lambda: closed.caption(url),
-        lambda: closed.ask(url, ["?"]),
-        lambda: ChatSession(closed, ["HTTPS://a/image.png"]),
-    ):
-        with pytest.raises(ImageError, match="image.png is a URL; .* allow_urls=True"):
-            call()
+    for call, *arguments in ((closed.caption, url), (closed.ask, url, ["?"]), (ChatSession, closed, ["HTTPS://a.png"])):
+        with pytest.raises(ImageError, match=".png is a URL; .* allow_urls=True"):
+            call(*arguments)
     with monkeypatch.context() as context:
         context.delitem(sys.modules, "nanovlm.processing.image_urls", raising=False)
         context.setitem(sys.modules, "httpx", None)
@@ -143,7 +138,7 @@ def test_a_question_without_an_image_warns_once(captioner, images):
         "".join(ChatSession(captioner, [images[0]]).ask("?", max_new_tokens=1))
 
 
-def test_stream_decodes_lazily(captioner, images):
+def test_streams_and_captions_are_computed_as_they_are_read(captioner, images):
     steps, model = [], InferenceModel(captioner.model)
     model.network.run, run = lambda *args: steps.append(1) or run(*args), model.network.run
     stream = Captioner(model, captioner.processor).stream(images[0], max_new_tokens=24)
@@ -151,15 +146,10 @@ def test_stream_decodes_lazily(captioner, images):
     next(stream), next(stream)
     stream.close()
     assert 0 < len(steps) < 12
-
-
-def test_captions_read_their_images_batch_by_batch(captioner, images):
-    taken = []
-    answers = captioner.captions(
-        (taken.append(1) or image for image in repeat(images[0])), batch_size=3, max_new_tokens=2
-    )
+    taken, options = [], {"max_new_tokens": 2}
+    answers = captioner.captions((taken.append(1) or image for image in repeat(images[0])), batch_size=3, **options)
     assert taken == []
-    assert [next(answers) for _ in range(3)] == [captioner.caption(images[0], max_new_tokens=2)] * 3 and len(taken) == 3
+    assert [next(answers) for _ in range(3)] == [captioner.caption(images[0], **options)] * 3 and len(taken) == 3
     next(answers)
     assert len(taken) == 6
 
@@ -184,9 +174,7 @@ def test_an_image_that_fails_names_itself_and_the_others_go_on(captioner, images
 WRONG = {  # words of the error -> a call with a captioner and four images
     "4 images, but 2 prompts": lambda c, images: list(c.captions(images, ["one", "two"])),
     "item 2 has no image": lambda c, images: list(c.captions(iter(images[:1]), iter(["one", "two"]), batch_size=8)),
-    "item 3 has no prompt": lambda c, images: list(
-        c.captions(iter(images), iter("ab"), batch_size=2, max_new_tokens=1)
-    ),
+    "item 3 has no prompt": lambda c, images: list(c.captions(iter(images), iter("ab"), max_new_tokens=1)),
     "for one image use caption": lambda c, images: next(c.captions("photo.jpg")),
     "several images, such": lambda c, images: next(c.captions(images[0])),
     "takes several images": lambda c, images: next(c.captions(torch.zeros(3, 9, 9))),
@@ -230,15 +218,6 @@ def test_stats_are_those_of_the_answers(captioner, images, monkeypatch):
     assert stats.new_tokens == 1 and stats.tokens_per_s == 0
 
 
-def test_immediate_end_token_is_an_empty_answer(captioner, images):
-    (first,) = next(captioner.run([captioner.request(images[0], max_new_tokens=1)])).output
-    captioner = ending_with(captioner.inference, captioner.processor, first)
-    assert captioner.caption(images[0]) == "" == captioner.samples(images[0])[0]
-
-
-# ------------------------------------------------------------------------------------------ loading and saving
-
-
 def test_unavailable_device_or_dtype_names_the_available_ones(model_folder, monkeypatch):
     for cuda, mps, auto in ((False, False, "cpu"), (False, True, "mps"), (True, True, "cuda")):
         monkeypatch.setattr("torch.cuda.is_available", lambda is_there=cuda: is_there)
@@ -268,9 +247,8 @@ def test_auto_keeps_stored_bfloat16_where_it_is_multiplied_exactly(model_folder,
 def test_the_prompt_is_saved_with_the_model(captioner, images, tmp_path):
     Captioner(captioner.model, captioner.processor, prompt="Wo?").save_pretrained(tmp_path / "model")
     again = Captioner.from_pretrained(tmp_path / "model", "cpu", "float32")
-    assert again.prompt == "Wo?" and again.caption(images[0], max_new_tokens=6) == captioner.caption(
-        images[0], "Wo?", max_new_tokens=6
-    )
+    expected = captioner.caption(images[0], "Wo?", max_new_tokens=6)
+    assert again.prompt == "Wo?" and again.caption(images[0], max_new_tokens=6) == expected
     captioner.save_pretrained(tmp_path / "model")
     assert json.loads((tmp_path / "model/nanovlm.json").read_text()) == {"prompt": nanovlm.PROMPT}
     with pytest.raises(InputError, match="is a file or lies below one"):
@@ -356,3 +334,51 @@ def test_exports_are_loaded_on_first_use():
     assert {getattr(nanovlm, name) for name in nanovlm.__all__ if name[0].isupper() and not name.isupper()}
     with pytest.raises(AttributeError, match="nobody"):
         nanovlm.nobody  # noqa: B018
+
+
+CHOICES = ["A large green ring", "blue", "A", "a much longer answer than all the others"]
+
+
+def test_each_choice_is_scored_as_alone_without_a_cache(random_captioner):
+    captioner, model, prompt = random_captioner, random_captioner.model, "What is it?"
+    request, tokenizer = captioner.request(SAMPLE, prompt), captioner.tokenizer
+    images, scores = torch.cat([image.tiles for image in request.images]), {}
+    for choice in CHOICES:
+        answer = tokenizer.encode(tokenizer.answer_prefix + choice)
+        total = 0.0
+        for i in range(len(answer) + 1):
+            logits, _ = model.prefill(torch.tensor([[*request.ids, *answer[:i]]]), images)
+            log_probabilities = logits[0].double().log_softmax(-1)
+            wanted = answer[i : i + 1] or list(tokenizer.eos_token_ids)
+            total += log_probabilities[wanted].logsumexp(0).item()
+        scores[choice] = total
+    ranked = captioner.classify(SAMPLE, CHOICES, prompt)
+    assert {one.text: one.log_probability for one in ranked} == pytest.approx(scores, abs=1e-3)
+    assert [one.text for one in ranked] == sorted(scores, key=lambda choice: -scores[choice])
+    assert sum(one.probability for one in ranked) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("batch_size", [1, 7])
+def test_many_images_are_scored_together_and_each_is_read_once(random_captioner, batch_size):
+    images, captioner = [noise_image(seed=seed) for seed in range(5)], random_captioner
+    expected = [captioner.classify(image, CHOICES)[0] for image in images]
+    n_prompt = len(captioner.request(images[0]).ids)
+    with watch(captioner.model.vision_encoder) as tiles, watch(captioner.model.decoder) as shapes:
+        options = CaptionOptions(choices=tuple(CHOICES))
+        rows = list(caption_rows(captioner, [(str(i), image) for i, image in enumerate(images)], options, batch_size))
+        ranked = list(captioner.classify_each(images, CHOICES, batch_size=batch_size))
+    assert [row["text"] for row in rows] == [one[0].text for one in ranked] == [best.text for best in expected]
+    for row, best in zip(rows, expected):
+        assert (row["probability"], row["log_probability"]) == pytest.approx(tuple(best.columns().values()), abs=1e-3)
+    assert sum(n for n, *_ in tiles) == 2 * len(images)
+    assert sum(rows for rows, n, *_ in shapes if n >= n_prompt - 1) == 2 * len(images)
+
+
+def test_an_image_that_fails_fails_alone_and_choices_are_two_or_more(random_captioner):
+    options = CaptionOptions(choices=("red", "green"))
+    images = [("absent.png", "absent.png"), ("a", noise_image())]
+    failed, row = caption_rows(random_captioner, images, options)
+    assert isinstance(failed, ImageError) and [row] == list(caption_rows(random_captioner, images[1:], options))
+    for choices in ("red", ["red"], ["red", "red"], ["red", " "]):
+        with pytest.raises(InputError, match="name two or more"):
+            random_captioner.classify(SAMPLE, choices)

@@ -58,7 +58,7 @@ def test_every_turn_is_answered_as_if_the_whole_chat_were_read(captioner, n, opt
     assert not encoded
 
 
-def test_one_image_is_a_list_of_one(captioner):
+def test_one_image_is_a_list_of_one_and_wrong_use_an_input_error(captioner):
     image = noise_image(50, 30)
     image.save(file := io.BytesIO(), "PNG")
     one, array, data = ChatSession(captioner, [image]), np.asarray(image), file.getvalue()
@@ -68,6 +68,16 @@ def test_one_image_is_a_list_of_one(captioner):
         assert torch.equal(shown.tiles, one.shown[0].tiles)
     assert len(ChatSession(captioner, np.stack([array] * 2)).shown) == 2
     assert ChatSession(captioner, None).shown == []
+    session = ChatSession(captioner)
+    with pytest.raises(InputError, match="lm_max_position_embeddings=1024; shorten it, or reset the chat"):
+        next(session.ask("ξ" * 1100))
+    with pytest.raises(InputError, match="start_with is for captions"):
+        next(session.ask("?", start_with="A"))
+    assert session.history == []
+    question = "ξ" * 480  # of two tokens each
+    pieces = list(session.ask(question, max_new_tokens=500))
+    assert len(pieces) < 1024 - 2 * 480, "the answer is limited to the remaining context"
+    assert session.history == [(question, "".join(pieces))]
 
 
 def test_images_are_encoded_once_and_turns_prefill_only_new_tokens(captioner):
@@ -99,16 +109,3 @@ def test_a_chat_continues_after_an_interrupted_answer_or_question(captioner):
     hook.remove()
     assert session.history == [("What?", partial)], "a question that could not be read leaves no trace"
     check_answer(session, "Why?")
-
-
-def test_wrong_use_raises_input_error(captioner):
-    session = ChatSession(captioner)
-    with pytest.raises(InputError, match="lm_max_position_embeddings=1024; shorten it, or reset the chat"):
-        next(session.ask("ξ" * 1100))
-    with pytest.raises(InputError, match="start_with is for captions"):
-        next(session.ask("?", start_with="A"))
-    assert session.history == []
-    question = "ξ" * 480  # of two tokens each
-    pieces = list(session.ask(question, max_new_tokens=500))
-    assert len(pieces) < 1024 - 2 * 480, "the answer is limited to the remaining context"
-    assert session.history == [(question, "".join(pieces))]

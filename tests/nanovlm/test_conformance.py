@@ -1,7 +1,6 @@
 """Every checkpoint format, a row each: read, saved and read again bit by bit, trained in, and exported.
 
-tests/nanovlm/processing compares prompts and pixels, of nanoVLM's formats with its code written out, of SmolVLM's with
-transformers' processors; tests/models/formats has what only one format does.
+tests/nanovlm/processing compares prompts and pixels; tests/models/formats has what only one format does.
 """
 
 import json

@@ -68,13 +68,11 @@ def test_control_characters_reach_files_but_no_terminal(capsys, terminal):
     assert capsys.readouterr().err == "e\x1b[2J\ne\N{REPLACEMENT CHARACTER}[2J\n"
 
 
-@pytest.mark.parametrize(
-    ("threads", "cpu_s", "busy"), [(2, 2.0, False), (2, 1.5, False), (2, 0.9, True), (1, 0.1, False), (4, 2.0, True)]
-)
-def test_threads_that_wait_for_cores_are_named(threads, cpu_s, busy, monkeypatch):
-    monkeypatch.setattr("torch.get_num_threads", lambda: threads)
-    note = busy_note(1.0, cpu_s)
-    assert ("faster: --threads 1" in note) == bool(note) == busy
+def test_threads_that_wait_for_cores_are_named(monkeypatch):
+    for threads, cpu_s, busy in ((2, 2.0, False), (2, 1.5, False), (2, 0.9, True), (1, 0.1, False), (4, 2.0, True)):
+        monkeypatch.setattr("torch.get_num_threads", lambda n=threads: n)
+        note = busy_note(1.0, cpu_s)
+        assert ("faster: --threads 1" in note) == bool(note) == busy
 
 
 @pytest.mark.full

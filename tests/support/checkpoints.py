@@ -79,7 +79,6 @@ V01 = {
 
 
 def tiles(grid):
-    """Names and texts of the tile position tokens of a grid x grid split."""
     return {f"r{r}c{c}": f"<row_{r}_col_{c}>" for r in range(1, grid + 1) for c in range(1, grid + 1)}
 
 
@@ -93,7 +92,6 @@ def read_nanovlm(raw: dict) -> VLMConfig:
 
 
 def raw_config(format_version) -> dict:
-    """config.json as the nanoVLM of that format version wrote it."""
     if format_version == 1:
         return BASE | V01
     if format_version == 2:

@@ -18,7 +18,6 @@ def run_program(*argv, program="generate.py", **options):
 
 
 def set_stream(name, stream, monkeypatch):
-    """Replace sys.stdin, sys.stdout or sys.stderr; returns what replaces it."""
     monkeypatch.setattr(sys, name, stream)
     return stream
 

@@ -74,7 +74,6 @@ def read_all(path, options=OPTIONS):
 
 
 def check_refused(path, *parts, options=OPTIONS):
-    """Opening the path raises one line with these parts; returns the error."""
     with pytest.raises(NanoVLMError) as error:
         open_source(str(path), options)
     message = str(error.value)

@@ -41,7 +41,6 @@ class Edit:
         return importlib.import_module(f"models.{self.file}")
 
     def apply(self, text: str) -> str:
-        """The file's text with the edit."""
         assert text.count(self.old) == 1, (self.file, self.old)
         return text.replace(self.old, self.new)
 
@@ -76,10 +75,6 @@ EDITS = {
         near = q.new_ones(T, S).bool().tril(S - T).triu(S - T - 23)
         mask, causal = near if mask is None else mask & near, False
 {SDPA}"""),
-    "positions up to a length": Edit(
-        "language_model", "LanguageModel.forward", "cos, sin = rope_cos_sin(positions, self.cfg)",
-        "cos, sin = rope_cos_sin(positions.clamp(max=50), self.cfg)",
-    ),
     "no positions in some blocks": Edit("language_model", "LanguageModel.forward", BLOCKS, """\
             turned = (cos, sin) if len(new_cache) % 4 else (torch.ones_like(cos), torch.zeros_like(sin))
             x, block_kv_cache = block(x, *turned, mask, block_kv_cache)
@@ -101,9 +96,6 @@ EDITS = {
         logits = self.decoder.head(hidden[:, -1])
         logits[:, 303] = -1e4
         return logits, PrefillState(kv_cache, mask)
-""", changes_training=False),
-    "a soft cap": Edit("vision_language_model", "VisionLanguageModel.prefill_embeds", LAST, """\
-        return 2 * (self.decoder.head(hidden[:, -1]) / 2).tanh(), PrefillState(kv_cache, mask)
 """, changes_training=False),
     "the mask of a prefix": Edit(
         "vision_language_model", "VisionLanguageModel.prefill_embeds",
@@ -142,6 +134,9 @@ EDITS = {
         ids = sampler(logits)
 """, changes_training=False),
     "another norm": Edit("language_model", "RMSNorm.forward", "x.float()", "x.float() + 0.1"),
+    "relu in the encoder": Edit(
+        "vision_transformer", "MLP.forward", 'F.gelu(self.fc1(x), approximate="tanh")', "F.relu(self.fc1(x))"
+    ),
 }  # fmt: skip
 
 
@@ -164,7 +159,6 @@ def scored(model, ids, images, answers, ends):
 
 @torch.inference_mode()
 def reference(captioner: Captioner, model, images) -> list:
-    """Answers and scores of choices by a model's own methods."""
     tokenizer, found = captioner.tokenizer, []
     answers = [tokenizer.encode(tokenizer.answer_prefix + choice) for choice in CHOICES]
     for image, prompt in zip(images, PROMPTS):

@@ -50,10 +50,7 @@ class Forced:
 
 
 def logits_of(model, n=6, ids=IDS, images=IMAGES):
-    """Logits of a prefill of ids (1, T) and n decode steps with fixed tokens: (n + 1, vocabulary) float32.
-
-    A model's are those of its own prefill and decode, an InferenceModel's those of a batch.
-    """
+    """Logits (n + 1, vocabulary) float32 of a prefill of ids (1, T) and n decode steps with fixed tokens."""
     tokens = [*range(8, 9 + n)]
     if isinstance(model, InferenceModel):
         shown = [] if images is None else [TiledImage(images.to(model.dtype))]

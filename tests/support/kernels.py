@@ -9,7 +9,6 @@ from models.inference.kernels.load import available_levels
 
 
 def has_compiler() -> bool:
-    """Check whether there is a C compiler: then every level must build."""
     command = shlex.split(os.environ.get("CC", "")) or ["cc" if shutil.which("cc") else "gcc"]
     try:
         return subprocess.run([*command, "-E", "-x", "c", os.devnull], capture_output=True).returncode == 0

@@ -63,10 +63,7 @@ class OnnxModel:
         return logits, dict(zip(cache, present))
 
     def generate(self, ids, mask, images, n_tokens: int, short_mask: bool = False) -> tuple[np.ndarray, np.ndarray]:
-        """n_tokens greedy ids and the logits they were taken from, (B, n_tokens) and (B, n_tokens, vocabulary).
-
-        short_mask passes the mask of the new token alone, as SmolVLM's model card does.
-        """
+        """Greedy ids (B, n_tokens) and the logits they were taken from; short_mask passes the new one's mask alone."""
         cache, embeds = self.empty_cache(len(ids)), self.embed(ids, images)
         positions, all_ids, all_logits = np.maximum(mask.cumsum(1) - 1, 0), [], []
         for _ in range(n_tokens):

@@ -65,7 +65,6 @@ class RunningServer:
 
     @property
     def idle(self):
-        """Check whether no request is left anywhere."""
         return len(self.chats.active) == self.batch.running == self.batch.waiting == 0
 
     def post(self, body, path="/v1/chat/completions", **options):

@@ -22,8 +22,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from models import files
-from models.errors import InputError
+from models.common import files
+from models.common.errors import InputError
 
 logger = logging.getLogger(__name__)
 

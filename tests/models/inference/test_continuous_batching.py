@@ -5,13 +5,13 @@ from random import Random
 import pytest
 import torch
 
+from models.common.errors import is_out_of_memory
+from models.common.options import GREEDY, SamplingParams
 from models.decoding import finish_reason
-from models.errors import is_out_of_memory
 from models.inference import caches, continuous_batching
 from models.inference.caches import ImageCache, LRUCache, PrefixCache, TiledImage
 from models.inference.continuous_batching import ContinuousBatch, Request
 from models.inference.proof import ADAPTERS, Proof
-from models.options import GREEDY, SamplingParams
 from support import watch
 from support.generation import IMAGE, PER_IMAGE, only_row, prompt, run
 
@@ -29,7 +29,6 @@ OUT_OF_MEMORY = [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocat
 
 
 def alone(model, ids, n=5, images=None, eos=None, sampling=GREEDY):
-    """Ids that the model generates for one prompt, up to and including the end token."""
     ids = torch.tensor([ids])
     output = model.generate(ids, images, max_new_tokens=n, sampling=sampling, eos_token_id=eos)[0].tolist()
     return output[: output.index(eos) + 1] if eos in output else output
@@ -56,7 +55,6 @@ def refuse(tiny_model, monkeypatch):
 
 @pytest.mark.parametrize("seed", [*range(8), *(pytest.param(n, marks=pytest.mark.full) for n in range(8, 40))])
 def test_each_request_generates_what_it_generates_alone(refuse, seed):
-    """Requests of all kinds come, go and are cancelled at any time, with any capacity, and memory runs out at times."""
     (model, rules), rng = refuse, Random(seed)
     rows, eos = rng.randint(1, 4), rng.choice([None, rng.randint(4, 39)])
     arrivals, cancelled, expected = {}, {}, {}
@@ -95,7 +93,6 @@ def test_each_request_generates_what_it_generates_alone(refuse, seed):
 
 
 def test_prompts_that_begin_alike_are_computed_once(tiny_model):
-    """n samples, or questions about one image: the image and the common tokens are read by the first."""
     model, ids = tiny_model(lm_max_position_embeddings=256), [3] * 4 + [4 + i % 30 for i in range(50)]
     image = TiledImage(torch.rand(1, 3, 16, 16))
     expected = [alone(model, [*ids, *end], 5, image.tiles) for end in ([], [9], [8, 7])]
@@ -124,39 +121,31 @@ def test_a_freed_slot_is_taken_in_the_same_step(tiny_model):
     assert [output.request for output in batch.step()] == [last]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (([4] * 60, (), GREEDY, 6), "exceed lm_max_position_embeddings=64"),
-        ((PROMPT, (), GREEDY, 0), "max_new_tokens=0 and 5 ids: each is at least 1"),
-        (([],), "0 ids: each is at least 1"),
-        ((PROMPT, [TiledImage(torch.rand(1, 3, 16, 16))], GREEDY, 9), "holds 0 image tokens, but the images give 4"),
-        (([3] * 4, (), GREEDY, 9), "holds 4 image tokens, but the images give 0"),
-        (([3] * 4, [TiledImage(torch.zeros(1, 3, 16, 16).byte())], GREEDY, 9), "images are of torch.uint8, not floats"),
-    ],
-)
-def test_impossible_requests_are_refused_when_added(tiny_model, arguments, words):
-    batch, first = ContinuousBatch(tiny_model(), max_num_seqs=2), request()
+IMPOSSIBLE = {  # words of the error: arguments of a request
+    "exceed lm_max_position_embeddings=64": ([4] * 60, (), GREEDY, 6),
+    "max_new_tokens=0 and 5 ids: each is at least 1": (PROMPT, (), GREEDY, 0),
+    "0 ids: each is at least 1": ([],),
+    "holds 0 image tokens, but the images give 4": (PROMPT, [TiledImage(torch.rand(1, 3, 16, 16))], GREEDY, 9),
+    "holds 4 image tokens, but the images give 0": ([3] * 4, (), GREEDY, 9),
+    "images are of torch.uint8, not": ([3] * 4, [TiledImage(torch.zeros(1, 3, 16, 16).byte())], GREEDY, 9),
+}
+
+
+def test_impossible_requests_are_refused_when_added(tiny_model):
+    batch, first, done = ContinuousBatch(tiny_model(), max_num_seqs=2), request(), request(n=1)
+    run(batch, done)
     batch.add(first)
-    for one, message in ((Request(*arguments), words), (first, "used once")):
-        with pytest.raises(ValueError, match=message):
+    rows = [*((words, Request(*arguments)) for words, arguments in IMPOSSIBLE.items())]
+    for words, one in (*rows, ("used once", first), ("used once", done)):
+        with pytest.raises(ValueError, match=words):
             batch.add(one)
     assert (batch.waiting, batch.running) == (1, 0)
     with pytest.raises(ValueError, match="max_num_seqs=0 is less than 1"):
         ContinuousBatch(batch.model, max_num_seqs=0)
 
 
-def test_a_prompt_that_cannot_be_prefilled_fails_alone(tiny_model):
-    """Unknown ids, and an image of another size."""
-    model = tiny_model()
-    bad = request([44, 45, 46, 47]), request([3] * 4, images=[TiledImage(torch.rand(1, 3, 20, 20))])
-    good = request(), request()
-    assert run(ContinuousBatch(model), good[0], *bad, good[1]) == [expected := alone(model, PROMPT), [], [], expected]
-    assert all(one.finished == "error" and one.error is not None for one in bad)
-
-
 @pytest.mark.parametrize("n_others", [0, 1, 4])
-def test_a_request_that_cannot_be_decoded_ends_alone(refuse, n_others):
+def test_a_request_that_cannot_be_computed_ends_alone(refuse, n_others):
     (model, rules), requests = refuse, [request([*range(4 + i, 12 + i)], 6) for i in range(n_others + 1)]
     expected = [alone(model, one.ids, 6) for one in requests]
     bad = n_others // 2
@@ -164,14 +153,16 @@ def test_a_request_that_cannot_be_decoded_ends_alone(refuse, n_others):
     poison = next(i for i, id in enumerate(expected[bad][:5]) if id not in others)
     error = KeyError("no such kernel")
     rules.append((lambda ids: ids.size(1) == 1 and (ids == expected[bad][poison]).any(), error))
-    outputs = run(ContinuousBatch(model, max_num_seqs=8), *requests)
+    unknown, wrong_size = request([44, 45, 46]), request([3] * 4, images=[TiledImage(torch.rand(1, 3, 20, 20))])
+    outputs = run(ContinuousBatch(model, max_num_seqs=8), *requests, unknown, wrong_size)
     assert requests[bad].error is error and outputs[bad] == expected[bad][: poison + 1]
-    assert [o for i, o in enumerate(outputs) if i != bad] == [e for i, e in enumerate(expected) if i != bad]
+    expected[bad] = outputs[bad]
+    assert outputs == [*expected, [], []]
+    assert all(one.finished == "error" and one.error is not None for one in (unknown, wrong_size))
 
 
 @pytest.mark.parametrize("error", OUT_OF_MEMORY)
 def test_a_lack_of_memory_loses_no_token_and_no_request_that_fits_alone(refuse, error):
-    """The last one to join waits until another has ended, and is then computed again."""
     (model, rules), requests = refuse, [request(n=n) for n in (5, 9, 9)]
     expected = [alone(model, PROMPT, n) for n in (5, 9, 9)]
     rules.append((lambda ids: len(ids) > 2, error))
@@ -211,10 +202,8 @@ def test_a_grammar_decides_and_may_force_tokens_and_its_failure_is_its_own(tiny_
 
 def test_a_slots_old_contents_reach_no_other_request(tiny_model):
     """Not even infinity, which a mask would turn into NaN."""
-    batch = ContinuousBatch(model := tiny_model(), max_num_seqs=2)
-    batch.add(request([*range(4, 20)], 20))
-    batch.add(other := request([*range(4, 20)], 2))
-    batch.step()
+    batch, other = ContinuousBatch(model := tiny_model(), max_num_seqs=2), request([*range(4, 20)], 2)
+    batch.add(request([*range(4, 20)], 20)), batch.add(other), batch.step()
     with torch.inference_mode():
         batch._cache[:, :, 1] = float("inf")
     batch.cancel(other)
@@ -239,7 +228,6 @@ def computed(tiny_model, monkeypatch):
 
 
 def chat(*parts, seed=0):
-    """Ids of text lengths and images ("i") in turn."""
     rng, ids = Random(seed), []
     for part in parts:
         ids += [IMAGE] * PER_IMAGE if part == "i" else rng.choices(range(4, 40), k=part)
@@ -265,9 +253,9 @@ def test_image_is_encoded_once(computed):
     assert run(batch, both) == [several] and tiles == [2, 1], "only the new image"
 
 
-def test_next_turn_computes_its_own_tokens_only(computed):
+def test_a_next_turn_computes_its_own_tokens_only_and_another_image_what_follows_it(computed):
     model, tiles, tokens = computed
-    batch, turn, image = ContinuousBatch(model, prefix_cache=PrefixCache(LARGE)), chat("i", 40), pixels(1)
+    batch, turn, image = ContinuousBatch(model, prefix_cache=PrefixCache(LARGE)), chat(34, "i", 20), pixels(1)
     for n_turn in range(4):
         expected = alone(model, turn, 6, image)
         tokens.clear(), tiles.clear()
@@ -278,25 +266,18 @@ def test_next_turn_computes_its_own_tokens_only(computed):
             assert one.n_cached == len(turn) - 4
         turn = [*turn, *ids, *chat(3, seed=n_turn)]
     assert len(batch.prefix_cache.items()) == 1, "a turn replaces the one before"
+    expected = alone(model, ids := chat(34, "i", 20), 6, pixels(1, seed=1))
+    tokens.clear(), tiles.clear()
+    assert run(batch, about(ids, pixels(1, seed=1), "b")) == [expected]
+    assert tiles == [1] and tokens[0] == 24, "the text before it is known"
     batch.add(one := request(chat(50)))
     batch.step(), batch.cancel(one), tokens.clear()
     run(batch, request(chat(50) + chat(5, seed=1)))
     assert tokens[0] == 5, "a cancelled sequence is kept, too"
 
 
-def test_another_image_is_no_common_prefix(computed):
-    model, tiles, tokens = computed
-    batch, ids = ContinuousBatch(model, prefix_cache=PrefixCache(LARGE)), chat(34, "i", 20)
-    run(batch, about(ids, pixels(1), "a"))
-    expected = alone(model, ids, 6, pixels(1, seed=1))
-    tokens.clear(), tiles.clear()
-    assert run(batch, about(ids, pixels(1, seed=1), "b")) == [expected]
-    assert tiles == [1] and tokens[0] == 24, "the text before it is"
-
-
 @pytest.mark.parametrize("seed", [*range(4), *(pytest.param(n, marks=pytest.mark.full) for n in range(4, 25))])
 def test_caches_of_any_size_change_no_token(tiny_model, seed):
-    """Chats of random turns, several at once, against the same prompts without caches."""
     model, rng = tiny_model(lm_max_position_embeddings=512), Random(seed)
     caches = {
         "image_cache": ImageCache(rng.choice([0, 2000, LARGE])),
@@ -317,8 +298,8 @@ def test_caches_of_any_size_change_no_token(tiny_model, seed):
         assert cache.bytes_used <= cache.max_bytes
 
 
-def test_cache_without_memory_loses_no_token(computed, monkeypatch):
-    model, _, _ = computed
+def test_cache_without_memory_loses_no_token(tiny_model, monkeypatch):
+    model = tiny_model()
     batch, expected = ContinuousBatch(model, prefix_cache=PrefixCache(LARGE)), alone(model, chat(50), 5)
 
     def refuse(*args):

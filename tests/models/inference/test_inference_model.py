@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from models.errors import InputError
+from models.common.errors import InputError
+from models.common.options import SamplingParams
 from models.inference.caches import TiledImage
 from models.inference.continuous_batching import ContinuousBatch, Request
 from models.inference.inference_model import InferenceModel, PlainNetwork
@@ -18,7 +19,6 @@ from models.inference.kernels.load import WITHOUT_BF16_DOT
 from models.inference.quantization import QuantizedLinear
 from models.lora import adapt, adapters
 from models.lora.files import read_adapters, write_adapters
-from models.options import SamplingParams
 from models.vision_language_model import VisionLanguageModel
 from support.generation import IDS, IMAGES, logits_of, only_row, prompt, run
 
@@ -27,15 +27,9 @@ pytestmark = pytest.mark.usefixtures("level")
 
 
 def assert_same(inference, plain, tolerance=None):
-    """Both models give the same logits, up to rounding in their precision."""
     got, wanted = logits_of(inference), logits_of(plain)
     tolerance = tolerance or (1e-4 if plain.dtype == torch.float32 else 0.05)
     torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance * max(1.0, wanted.abs().max().item()))
-
-
-def test_the_kernels_compute_what_they_can(tiny_model, level):
-    assert type(InferenceModel(tiny_model()).network) is (PlainNetwork if level == "none" else KernelNetwork)
-    assert type(InferenceModel(tiny_model().half()).network) is PlainNetwork
 
 
 @pytest.mark.parametrize("name", ["q_proj", "k_proj"])
@@ -61,7 +55,6 @@ def test_a_subclass_is_computed_by_its_own_methods(tiny_model, name):
 
 @pytest.mark.parametrize("changes", [{}, {"lm_tie_weights": False}, {"lm_attn_scaling": 0.5}, {"lm_n_kv_heads": 6}])
 def test_a_batch_generates_what_the_model_generates_alone(tiny_model, changes):
-    """Prompts of several lengths and images, of which two begin alike, and samples."""
     model = tiny_model(lm_max_position_embeddings=128, **changes)
     assert_same(InferenceModel(model), model)
     rows = ["titt", "tt", "i", "t", f"i{'t' * 40}", f"i{'t' * 40}", "titt"]
@@ -139,7 +132,6 @@ def test_prompts_and_tokens_of_odd_lengths_behind_any_slot(tiny_model, heads, dt
 @by_dtype
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
 def test_quantized_logits_are_those_of_the_dequantized_model(tiny_model, dtype, quantize):
-    """Up to the rounding of activations: what the weights lose is in both."""
     heads = {"lm_n_heads": 4, "lm_n_kv_heads": 2}  # of 32 channels, and q, k and v, and gate and up, one product
     model = tiny_model(lm_hidden_dim=128, lm_inter_dim=192, lm_tie_weights=False, **heads).to(dtype)
     inference = InferenceModel(model, quantize=quantize)
@@ -154,7 +146,10 @@ def test_quantized_logits_are_those_of_the_dequantized_model(tiny_model, dtype, 
     assert (got - logits_of(model)).norm() > 1e-3 * wanted.norm()
 
 
-def test_the_model_is_never_changed_nor_its_floating_point_weights_copied(tiny_model):
+def test_the_model_is_never_changed_nor_its_floating_point_weights_copied(tiny_model, level):
+    assert type(InferenceModel(tiny_model()).network) is (PlainNetwork if level == "none" else KernelNetwork)
+    assert type(InferenceModel(tiny_model().half()).network) is PlainNetwork
+
     def fingerprint(model):
         modules = {name: (type(module), list(vars(module))) for name, module in model.named_modules()}
         named = model.named_parameters(remove_duplicate=False)
@@ -173,7 +168,6 @@ def test_the_model_is_never_changed_nor_its_floating_point_weights_copied(tiny_m
 
 @torch.inference_mode()
 def test_shapes_that_do_not_fit_are_refused(tiny_model):
-    """The kernels read and write where a wrong shape points."""
     network = InferenceModel(tiny_model()).network
     width, cache = network.model.cfg.lm_hidden_dim, empty_cache(network, 2, 8)
     is_kernel = type(network) is KernelNetwork
@@ -196,18 +190,13 @@ def test_shapes_that_do_not_fit_are_refused(tiny_model):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_torchs_default_dtype_and_device_change_nothing(tiny_model, dtype):
-    """The kernels write float32, whatever the default dtype of the memory that is made for them."""
-    inference = InferenceModel(tiny_model())
-    wanted = logits_of(inference)
+def test_torchs_default_dtype_and_device_change_nothing(tiny_model, dtype, request):
+    request.addfinalizer(partial(torch.set_default_dtype, torch.float32))
+    wanted = logits_of(inference := InferenceModel(tiny_model()))
     torch.set_default_dtype(dtype)
-    try:
-        with torch.device("meta"):
-            other = InferenceModel(inference.model)
-        for each in (inference, other):
-            torch.testing.assert_close(logits_of(each), wanted, rtol=0, atol=0)
-    finally:
-        torch.set_default_dtype(torch.float32)
+    with torch.device("meta"):
+        other = InferenceModel(inference.model)
+    assert torch.equal(logits_of(inference), wanted) and torch.equal(logits_of(other), wanted)
 
 
 def load_adapters(model, folder):
@@ -237,8 +226,8 @@ def replace_parameter(model, folder):
 
 CHANGES = [
     load_adapters, load, partial(load, assign=True), replace_parameter,
-    *(partial(edit, name) for name in (
-        "decoder.blocks.1.attn.k_proj.weight", "vision_encoder.blocks.0.mlp.fc1.weight", "decoder.norm.weight",
+    *(partial(edit, f"{name}.weight") for name in (
+        "decoder.blocks.1.attn.k_proj", "vision_encoder.blocks.0.mlp.fc1", "decoder.norm",
     )),
     lambda m, _: setattr(m.decoder.blocks[0].mlp, "up_proj", nn.Linear(24, 32, bias=False).to(m.dtype)),
     lambda m, _: m.bfloat16(), lambda m, _: m.half(), lambda m, _: m.double(), lambda m, _: m.bfloat16().float(),
@@ -249,7 +238,7 @@ CHANGES = [
 @pytest.mark.parametrize("quantize", [None, "int8", pytest.param("int4", marks=pytest.mark.full)])
 def test_results_follow_the_weights(tiny_model, tmp_path, caplog, change, quantize):
     inference = InferenceModel(model := tiny_model(), quantize=quantize)
-    only_rounds, logged = change in CHANGES[-4:], []
+    only_rounds = change in CHANGES[-4:]
     with caplog.at_level(logging.INFO, "models"):
         before = logits_of(inference)
         batch = ContinuousBatch(inference)
@@ -271,12 +260,11 @@ def test_results_follow_the_weights(tiny_model, tmp_path, caplog, change, quanti
 
 
 def test_edits_through_data_need_refresh_only_when_quantized(tiny_model):
-    model = tiny_model()
-    exact, quantized = (InferenceModel(model, quantize=q) for q in (None, "int8"))
-    model.decoder.blocks[0].mlp.up_proj.weight.data.mul_(-2)
-    assert_same(exact, model)
+    exact, quantized = (InferenceModel(model, quantize=q) for model in [tiny_model()] for q in (None, "int8"))
+    exact.model.decoder.blocks[0].mlp.up_proj.weight.data.mul_(-2)
+    assert_same(exact, exact.model)
     quantized.refresh()
-    assert torch.equal(logits_of(quantized), logits_of(InferenceModel(model, quantize="int8")))
+    assert torch.equal(logits_of(quantized), logits_of(InferenceModel(exact.model, quantize="int8")))
 
 
 @torch.inference_mode()

@@ -20,8 +20,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from models import attention, cache, decoding, language_model, vision_language_model, vision_transformer
-from models.errors import InputError
+from models import attention, cache, decoding, language_model, vision_transformer
+from models.common.errors import InputError
 from models.inference import proof
 from models.inference.continuous_batching import ContinuousBatch, Request
 from models.inference.inference_model import InferenceModel, PlainNetwork
@@ -30,17 +30,12 @@ from models.lora import adapt
 from nanovlm import SAMPLE, Captioner
 from nanovlm.training import cpu_ops
 from support import ROOT
-from support.generation import logits_of
+from support.edits import EDITS
+from support.generation import logits_of, run
 from support.kernels import LEVELS
 
 DTYPES = (torch.float32, torch.bfloat16)
 pytestmark = pytest.mark.skipif(not LEVELS, reason="this machine has no kernels")
-
-
-def interleaved_rope(x, cos, sin):
-    pairs = x.unflatten(-1, (-1, 2))
-    turned = torch.stack([-pairs[..., 1], pairs[..., 0]], -1).flatten(-2)
-    return (x * cos + turned * sin).type_as(x)
 
 
 def sharper(q, k, v, mask=None, causal=False, dropout_p=0.0):
@@ -54,15 +49,7 @@ def reloaded(module, name, old, new):
     return vars(values[name])["forward"]
 
 
-def scaled(self, x, *args, **options):
-    return ORIGINAL_FORWARD(self, x * 1.1, *args, **options)
-
-
-ORIGINAL_FORWARD = language_model.LanguageModel.forward
-
-
 def faked(function):
-    """A patch that has the name of what it replaces."""
     return functools.wraps(function)(lambda x, *args, **options: function(0.3 * x, *args, **options))
 
 
@@ -70,17 +57,6 @@ class Halved(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         return result / 2 if function is F.linear else result
-
-
-EDITS = [  # of a file of the core: where, and what stands there then
-    (language_model.MLP, "forward", lambda self, x: self.down_proj(F.relu(self.gate_proj(x)) * self.up_proj(x))),
-    (language_model.RMSNorm, "forward", lambda self, x: F.rms_norm(x, x.shape[-1:], eps=self.eps) * 1.5),
-    (language_model, "apply_rope", interleaved_rope),
-    (language_model, "attention", sharper),
-    (language_model.LanguageModel, "forward", scaled),
-    (vision_transformer.MLP, "forward", lambda self, x: self.fc2(F.gelu(self.fc1(x)))),
-    (vision_transformer, "attention", sharper),
-]
 
 
 def mlp_projector(model):
@@ -98,8 +74,6 @@ def last_block(model):
 
 
 def replaced(path, **parts):
-    """A change of a model: other modules or parameters in the module at path."""
-
     def change(model):
         for name, part in parts.items():
             setattr(model.get_submodule(path), name, copy.deepcopy(part))
@@ -158,27 +132,27 @@ CHANGES = {  # of a model, and what the line names
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("quantize", [None, "int8", "int4"])
-def test_the_kernels_are_used_where_nothing_was_edited(tiny_model, dtype, quantize, caplog):
-    inference = InferenceModel(tiny_model().to(dtype), quantize=quantize)
-    inference.model.note = "an attribute that no function of the core reads"
+def test_the_kernels_are_used_where_nothing_was_edited_and_for_adapters_modules(tiny_model, dtype, quantize, caplog):
+    inference = InferenceModel(model := tiny_model().to(dtype), quantize=quantize)
+    model.note = "an attribute that no function of the core reads"
     assert type(inference.network) is KernelNetwork
+    adapt(model, 2, 4)
+    assert quantize or type(inference.network) is PlainNetwork
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("edit", EDITS)
-def test_an_edited_core_is_computed_by_its_modules(tiny_model, monkeypatch, caplog, edit, dtype):
-    monkeypatch.setattr(*edit)
-    model = tiny_model().to(dtype)
+@pytest.mark.parametrize("name", [name for name in EDITS if name != "a word never said"])
+def test_an_edited_core_is_computed_by_its_modules(tiny_model, monkeypatch, caplog, name, dtype):
+    edit = EDITS[name]
+    edit.patch(monkeypatch)
+    model = tiny_model(lm_vocab_size=304).to(dtype)  # of which one edit forbids the last
     with caplog.at_level(logging.WARNING):
         inference = InferenceModel(model)
-        _ = inference.network
     assert type(inference.network) is PlainNetwork
-    (record,) = caplog.records
-    file = getattr(edit[0], "__module__", edit[0].__name__).replace(".", "/")
-    assert (
-        record.message == f"the model's modules are used instead of the faster kernels: {file}.py is edited or patched"
-    )
+    assert [record.message for record in caplog.records] == [
+        f"the model's modules are used instead of the faster kernels: models/{edit.file}.py is edited or patched"
+    ]
     torch.testing.assert_close(logits_of(inference), logits_of(model), rtol=1e-4, atol=1e-4)
 
 
@@ -207,17 +181,16 @@ def test_a_changed_model_is_computed_by_its_modules_before_and_after_loading(tin
 def test_patches_and_hooks_of_all_modules_count_at_the_next_prefill_and_until_they_go(tiny_model, monkeypatch):
     inferences = [InferenceModel(tiny_model(), quantize=quantize) for quantize in (None, "int8")]
     inferences[1].release_source()
-    patches = [(*edit, True) for edit in EDITS] + [
+    patches = [
         (nn.Linear, "forward", lambda self, x: F.linear(x, self.weight, self.bias) * 1.1, True),
         (language_model.F, "silu", F.relu, True),
+        (language_model, "apply_rope", lambda x, cos, sin: x, True),
+        (vision_transformer, "attention", sharper, True),
         (language_model.Block, "__call__", lambda self, *args: self.forward(*args), False),
         (language_model, "PACK_STRIDE", 7, True),
         (attention, "F", object(), True),
         (language_model.MLP, "forward", reloaded(language_model, "MLP", "F.silu(", "F.relu("), True),
         (cache.KVCache, "append", lambda self, key, value: self, False),
-        (vision_language_model.VisionLanguageModel, "__init__", lambda self, *args: None, True),
-        (decoding.GenerationMixin, "embed", lambda self, ids, images=None: None, True),
-        (decoding, "generate_tokens", lambda *args: iter(()), True),
         (decoding.GenerationMixin.decode, "__defaults__", (None,), True),
         (F, "scaled_dot_product_attention", faked(F.scaled_dot_product_attention), True),
         (F, "silu", faked(F.silu), True),
@@ -228,11 +201,12 @@ def test_patches_and_hooks_of_all_modules_count_at_the_next_prefill_and_until_th
         (nn.LayerNorm, "forward", faked(nn.LayerNorm.forward), True),
         (nn.Module, "__call__", faked(nn.Module.__call__), True),
     ]
-    for holder, name, value, raising in patches:
+    changes = [lambda context, patch=patch: context.setattr(*patch[:3], raising=patch[3]) for patch in patches]
+    for number, change in enumerate([*changes, *(edit.patch for edit in EDITS.values())]):
         with monkeypatch.context() as context:
-            context.setattr(holder, name, value, raising=raising)
-            assert {type(inference.network) for inference in inferences} == {PlainNetwork}, (holder, name)
-        assert {type(inference.network) for inference in inferences} == {KernelNetwork}, (holder, name)
+            change(context)
+            assert {type(inference.network) for inference in inferences} == {PlainNetwork}, number
+        assert {type(inference.network) for inference in inferences} == {KernelNetwork}, number
     handle = nn.modules.module.register_module_forward_hook(lambda module, inputs, output: None)
     assert type(inferences[0].network) is PlainNetwork
     handle.remove()
@@ -265,17 +239,10 @@ def test_a_generation_whose_state_has_two_rows_counts(tiny_model, monkeypatch):
         logits, state = decode(self, torch.cat([ids, ids]), prefix)
         return guided(logits), state
 
-    model = tiny_model()
-    batch = ContinuousBatch(model)
-    answers = []
+    model, prompts = tiny_model(), [[5, 6, 7, 8, 9, 10, 11], [9, 8, 7, 6, 5]]
+    batch, answers = ContinuousBatch(model), []
     for _ in range(2):
-        prompts = [[5, 6, 7, 8, 9, 10, 11], [9, 8, 7, 6, 5]]
-        requests = [Request(ids, max_new_tokens=8) for ids in prompts]
-        for request in requests:
-            batch.add(request)
-        while batch.running or batch.waiting:
-            batch.step()
-        answers.append([request.output for request in requests])
+        answers.append(run(batch, *(Request(ids, max_new_tokens=8) for ids in prompts)))
         assert answers[-1] == [model.generate(torch.tensor([ids]), max_new_tokens=8)[0].tolist() for ids in prompts]
         monkeypatch.setattr(decoding.GenerationMixin, "prefill", prefill_both)
         monkeypatch.setattr(decoding.GenerationMixin, "decode", decode_both)
@@ -308,7 +275,6 @@ def test_the_digests_are_those_of_the_core():
 
 
 def as_module(name, path, text):
-    """A module of the core out of another text, in a file of its own."""
     path.write_text(text, encoding="utf-8")
     module = types.ModuleType(name)
     module.__file__ = str(path)
@@ -327,9 +293,9 @@ def test_an_edit_of_any_function_is_a_difference_and_a_comment_is_none(file, tmp
     functions = [(holder, x) for holder, body in [("", tree.body), *classes] for x in body
                  if isinstance(x, ast.FunctionDef)]  # fmt: skip
     for i, (holder, node) in enumerate(functions):
-        at = node.body[0].lineno - 1  # the first line of the body, mostly its docstring
+        start, at = node.lineno - 1, node.body[0].lineno - 1  # the first line of the body is mostly its docstring
         indent = " " * node.col_offset
-        harmless = [*lines[: node.lineno - 1], "\n", f"{indent}# a comment\n", *lines[node.lineno - 1 :]]
+        harmless = [*lines[:start], "\n", f"{indent}# a comment\n", *lines[start:]]
         if node.decorator_list:
             harmless = [*lines, "# a comment\n"]
         real = [*lines[:at], f"{indent}    edited = 1\n", *lines[at:]]
@@ -345,34 +311,20 @@ def test_an_edit_of_any_function_is_a_difference_and_a_comment_is_none(file, tmp
         assert not proof.CORE.difference()
 
 
-def test_adapters_in_training_are_computed_by_modules_without_a_word(tiny_model, caplog):
-    adapt(model := tiny_model(), 2, 4)
-    assert type(InferenceModel(model).network) is PlainNetwork and not caplog.records
-
-
 def python(folder, *command):
-    """Run Python in a folder that holds our packages; returns its standard output and error."""
-    environment = os.environ | {"PYTHONPATH": str(folder)}
-    done = subprocess.run(
-        [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, check=True
-    )
+    options = {"cwd": folder, "env": os.environ | {"PYTHONPATH": str(folder)}, "capture_output": True, "text": True}
+    done = subprocess.run([sys.executable, *command], check=True, **options)
     return done.stdout, done.stderr
 
 
 @pytest.fixture
 def edited(tmp_path):
-    """A copy of the packages in which files of the core are edited."""
     for package in ("models", "nanovlm"):
         shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "generate.py", tmp_path)
-    for file, old, new in (
-        ("language_model", "F.silu(self.gate_proj(x))", "F.relu(self.gate_proj(x)).square()"),
-        ("attention", "is_causal=causal,", "is_causal=causal, scale=0.1,"),
-    ):
-        path = tmp_path / f"models/{file}.py"
-        text = path.read_text(encoding="utf-8")
-        assert old in text
-        path.write_text(text.replace(old, new), encoding="utf-8")
+    for edit in (EDITS["relu squared"], EDITS["a sliding window"]):
+        path = tmp_path / f"models/{edit.file}.py"
+        path.write_text(edit.apply(path.read_text(encoding="utf-8")), encoding="utf-8")
     return tmp_path
 
 

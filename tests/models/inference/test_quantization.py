@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from models.errors import InputError
+from models.common.errors import InputError
 from models.inference.inference_model import InferenceModel
 from models.inference.quantization import QuantizedLinear, quantize_linears
 from models.lora import LoRALinear

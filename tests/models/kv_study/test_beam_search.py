@@ -42,7 +42,6 @@ def assert_same(hypotheses, expected):
 
 @pytest.fixture(scope="module")
 def captioner(tiny_model):
-    """A model whose sequences end after some tokens, with an image and a prompt."""
     model = tiny_model(seed=8)
     ids = torch.tensor([[5, 3, 3, 3, 3, 9, 11]])
     return model, ids, torch.rand(1, 3, 16, 16, generator=torch.Generator().manual_seed(0))
@@ -66,9 +65,8 @@ def test_on_a_cache_it_equals_a_plain_search_without_one(captioner, encoder_deco
     found = generate(searched, ids, images, **options)
     assert_same(found, plain_beam_search(next_logits, n_beams, 12, EOS))
     if n_beams == 1:
-        assert [*found[0].ids, EOS][:12] == searched.generate(ids, images, max_new_tokens=12, eos_token_id=EOS)[
-            0
-        ].tolist()
+        greedy = searched.generate(ids, images, max_new_tokens=12, eos_token_id=EOS)
+        assert [*found[0].ids, EOS][:12] == greedy[0].tolist()
 
 
 def test_paged_blocks_store_what_beams_have_in_common_once(captioner):
@@ -93,7 +91,6 @@ def test_paged_blocks_store_what_beams_have_in_common_once(captioner):
 @pytest.mark.parametrize("n_beams", [2, 5])
 @pytest.mark.parametrize("seed", range(4))
 def test_many_ends_are_found_as_by_a_plain_search_and_ranked_by_the_penalty(seed, n_beams, length_penalty):
-    """On logits that depend on the last two tokens."""
     logits = 2 * torch.randn(20, 20, 20, generator=torch.Generator().manual_seed(seed))
     logits[..., EOS] += 1.5
     history = [(1, 2)]
@@ -108,10 +105,6 @@ def test_many_ends_are_found_as_by_a_plain_search_and_ranked_by_the_penalty(seed
     assert_same(found, plain_beam_search(lambda ids: logits[(1, 2, *ids)[-2:]], n_beams, 10, EOS))
     scores = [hypothesis.score(length_penalty) for hypothesis in found]
     assert scores == sorted(scores, reverse=True) and len(found) == n_beams
-
-
-def test_the_penalty_decides_between_short_and_long():
     short, long = Hypothesis((1,), -2.0), Hypothesis((1, 2, 3, 4), -3.0)
-    assert short.score(0.0) > long.score(0.0)
+    assert short.score(0.0) > long.score(0.0) and short.score() == Hypothesis((), -2.0).score() == -2.0
     assert (long.score(), long.score(1.0)) == (-3.0 / 4, -3.0 / (9 / 6))
-    assert short.score() == Hypothesis((), -2.0).score() == -2.0

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from models.cache import KVCache
+from models.common.errors import InputError
 from models.config import VLMConfig
-from models.errors import InputError
 from models.kv_study.beam_search import beam_search
 from models.kv_study.block_cache import prefill_state
 from models.kv_study.eviction import POLICIES, EvictingKV
@@ -44,9 +44,6 @@ DESIGNS = {
 }  # fmt: skip
 
 
-# ---- read in chunks -------------------------------------------------------------------------------------------------
-
-
 def language_model(kind=LanguageModel) -> LanguageModel:
     return randomize(kind(VLMConfig(**TINY | {"lm_use_tokens": True, "lm_n_blocks": 4}))).eval()
 
@@ -59,7 +56,6 @@ def latent_model(cfg) -> LanguageModel:
 
 
 def by_model(kind=LanguageModel, make=None):
-    """Read with a language model and its own caches, or those that make() makes."""
     model, length = language_model(kind), 0
     caches = [make() for _ in model.blocks] if make else None
 
@@ -73,7 +69,6 @@ def by_model(kind=LanguageModel, make=None):
 
 
 def by_window(window, sinks):
-    """Read chunks by `forward`, and tokens by the language model itself, which knows nothing of windows."""
     model = language_model()
     caches = [SlidingWindowKV(window, sinks) for _ in model.blocks]
 
@@ -88,7 +83,6 @@ def by_window(window, sinks):
 
 
 def by_static_step():
-    """Read with the step for programs, which returns the last token's logits."""
     model, capacity, start = language_model(), 24, 0
     cache, mask = language_model_cache(model, B, capacity), torch.ones(B, capacity, dtype=torch.long)
 
@@ -102,7 +96,6 @@ def by_static_step():
 
 
 def by_text_decoder(hooks):
-    """Read with cross-attention: one image for all sequences or one for each, any heads and depth."""
     n_head, n_images = random.choice([1, 2, 4]), random.choice([1, B])
     decoder = randomize(TextDecoder(40, 64, 8 * n_head, n_head, random.randint(1, 3))).eval()
     xa = torch.randn(n_images, 5, 8 * n_head)
@@ -167,9 +160,6 @@ def test_a_window_goes_on_beyond_the_models_positions():
     torch.testing.assert_close(parts, whole(ids), atol=1e-4, rtol=1e-4)
 
 
-# ---- what is held ---------------------------------------------------------------------------------------------------
-
-
 def used(pool):
     return pool.n_blocks - len(pool.free)
 
@@ -193,7 +183,6 @@ def assert_holds(cache, both, error):
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 @pytest.mark.parametrize("name", DESIGNS)
 def test_every_cache_of_a_family_tree_holds_what_was_put_there(name, mode):
-    """Continuations, second continuations, chosen rows and beginnings, against plain concatenation."""
     make, forks, error, _ = DESIGNS[name]
     choose = random.Random(name)
     with mode():
@@ -225,18 +214,13 @@ def test_every_cache_of_a_family_tree_holds_what_was_put_there(name, mode):
 
 
 @pytest.mark.parametrize("name", DESIGNS)
-def test_a_cache_that_stays_valid_is_continued_in_another_mode(name):
-    make, forks, error, _ = DESIGNS[name]
+def test_a_cache_is_continued_in_another_mode_and_its_bytes_follow_the_formula(name):
+    make, forks, error, n_bytes = DESIGNS[name]
     first, second = tokens(3), tokens(1)
     with torch.inference_mode():
         cache = make().append(*first)
     if forks:
         assert_holds(cache.append(*second), torch.cat([first, second], 3), error)
-
-
-@pytest.mark.parametrize("name", DESIGNS)
-def test_bytes_follow_the_formula(name):
-    make, _, _, n_bytes = DESIGNS[name]
     cache = make()
     for n in range(20):
         assert cache.bytes_used == n_bytes(n)
@@ -264,17 +248,8 @@ def test_wrong_use_is_an_input_error(message):
 
 
 def test_the_mask_lets_each_token_see_the_window_and_the_sinks():
-    assert window_mask(torch.arange(6), torch.arange(6), window=2, sinks=1).int().tolist() == [
-        [1, 0, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0, 0],
-        [1, 1, 1, 0, 0, 0],
-        [1, 0, 1, 1, 0, 0],
-        [1, 0, 0, 1, 1, 0],
-        [1, 0, 0, 0, 1, 1],
-    ]
-
-
-# ---- paged ----------------------------------------------------------------------------------------------------------
+    mask = window_mask(torch.arange(6), torch.arange(6), window=2, sinks=1).int().tolist()
+    assert ["".join(map(str, row)) for row in mask] == ["100000", "110000", "111000", "101100", "100110", "100011"]
 
 
 def test_questions_about_one_prefix_share_its_blocks_and_copy_the_half_full_one(tiny_model):
@@ -306,9 +281,6 @@ def test_a_full_pool_goes_on_after_a_rollback_and_copies_what_is_shared():
     assert used(pool) == 2
 
 
-# ---- quantized ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("bits", [8, 4, 2])
 @pytest.mark.parametrize("dim", [-1, -2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -334,9 +306,6 @@ def test_keys_have_scales_by_channel_and_incomplete_groups_are_exact():
     assert torch.equal(kv.key[:, :, 16:], key[:, :, 16:]), "16 tokens fill two groups of 8"
     wrong = lambda cache: (cache.key - key)[..., :3].abs().mean()  # noqa: E731
     assert wrong(kv) < 0.5 * wrong(QuantizedKV(2).append(key, value))
-
-
-# ---- shared across blocks (CLA), and latent (MLA) -------------------------------------------------------------------
 
 
 def test_absorbed_projections_are_attention_with_keys_and_values_of_every_head():

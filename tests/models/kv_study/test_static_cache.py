@@ -23,10 +23,7 @@ def save_and_load(programs):
 
 
 def generate(run, prompt, max_new_tokens):
-    """Ids (B, max_new_tokens) after a prompt, read in two chunks.
-
-    run(name, x, start) is a program's logits of x at position start.
-    """
+    """Ids after a prompt, read in two chunks; run(name, x, start) is a program's logits of x at position start."""
     run("prefill", prompt[:, :-2], torch.tensor(0))
     positions, logits = count(prompt.size(1)), run("prefill", prompt[:, -2:], torch.tensor(prompt.size(1) - 2))
     step = lambda ids: run("decode", ids[:, None], torch.tensor(next(positions)))  # noqa: E731
@@ -34,38 +31,31 @@ def generate(run, prompt, max_new_tokens):
 
 
 @pytest.fixture(scope="module")
-def language_model(tiny_model):
-    return tiny_model(seed=5)
+def programs(tiny_model):
+    return export_language_model(tiny_model(seed=5).decoder, CAPACITY)
 
 
 @pytest.fixture(scope="module")
-def programs(language_model):
-    return export_language_model(language_model.decoder, CAPACITY)
+def text_programs(encoder_decoder):
+    return export_text_decoder(encoder_decoder.decoder, CAPACITY)
 
 
-@pytest.fixture(scope="module", params=["modules", pytest.param("exported", marks=pytest.mark.full)])
-def steps(request, language_model):
-    """The steps as modules, and as programs that were exported, saved and loaded."""
-    if request.param == "exported":
-        return save_and_load(request.getfixturevalue("programs"))
-    return dict.fromkeys(("prefill", "decode"), LanguageModelStep(language_model.decoder))
-
-
-@pytest.mark.parametrize(("batch", "padding"), [(1, 0), (5, 2)])
-def test_language_model_steps_generate_the_same_ids(language_model, steps, batch, padding):
-    """One set of graphs serves every batch size."""
-    images = torch.rand(batch, 3, 16, 16)
-    ids = torch.randint(4, 40, (batch, 9))
-    ids[:, 3:7] = 3
-    mask = torch.ones(batch, CAPACITY, dtype=torch.long)
-    ids[0, :padding], mask[0, :padding] = 0, 0
-    expected = language_model.generate(ids, images, mask[:, :9], max_new_tokens=12)
-
-    cache = language_model_cache(language_model.decoder, batch, CAPACITY)
-    x = language_model.embed(ids, images)
-    for _ in range(2):  # the second run must ignore what the first left in the cache
-        output = generate(lambda name, x, start: steps[name](x, mask, start, cache), x, 12)
-        assert torch.equal(output, expected)
+@pytest.mark.parametrize("kind", ["modules", pytest.param("exported", marks=pytest.mark.full)])
+def test_language_model_steps_generate_the_same_ids(tiny_model, request, kind):
+    model = tiny_model(seed=5)
+    steps = dict.fromkeys(("prefill", "decode"), LanguageModelStep(model.decoder))
+    if kind == "exported":
+        steps = save_and_load(request.getfixturevalue("programs"))
+    for batch, padding in ((1, 0), (5, 2)):
+        images, ids = torch.rand(batch, 3, 16, 16), torch.randint(4, 40, (batch, 9))
+        ids[:, 3:7] = 3
+        mask = torch.ones(batch, CAPACITY, dtype=torch.long)
+        ids[0, :padding], mask[0, :padding] = 0, 0
+        expected = model.generate(ids, images, mask[:, :9], max_new_tokens=12)
+        cache, x = language_model_cache(model.decoder, batch, CAPACITY), model.embed(ids, images)
+        for _ in range(2):  # the second run must ignore what the first left in the cache
+            found = generate(lambda name, x, start, mask=mask, cache=cache: steps[name](x, mask, start, cache), x, 12)
+            assert torch.equal(found, expected)
 
 
 @pytest.mark.full
@@ -79,15 +69,9 @@ def test_graphs_do_not_branch_on_data_and_write_the_cache_in_place(programs, tex
     assert all("index_copy_" in targets for targets in calls[: len(programs)])
 
 
-@pytest.fixture(scope="module")
-def text_programs(encoder_decoder):
-    return export_text_decoder(encoder_decoder.decoder, CAPACITY)
-
-
 @pytest.mark.full
 @pytest.mark.parametrize(("batch", "patches"), [(1, 16), (2, 1), (5, 100)])
 def test_exported_text_decoder_generates_the_same_ids(encoder_decoder, text_programs, batch, patches):
-    """One set of graphs for every batch size and number of patches; the keys and values of the images come from one."""
     decoder, module = encoder_decoder.decoder, save_and_load(text_programs)
     xa, whole = torch.randn(batch, patches, 24), torch.randint(0, 40, (batch, 4))
     cache, cross_kv = text_decoder_cache(decoder, batch, CAPACITY), module["cross"](xa)

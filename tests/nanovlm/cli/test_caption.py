@@ -1,5 +1,6 @@
-"""`nanovlm caption` and generate.py: captions on stdout, errors on stderr."""
+"""`nanovlm caption` and generate.py: captions on stdout, errors on stderr; and flags that several verbs share."""
 
+import argparse
 import io
 import json
 import os
@@ -9,10 +10,19 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from PIL import Image
 
-from nanovlm import EMBEDDED, PROMPT, SAMPLE
+from models.inference.quantization import QuantizedLinear
+from models.lora import adapt
+from models.lora.files import write_adapters
+from nanovlm import EMBEDDED, PROMPT, SAMPLE, Captioner
 from nanovlm.bulk import Report
 from nanovlm.cli import main as cli
+from nanovlm.cli.caption import GENERATION_FLAGS, MODEL_FLAGS
+from nanovlm.cli.options import load_captioner, model_options, settings_of
+from nanovlm.errors import NanoVLMError
+from nanovlm.options import ModelOptions
 from support import ROOT, png
 from support.cli import FAST_FLAGS, FakeTerminal, assert_usage_error, run_program, set_stdin, set_stream
 
@@ -21,11 +31,20 @@ pytestmark = pytest.mark.usefixtures("workdir")
 MAX_FILES_OF_A_CAPTION = 43  # beside generate.py and the packages' __init__.py
 
 
-def test_images_stand_before_and_after_flags(generate, captions_of):
+def test_names_of_any_form_stand_before_and_after_flags_and_on_one_line(generate, captions_of):
     Path("-x.png").write_bytes(Path("good.png").read_bytes())
     texts = [f"{name}: {captions_of(name)[0]}\n" for name in ("good.png", "fine.jpg", "-x.png")]
     assert generate("good.png", "--seed", "0", "fine.jpg") == (0, "".join(texts[:2]), "")
     assert generate("good.png", "--seed", "0", "fine.jpg", "--", "-x.png") == (0, "".join(texts), "")
+    names = ["two words.png", "ünï-漢字-🙂.png", "two\nlines.png", "-dash.png", "tab\t.png", "%s.png", "[1].png"]
+    for name in names:
+        Path(name).write_bytes(Path("good.png").read_bytes())
+    code, out, err = generate("--", *names)
+    text = captions_of("good.png")[0]
+    labels = ["two words.png", "ünï-漢字-🙂.png", r"'two\nlines.png'", "-dash.png", r"'tab\t.png'", *names[-2:]]
+    assert (code, err) == (0, "") and out == "".join(f"{label}: {text}\n" for label in labels)
+    _, out, _ = generate("--json", "--", *names)
+    assert [json.loads(line)["image"] for line in out.splitlines()] == names
 
 
 def test_edited_texts_are_kept_unless_all_are_overwritten(generate, image_folder):
@@ -44,29 +63,15 @@ def test_nothing_is_loaded_to_find_nothing_to_do(image_folder):
         path.with_suffix(".txt").write_text("mine")
     code = "import sys; from nanovlm.cli.main import main; "
     code += "print(main(['caption', 'images', '--prompt', 'a']), sorted({'torch', 'jinja2'} & sys.modules.keys()))"
-    run = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}
-    )
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
     assert run.stdout == "0 []\n" and "5 had captions" in run.stderr
 
 
-def test_one_image_is_one_line_of_generate_py_and_of_the_verb(generate, captions_of, model_folder, capsys):
+def test_one_image_is_one_line_of_generate_py_and_of_the_verb(generate, captions_of, model_folder, nanovlm_program):
     expected = 0, f"{captions_of('good.png')[0]}\n", ""
-    assert generate("good.png") == expected
-    code = cli.main(["caption", "good.png", "--model", str(model_folder), *FAST_FLAGS])
-    assert (code, *capsys.readouterr()) == expected
-
-
-def test_unusual_names_stay_on_one_line(generate, captions_of):
-    names = ["two words.png", "ünï-漢字-🙂.png", "two\nlines.png", "-dash.png", "tab\t.png", "%s.png", "[1].png"]
-    for name in names:
-        Path(name).write_bytes(Path("good.png").read_bytes())
-    code, out, err = generate("--", *names)
-    text = captions_of("good.png")[0]
-    labels = ["two words.png", "ünï-漢字-🙂.png", r"'two\nlines.png'", "-dash.png", r"'tab\t.png'", *names[-2:]]
-    assert (code, err) == (0, "") and out == "".join(f"{label}: {text}\n" for label in labels)
-    _, out, _ = generate("--json", "--", *names)
-    assert [json.loads(line)["image"] for line in out.splitlines()] == names
+    command = ["caption", "good.png", "--model", str(model_folder), *FAST_FLAGS]
+    assert generate("good.png") == nanovlm_program(*command) == expected
 
 
 def test_json_is_one_object_per_image_and_prompt(generate, captions_of):
@@ -78,16 +83,19 @@ def test_json_is_one_object_per_image_and_prompt(generate, captions_of):
     rows = [json.loads(line) for line in out.split("\n")[:-1]]
     expected = [[name, *pair] for name in names for pair in zip(prompts, lines[name])]
     assert (code, err) == (0, "") and [[row[key] for key in ("image", "prompt", "text")] for row in rows] == expected
-    kinds = dict.fromkeys(["image", "prompt", "text", "finish_reason"], str)
-    kinds |= dict.fromkeys(["prompt_tokens", "new_tokens"], int)
-    kinds |= dict.fromkeys(["first_token_s", "total_s", "tokens_per_s"], float)
-    assert {name: type(value) for name, value in rows[0].items()} == kinds
+    kinds = {str: "image prompt text finish_reason", int: "prompt_tokens new_tokens"}
+    kinds |= {float: "first_token_s total_s tokens_per_s"}
+    expected = {name: kind for kind, names in kinds.items() for name in names.split()}
+    assert {name: type(value) for name, value in rows[0].items()} == expected
     assert 1 <= rows[0]["new_tokens"] <= 18 and 0 < rows[0]["first_token_s"] <= rows[0]["total_s"]
 
 
-def test_an_empty_answer_is_reported(generate, silent_model):
+def test_an_answer_that_is_empty_or_has_no_room_is_an_error_of_its_image(generate, silent_model):
     code, out, err = generate(SAMPLE, "--prompt", "What is this?", model=silent_model)
     assert (code, out) == (1, "\n") and err.endswith(f"{SAMPLE}: the model's answer is empty\n")
+    code, out, err = generate("good.png", "fine.jpg", "--prompt", "ξ" * 490)
+    assert (code, out) == (1, "") and [line.partition(":")[0] for line in err.splitlines()] == ["good.png", "fine.jpg"]
+    assert err.count("lm_max_position_embeddings=1024") == 2
 
 
 def test_dash_reads_an_image_from_stdin(generate, captions_of, monkeypatch):
@@ -96,15 +104,17 @@ def test_dash_reads_an_image_from_stdin(generate, captions_of, monkeypatch):
     assert generate("fine.jpg", "-", "-") == (0, "".join(lines), ""), "a file, as after <, can be read twice"
 
 
-@pytest.mark.parametrize("stdin", [b"", b"hello", "a terminal", "closed"])
+NO_STDIN = {b"": "an empty file", b"hello": "not an image", "a terminal": "standard input", "closed": "standard input"}
+
+
+@pytest.mark.parametrize("stdin", NO_STDIN)
 def test_stdin_without_an_image_is_one_error_line(generate, monkeypatch, stdin):
     set_stdin(stdin if isinstance(stdin, bytes) else b"", monkeypatch)
     monkeypatch.setattr(sys.stdin, "isatty", lambda: stdin == "a terminal")
     if stdin == "closed":
         set_stream("stdin", None, monkeypatch)
     code, out, err = generate("-")
-    assert (code, out) == (1, "") and len(err.splitlines()) == 1
-    assert {b"": "an empty file", b"hello": "not an image"}.get(stdin, "standard input") in err
+    assert (code, out) == (1, "") and len(err.splitlines()) == 1 and NO_STDIN[stdin] in err
 
 
 BAD_IMAGES = {  # name: what is in it, and words of the error
@@ -127,18 +137,18 @@ def test_unreadable_images_are_one_error_line_each_and_others_are_captioned(gene
     assert len(err.splitlines()) == len(words) and all(map(re.match, words, err.splitlines()))
 
 
-def test_prompt_too_long_with_the_image_is_an_error_per_image(generate):
-    code, out, err = generate("good.png", "fine.jpg", "--prompt", "ξ" * 490)
-    assert (code, out) == (1, "") and [line.partition(":")[0] for line in err.splitlines()] == ["good.png", "fine.jpg"]
-    assert err.count("lm_max_position_embeddings=1024") == 2
-
-
-def test_terminal_shows_text_as_it_is_generated(generate, monkeypatch):
+def test_a_terminal_shows_text_as_it_is_generated_and_no_bar_among_lines(generate, monkeypatch, image_folder):
     _, piped, _ = generate("good.png", "fine.jpg")
     terminal = set_stream("stdout", FakeTerminal(), monkeypatch)
     assert generate("good.png", "missing.png", "fine.jpg")[0] == 1
     assert terminal.getvalue() == piped
     assert len(set(terminal.shown)) > 4 and all(piped.startswith(shown) for shown in terminal.shown)
+    terminal = set_stream("stdout", FakeTerminal(), monkeypatch)
+    error = set_stream("stderr", FakeTerminal(), monkeypatch)
+    monkeypatch.setenv("TERM", "xterm")
+    assert generate(image_folder, "--json")[0] == 0
+    assert len(terminal.getvalue().splitlines()) == 5 and "image/s" not in error.getvalue()
+    assert generate(image_folder)[0] == 0 and "5/5" in error.getvalue()
 
 
 def test_captions_on_stdout_and_errors_on_stderr(generate, model_folder, captions_of):
@@ -198,16 +208,8 @@ def test_a_folder_is_printed_as_json_lines_and_a_list_captioned(generate, image_
     assert generate("--from-file", "-", "--out", "all.jsonl")[0] == 0
     names = [json.loads(line)["file_name"] for line in Path("all.jsonl").read_text().splitlines()]
     assert names == ["images/a.png", "two\nlines.png"]
-
-
-def test_a_list_of_names_is_captioned_as_it_is_written(generate, image_folder, monkeypatch):
     names = "images/a.png\nimages/deep/ünï-🙂.png\n"
-    for data in (
-        names.encode(),
-        names.encode("utf-8-sig"),
-        names.encode("utf-16"),
-        names.encode().replace(b"\n", b"\0"),
-    ):
+    for data in (*map(names.encode, ("utf-8", "utf-8-sig", "utf-16")), names.encode().replace(b"\n", b"\0")):
         Path("names.txt").write_bytes(data)
         code, out, _ = generate("--from-file", "names.txt", "--json")
         assert code == 0 and [json.loads(line)["image"] for line in out.splitlines()] == names.split()
@@ -226,15 +228,6 @@ def test_rows_name_the_model_its_adapters_and_its_own_prompt(generate, image_fol
     assert (code, out) == (0, "") and re.fullmatch(r"0 captioned in \d+ s\n", err)
 
 
-def test_lines_on_a_terminal_have_no_bar_among_them(generate, image_folder, monkeypatch):
-    terminal = set_stream("stdout", FakeTerminal(), monkeypatch)
-    error = set_stream("stderr", FakeTerminal(), monkeypatch)
-    monkeypatch.setenv("TERM", "xterm")
-    assert generate(image_folder, "--json")[0] == 0
-    assert len(terminal.getvalue().splitlines()) == 5 and "image/s" not in error.getvalue()
-    assert generate(image_folder)[0] == 0 and "5/5" in error.getvalue()
-
-
 def test_choices_have_probabilities(generate, random_captioner):
     first, second = random_captioner.classify("good.png", ["red", "green"])
     assert first.probability + second.probability == pytest.approx(1)
@@ -251,3 +244,88 @@ def test_a_slow_answer_names_faster_ways_on_a_terminal(capsys, monkeypatch):
         assert cli.main(["caption", str(SAMPLE), "--max-new-tokens", "2", "--model", "embedded"]) == 0
         err = capsys.readouterr().err
         assert bool(re.search(r"note: this took \d+ s; faster: --quantize int8\n", err)) == has_terminal
+
+
+GENERATION = {  # field: its value, and the flags beside it, without and with which answers differ
+    "repetition_penalty": (1.9, {}),
+    "temperature": (1.5, {"seed": 4}),
+    "top_p": (0.05, {"temperature": 1.5, "seed": 4}),
+    "seed": (98765, {"temperature": 1.5}),
+    "max_new_tokens": (3, {}),
+    "start_with": ("A photo of", {}),
+}
+MODEL = {  # field: its value, and whether a captioner shows it
+    "adapter": ("adapters", lambda captioner: captioner.model.MP.proj.weight.abs().max() > 50),
+    "model": ("tiled", lambda captioner: captioner.model.cfg.vit_img_size == 16),
+    "revision": ("main", "has no revision 'main'"),
+    "device": ("mps", "device=mps is not available"),
+    "dtype": ("float16", lambda captioner: captioner.inference.dtype == torch.float16),
+    "threads": ("2", lambda captioner: torch.get_num_threads() == 2),
+    "quantize": ("int8", lambda captioner: QuantizedLinear in map(type, captioner.inference.network.model.modules())),
+    "max_tiles": ("2", lambda captioner: len(captioner.prepare(Image.new("RGB", (64, 64)))[1][0]) == 1),
+}  # fmt: skip
+
+
+def flag(name, value):
+    return [f"--{name.replace('_', '-')}", str(value)]
+
+
+def test_every_flag_is_in_these_tables():
+    assert set(GENERATION_FLAGS) == GENERATION.keys()
+    assert {f.name for f in settings_of(ModelOptions)} == MODEL.keys()
+
+
+@pytest.mark.parametrize("name", GENERATION)
+def test_generation_flag_changes_the_answer(name, generate, random_captioner):
+    value, others = GENERATION[name]
+    settings = {"max_new_tokens": 12} | others
+    ask = ["good.png", "--prompt", "What?", *(word for pair in settings.items() for word in flag(*pair))]
+    answer = random_captioner.caption("good.png", "What?", **settings | {name: value})
+    assert generate(*ask, *flag(name, value))[1] == " ".join(answer.splitlines()) + "\n" != generate(*ask)[1]
+
+
+@pytest.fixture
+def one_thread_afterwards():
+    n = torch.get_num_threads()
+    yield
+    torch.set_num_threads(n)
+
+
+@pytest.mark.parametrize("name", MODEL)
+def test_model_flag_changes_the_captioner(name, tiled, one_thread_afterwards):
+    """Without the flag the captioner does not show it; each verb that has the flag parses it alike."""
+    value, effect = MODEL[name]
+    captioner = Captioner(*tiled)
+    captioner.save_pretrained("tiled")
+    adapted = Captioner.from_pretrained("tiled", "cpu", "float32").model
+    adapt(adapted, 2, 4, ["MP"])
+    torch.nn.init.constant_(adapted.MP.proj.lora_B.weight, 1e4)
+    Path("adapters").mkdir()
+    write_adapters(Path("adapters"), adapted)
+
+    def options(verb, *argv):
+        cli.import_verb(verb).add_flags(parser := argparse.ArgumentParser())
+        return model_options(parser.parse_args([*argv, *(["--data", "scenes"] if verb == "evaluate" else [])]))
+
+    base = [] if name == "model" else ["--model", "tiled"]
+    changed = options("evaluate", *base, *flag(name, value))
+    for verb in ("caption", "chat") if name in MODEL_FLAGS else ():
+        assert options(verb, *base, *flag(name, value)) == changed
+    if isinstance(effect, str):
+        with pytest.raises(NanoVLMError, match=effect):
+            load_captioner(changed)
+        return
+    assert not effect(load_captioner(options("evaluate", *base)))
+    assert effect(load_captioner(changed))
+
+
+def test_limits_of_the_embedded_model_and_unknown_config_keys_are_a_note_each(generate, changed_model):
+    code, out, err = generate("good.png", "fine.jpg", model=None)
+    assert code == 0 and len(err.splitlines()) == 1 and "drawn scenes" in err and "--model" in err
+    assert (code, out, "") == generate("good.png", "fine.jpg", model=EMBEDDED), "no note with --model"
+    for own in ((), (SAMPLE,)):
+        assert generate(*own, model=None) == generate(SAMPLE, model=EMBEDDED), "its own sample needs no note"
+    code, out, err = generate("good.png", model=changed_model(lm_eos_token_id=0, brand_new=[1]))
+    assert (code, out) == generate("good.png")[:2]
+    assert len(err.splitlines()) == 1 and err.startswith("note: ") and "brand_new" in err
+    assert "lm_eos_token_id" not in err  # files of every version have it, and nothing needs it

@@ -21,7 +21,6 @@ pytestmark = pytest.mark.usefixtures("workdir")
 
 @pytest.fixture
 def chat(model_folder, run_script, monkeypatch):
-    """Run nanovlm chat in this process with lines piped in: exit code, stdout, stderr."""
 
     def chat(lines, *argv, model=model_folder):
         set_stdin(lines.encode("utf-8", "surrogateescape"), monkeypatch)
@@ -42,10 +41,8 @@ def test_each_line_is_answered_by_a_line(chat, random_captioner):
 def test_commands_change_images_and_reset_history(chat):
     Path("fine.jpg").rename("fine two.jpg")
     more = ["--max-new-tokens", "16"]
-    alone, both, first = (
-        chat("Describe it.\n", *names, *more)[1]
-        for names in (["fine two.jpg"], ["good.png", "fine two.jpg"], ["good.png"])
-    )
+    shown = (["fine two.jpg"], ["good.png", "fine two.jpg"], ["good.png"])
+    alone, both, first = (chat("Describe it.\n", *names, *more)[1] for names in shown)
     assert len({alone, both, first}) == 3
     commands = ["", "/image fine two.jpg\n", "/image good.png 'fine two.jpg'\n", "/reset\n", ""]
     assert chat("Describe it.\n".join(commands), "good.png", *more) == (0, first + alone + both + both, "")
@@ -55,11 +52,9 @@ def test_chat_is_saved_as_text_and_as_training_data(chat):
     Path("saved").mkdir()
     lines = "What?\n/save saved/chat.json\nAnd <b>?\n/save saved/chat.json\n/save chat.txt\n"
     code, out, err = chat(lines, "good.png", "fine.jpg")
-    assert code == 0 and [line.split(": ")[1] for line in err.splitlines()] == [
-        "1 questions and answers as JSON that `nanovlm train --data` reads",
-        "2 questions and answers as JSON that `nanovlm train --data` reads",
-        "2 questions and answers as plain text",
-    ]
+    kinds = ["1 questions and answers as JSON that `nanovlm train --data` reads"]
+    kinds += [kinds[0].replace("1", "2"), "2 questions and answers as plain text"]
+    assert code == 0 and [line.split(": ")[1] for line in err.splitlines()] == kinds
     first, second = out.splitlines()
     assert Path("chat.txt").read_text() == f"good.png\nfine.jpg\n\n> What?\n{first}\n\n> And <b>?\n{second}\n"
     (record,) = json.loads(Path("saved/chat.json").read_text())
@@ -100,11 +95,10 @@ def test_failed_line_is_one_error_line_and_the_chat_continues(chat, lines):
 
 
 def test_chat_that_cannot_start_is_one_error_line(chat, changed_model):
-    assert chat("?\n", "missing.png") == (1, "", "missing.png: No such file or directory\n")
     Path("bad.png").touch()
-    assert chat("?\n", "bad.png") == (1, "", "bad.png: an empty file\n")
-    folder = changed_model(lm_chat_template=None)
-    result = chat("?\n", "good.png", model=folder)
+    for name, words in (("missing.png", "No such file or directory"), ("bad.png", "an empty file")):
+        assert chat("?\n", name) == (1, "", f"{name}: {words}\n")
+    result = chat("?\n", "good.png", model=changed_model(lm_chat_template=None))
     assert_usage_error(result, "no lm_chat_template", "one at a time", program="chat")
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from models import files
+from models.common import files
 from models.language_model import MLP
 from models.lora.files import read_adapters
 from nanovlm import EMBEDDED, PROMPT, SAMPLE, Captioner
@@ -27,7 +27,6 @@ from support.smolvlm import assert_same_logits, their_inputs, write_folder
 
 @pytest.fixture
 def export(run_script, tmp_path):
-    """Run nanovlm export into tmp_path/out: exit code, stdout, stderr."""
     return lambda model, *flags: run_script("export", "export", model, "--out", tmp_path / "out", *flags)
 
 
@@ -51,7 +50,6 @@ def test_export_writes_a_folder_and_notes_what_does_not_map(tmp_path, tiled, exp
 
 @pytest.fixture
 def run_lora(train, tmp_path):
-    """The folder of a short LoRA run on a model."""
 
     def run(base):
         (tmp_path / "data").mkdir()
@@ -76,7 +74,6 @@ def their_model(folder, adapter=None):
 @pytest.mark.full
 @torch.no_grad()
 def test_adapters_are_exported_beside_their_base_model(run_lora, export, tmp_path, model_folder):
-    """transformers and PEFT compute from base and adapters what the merged model of the run computes."""
     lora_run, out = run_lora(EMBEDDED), tmp_path / "out"
     unnamed = Path(shutil.copytree(lora_run, tmp_path / "unnamed"), "adapter_config.json")
     unnamed.write_text(json.dumps(json.loads(unnamed.read_text()) | {"base_model_name_or_path": None}))
@@ -174,27 +171,6 @@ def test_a_model_of_nanovlms_layout_becomes_gguf_files_and_edits_are_named(model
         assert code == 0 and "as it was published, but models/language_model.py is edited or patched" in err
 
 
-def test_what_a_killed_export_left_is_removed_a_day_later(model_folder, export, tmp_path):
-    out = tmp_path / "out"
-    (out / f"{files.PART}0").mkdir(parents=True)
-    (out / f"{files.PART}0/model.safetensors").touch()
-    for path in out.rglob("*"):
-        os.utime(path, (0, 0))
-    (out / ".theirs.tmp").mkdir()
-    assert export(model_folder)[0] == 0
-    assert not list(out.glob(f"{files.PART}*")) and (out / ".theirs.tmp").is_dir()
-
-
-def test_an_export_that_failed_halfway_can_be_run_again(model_folder, export, monkeypatch):
-    def fails(*arguments):
-        raise OSError("no space left")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("nanovlm.export.transformers.remove_stale", fails)
-        assert export(model_folder)[0] == 1
-    assert export(model_folder)[0] == 0
-
-
 KILLED = """
 import os, sys
 from nanovlm.cli.main import main
@@ -204,19 +180,26 @@ main(sys.argv[1:])
 """
 
 
-def test_an_export_that_was_killed_halfway_can_be_run_again(model_folder, export, tmp_path):
-    argv = ["export", str(model_folder), "--out", str(tmp_path / "out")]
+def test_an_export_that_was_killed_or_failed_halfway_can_be_run_again(model_folder, export, tmp_path, monkeypatch):
+    """And a day after a kill, what it left is removed."""
+    out = tmp_path / "out"
+    for name in (f"{files.PART}0", ".theirs.tmp"):
+        (out / name).mkdir(parents=True)
+        os.utime(out / name, (0, 0))
+    argv = ["export", str(model_folder), "--out", str(out)]
     assert subprocess.run([sys.executable, "-c", KILLED, *argv], cwd=ROOT).returncode == 9
-    assert (tmp_path / "out/config.json").exists()
+    assert (out / "config.json").exists()
+    with monkeypatch.context() as patch:
+        patch.setattr("nanovlm.export.transformers.remove_stale", lambda *arguments: os.stat("no space left"))
+        assert export(model_folder)[0] == 1
     assert export(model_folder)[0] == 0
+    assert not (out / f"{files.PART}0").exists() and (out / ".theirs.tmp").is_dir()
 
 
-@pytest.mark.parametrize("is_new", [True, False])
-def test_an_export_that_wrote_nothing_leaves_nothing(model_folder, export, tmp_path, monkeypatch, is_new):
-    if not is_new:
-        (tmp_path / "out").mkdir()
-        (tmp_path / "out/notes.txt").touch()
+def test_an_export_that_wrote_nothing_leaves_nothing(model_folder, export, tmp_path, monkeypatch):
     monkeypatch.setattr("nanovlm.export.transformers.smolvlm_tensors", lambda model: 1 / 0)
+    assert export(model_folder)[0] == 70 and not (tmp_path / "out").exists()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/notes.txt").touch()
     assert export(model_folder)[0] == 70
-    assert [path.name for path in tmp_path.glob("out*/*")] == ([] if is_new else ["notes.txt"])
-    assert (tmp_path / "out").exists() != is_new
+    assert [path.name for path in tmp_path.glob("out/*")] == ["notes.txt"]

@@ -1,7 +1,6 @@
 """Wrong use of every verb, a row each: one line that says the words, exit code 2, and nothing is written.
 
-The limits of a setting's values are in tests/nanovlm/test_options.py, tests/models/test_decoding.py and
-tests/nanovlm/training/test_config.py: a row or two here show that a flag meets them.
+The limits of values have tests with their records; a row or two here show that a flag meets them.
 """
 
 import re
@@ -52,6 +51,20 @@ WRONG = {  # command -> a pattern of the error
     "caption --from-file nowhere --out a.jsonl": "nowhere: No such file",
     "caption good.png --max-new-tokens 1.5": "--max-new-tokens",
     "caption good.png --max-tiles 0": "--max-tiles 0",
+    "caption a.mp4 --max-tiles 0": "--max-tiles 0",
+    "caption a.gif --as-video --out x": "--out",
+    "caption a.gif --as-video --overwrite": "--overwrite",
+    "caption good.png --json-schema nowhere": "No such file",
+    "caption good.png --json-schema d.json": "is not JSON",
+    "caption good.png --json-schema e.json": "cannot be followed",
+    "caption good.png --json-schema f.json --start-with A": "excludes start_with",
+    "caption good.png --json-schema f.json --out a.jsonl --prefix x": "no text can be added",
+    f"caption good.png --prompt '{'word ' * 1100}'": "lm_max_position_embeddings=1024",  # too long for any image
+    "caption good.png --max-new-tokens 1020": "lm_max_position_embeddings=1024",
+    "caption good.png --prompt a\udcff": "not valid Unicode text",
+    "caption good.png --model nowhere": "must be a folder with config.json, or a Hub id",
+    "caption good.png --model good.png": "must be a folder with config.json, or a Hub id",
+    "caption good.png --model 'two\nlines'": "must be a folder with config.json, or a Hub id",
     "caption good.png --device tpu": "--device",
     "caption good.png --json=yes": "--json",
     "caption good.png --prompt": "--prompt",
@@ -115,6 +128,8 @@ WRONG = {  # command -> a pattern of the error
     "serve --model no/such/folder --port 0": "no/such/folder",
     "serve --adapter nowhere --port 0": "must be a folder with adapter_config.json",
     "serve --nonsense": "--nonsense",
+    "review gone": "neither a folder nor",
+    "review notes.jsonl": "line 1, is no row",
     "capton photos": "did you mean caption?",
     "reveiw": "did you mean review?",
 }
@@ -130,23 +145,25 @@ def world(tmp_path_factory):
         noise_image(seed=seed).save(path)
         if name.startswith("mine"):
             path.with_suffix(".txt").write_text(f"Picture {name}.")
-    texts = ('{"recipe": "scenes", "out": "o", "max_steps": "x"}', '{"color": "red"}', "[1]", '{"a": ')
-    for name, text in zip("abcd", texts):
+    texts = ['{"recipe": "scenes", "out": "o", "max_steps": "x"}', '{"color": "red"}', "[1]", '{"a": ']
+    for name, text in zip("abcdef", [*texts, '{"type": "no"}', '{"type": "integer"}']):
         (folder / f"{name}.json").write_text(text)
+    (folder / "notes.jsonl").write_text("buy milk")
     shutil.copytree(EMBEDDED, folder / "begun")
     return folder
 
 
-@pytest.mark.parametrize("command", WRONG, ids=ascii)
+@pytest.mark.parametrize("command", WRONG, ids=lambda command: ascii(command[:60]))
 def test_wrong_use_is_one_line_before_any_work(command, world, monkeypatch, nanovlm_program):
-    if "localhost:1" in command:
-        pytest.importorskip("ray")
+    for part, package in (("localhost:1", "ray"), ("--json-schema", "llguidance")):
+        if part in command:
+            pytest.importorskip(package)
     monkeypatch.chdir(world)
     monkeypatch.delenv("NANOVLM_API_KEY", raising=False)
     before = sorted(Path().rglob("*"))
     words = shlex.split(command)
-    model = ["--model", "embedded"] if words[:1] == ["caption"] else []
-    result = nanovlm_program(*words, *model)
+    model = {"caption": ["--model", "begun"], "review": ["--no-browser"]}.get(words[0] if words else "", [])
+    result = nanovlm_program(*words[:1], *model, *words[1:])
     assert_usage_error(result, program=" ".join(["nanovlm", *(word for word in words[:1] if word in cli.VERBS)]))
     err = result[2].rstrip("\n")
     assert re.search(WRONG[command], err) and sorted(Path().rglob("*")) == before, err

@@ -69,11 +69,7 @@ REFUSED = {
     "an empty answer": (ONE, [("Hi", "Ho"), ("What? yes", " \n")], "a.png has an empty answer to 'What. yes'"),
     "too long": (ONE, [("What?", "x " * 1100)], r"a.png: \d+ tokens, \d+ of .* lm_max_position_embeddings=1024"),
     "40 MB": (ONE, [("What?", "x " * 20_000_000)], r"a.png: prompt is too long: 40,000,\d+ bytes of text"),
-    "many images": (
-        ["gone.jpg"] * 9000,
-        PAIRS[:1],
-        r"a.png: 9,000 images of at least \d+,000 tokens exceed lm_max_.*=1024; use fewer",
-    ),
+    "many images": (["gone.jpg"] * 9000, PAIRS[:1], r"a.png: 9,000 images of .*,000 tokens .*=1024; use fewer"),
     "many answers": (ONE, [("?", "x")] * 9000, r"a.png: prompt is too long: 18,000 bytes"),
     "many turns": (ONE, [["?", "x"] * 1000], r"a.png: \d+ tokens, \d+ of .* lm_max_position_embeddings=1024"),
     "no image": ([b"hello"], PAIRS, "a.png: not an image"),
@@ -87,14 +83,11 @@ def test_example_that_would_teach_something_else_is_refused(images, pairs, words
         encode(about(images, *pairs, name="a.png"), processor)
 
 
-def test_conversation_that_the_chat_template_changes_is_refused(processor):
+def test_conversations_that_a_template_changes_or_that_begin_differently_are_refused(processor, tiled):
     cfg = replace(processor.cfg, lm_chat_template=CHATML.replace("['content']", "['content'].lower()"))
     lowering = Processor(cfg, Tokenizer(processor.tokenizer.backend, cfg))
     with pytest.raises(ExampleError, match=re.escape("7.json[1]: in turn 3 ")):
         encode(about([], ["a", "B", "c", "d"], name="7.json[1]"), lowering)
-
-
-def test_conversations_that_begin_differently_are_refused(tiled):
     _, smol = convert_layout(tiled[0], tiled[1].tokenizer)
     chats = [[Turn("system", [text]), *dialogue(["What?", "A."], [None])] for text in ("Be brief.", "Be long.")]
     assert encode(Example(ONE, chats[:1] * 2), smol).mask[-1] == 3
@@ -107,9 +100,6 @@ def test_length_is_not_rounded_up_beyond_the_limit(processor):
     n = len(row.ids)
     assert n % 8 and collate([row], max_length=n)["input_ids"].size(1) == n
     assert collate([row], max_length=n + 8)["input_ids"].size(1) == collate([row])["input_ids"].size(1) == n + -n % 8
-
-
-# ------------------------------------------------------------------------------------------------------ packing
 
 
 @pytest.mark.parametrize(("length", "n_rows"), [(10**6, [1]), (150, [2, 3]), (1, [6])])

@@ -52,6 +52,10 @@ def labels(*folders):
     return {f"{folder}/{i}.png": png(i) for i, folder in enumerate(sorted(folders), 1)}
 
 
+def told(*texts):
+    return [([i], [("What?", text)]) for i, text in enumerate(texts, 1)]
+
+
 def classes(bus, train):
     return [([bus], [("What?", "bus")]), ([train], [("What?", "train")])]
 
@@ -59,175 +63,160 @@ def classes(bus, train):
 SPLIT_ROWS = {"train/a.png": A, "test/a.png": B, "metadata.csv": "file_name,text\ntrain/a.png,x\ntest/a.png,y\n"}
 COCO = {"images": [{"id": 1, "file_name": "a.png"}], "annotations": [{"image_id": 1, "caption": c} for c in ("x", "y")]}
 ONE = [([1], [("Q?", "A.")])]
-CAPTION = [([1], [("What?", "x")])]
+CAPTION = told("x")
 
-# id: files, path, options, expected [(seeds of images, pairs)], words of the lines
+# id: files, expected [(seeds of images, pairs)], words of the lines, path and options
 READ = {
-    "texts": ({"b/a.PNG": A, "b/a.txt": "\ufeff x\r\ny \r\n", ".t/c.png": B, ".t/c.txt": "no"}, ".", {},
-              [([1], [("What?", "x\ny")])], ["image from the image file, question from --prompt, answer from the text file"]),
-    "a folder of everything": (captions("a") | {"b/m.pdf": "x", "d.json": [], "LICENSE": "x"}, ".", {}, [([1], [("What?", "a!")])],
-                               ["not read: .pdf files (1, the first ./b/m.pdf)", ".json files (1", "other files (1"]),
-    "texts of nothing": (captions("a") | {"z.txt": "z", "y.txt": "y"}, ".", {}, [([1], [("What?", "a!")])],
-                         ["not read: .txt files (2, the first ./y.txt)"]),
-    "a text of several lines": (captions("a", "b") | {"a.txt": "one\ntwo\n", "b.txt": "b!\n\n"}, ".", {}, [([1], [("What?", "one\ntwo")]), ([2], [("What?", "b!")])],
-                                ["with a text of several lines, learned as one (1, the first ./a.png)"]),
-    "texts of another extension": (captions("a") | {"a.caption": "A cat."}, ".", {"extension": "caption"}, [([1], [("What?", "A cat.")])],
-                                   ["answer from the text file", "not read: .txt files (1, the first ./a.txt)"]),
-    "texts of an extension in capitals": ({"a.png": A, "a.Caption": "x"}, ".", {"extension": ".caption"}, CAPTION, []),
-    "two kinds of texts": (captions("a") | {"a.caption": "A cat."}, ".", {}, [([1], [("What?", "a!")])], ["not read: .caption files (1,"]),
-    "texts in splits": (captions("train/a", "val/a", "test/a"), ".", {}, [([1], [("What?", "train/a!")])],
-                        ["training split; not read: 4 files, test/a.png"]),
-    "COCO's names of splits": (captions("train2017/a", "val2017/a"), ".", {}, [([1], [("What?", "train2017/a!")])],
-                               ["val2017/a.png"]),
-    "folders of labels": ({"cat/1.png": A, "dog/2.png": B}, ".", {}, [([1], [("What?", "cat")]), ([2], [("What?", "dog")])],
-                          ["the name of its folder is each image's answer: cat, dog", "answer from the name of the folder"]),
-    "labels in splits": ({f"{s}/{k}/1.png": A for s in ("train", "val") for k in ("x", "y")}, ".", {},
-                         [([1], [("What?", "x")]), ([1], [("What?", "y")])], ["answer: x, y", "not read: 2 files"]),
-    "jsonl table": (table([{"file_name": "a.png", "text": " x\n", "n": 1}], "metadata.jsonl"), ".", {}, CAPTION,
-                    ["image from column file_name", "column n (1, ", "not read: .png files (1, the first ./b.png)"]),
-    "csv table": (table("File Name;Text\na.png;x\n", "my.csv"), ".", {}, CAPTION, ["image from column File Name"]),
-    "csv file": (table('file_name,text\na.png,"x, ""y"""\n', "my.csv"), "my.csv", {}, [([1], [("What?", 'x, "y"')])],
-                 ["not read: .png files (1, the first ./b.png)"]),
-    "tabs": (table("file_name\ttext\na.png\tx\n", "my.tsv"), "my.tsv", {}, CAPTION, []),
-    "tables in folders": ({"in/a.png": A, "in/metadata.csv": "file_name,text\na.png,x\n"}, ".", {}, CAPTION, []),
-    "answer before caption": (qa(caption="A cat."), "d.json", {}, ONE, ["answer from column answer", "not read: column caption"]),
-    "text column": (qa(caption="A cat."), "d.json", {"text_column": "caption"}, [([1], [("Q?", "A cat.")])],
-                    ["not read: column answer"]),
-    "prompt column": (qa(ask="Who?"), "d.json", {"prompt_column": "ask", "text_column": "answer"},
-                      [([1], [("Who?", "A.")])], ["not read: column question"]),
-    "answer before caption behind a prompt column": (rows({"image": "a.png", "ask": "Q?", "answer": "A.", "caption": "A cat."}), "d.json",
-                                                     {"prompt_column": "ask"}, ONE, ["not read: column caption"]),
-    "choices left out": (qa(choices=["A.", "B."]), "d.json", {"prompt_column": "question", "text_column": "answer"}, ONE,
-                         ["not read: column choices"]),
-    "several answers": (qa(answer=["A.", "B."]), "d.json", {}, [([1], [("Q?", "A."), ("Q?", "B.")])], []),
-    "several questions": (rows({"image": "a.png", "question": ["Who?", "When?"], "answer": ["Ann", 1999]}), "d.json", {},
-                          [([1], [("Who?", "Ann"), ("When?", "1999")])], []),
+    "texts": ({"b/a.PNG": A, "b/a.txt": "\ufeff x\r\ny \r\n", ".t/c.png": B, ".t/c.txt": "no"}, told("x\ny"),
+        ["image from the image file, question from --prompt, answer from the text file"]),
+    "a folder of everything": (captions("a") | {"b/m.pdf": "x", "d.json": [], "LICENSE": "x"}, told("a!"),
+        ["not read: .pdf files (1, the first ./b/m.pdf)", ".json files (1", "other files (1"], {"path": "."}),
+    "texts of nothing": (captions("a") | {"z.txt": "z", "y.txt": "y"}, told("a!"), ["not read: .txt files (2, the first ./y.txt)"]),
+    "a text of several lines": (captions("a", "b") | {"a.txt": "one\ntwo\n", "b.txt": "b!\n\n"}, told("one\ntwo", "b!"),
+        ["with a text of several lines, learned as one (1, the first ./a.png)"]),
+    "texts of another extension": (captions("a") | {"a.caption": "A cat."}, told("A cat."),
+        ["answer from the text file", "not read: .txt files (1, the first ./a.txt)"], {"extension": "caption"}),
+    "texts of an extension in capitals": ({"a.png": A, "a.Caption": "x"}, CAPTION, [], {"extension": ".caption"}),
+    "two kinds of texts": (captions("a") | {"a.caption": "A cat."}, told("a!"), ["not read: .caption files (1,"]),
+    "texts in splits": (captions("train/a", "val/a", "test/a"), told("train/a!"), ["training split; not read: 4 files, test/a.png"]),
+    "COCO's names of splits": (captions("train2017/a", "val2017/a"), told("train2017/a!"), ["val2017/a.png"]),
+    "folders of labels": ({"cat/1.png": A, "dog/2.png": B}, told("cat", "dog"),
+        ["the name of its folder is each image's answer: cat, dog", "answer from the name of the folder"]),
+    "labels in splits": ({f"{s}/{k}/1.png": A for s in ("train", "val") for k in ("x", "y")}, [([1], [("What?", "x")]), ([1], [("What?", "y")])],
+        ["answer: x, y", "not read: 2 files"]),
+    "jsonl table": (table([{"file_name": "a.png", "text": " x\n", "n": 1}], "metadata.jsonl"), CAPTION,
+        ["image from column file_name", "column n (1, ", "not read: .png files (1, the first ./b.png)"]),
+    "csv table": (table("File Name;Text\na.png;x\n", "my.csv"), CAPTION, ["image from column File Name"], {"path": "."}),
+    "csv file": (table('file_name,text\na.png,"x, ""y"""\n', "my.csv"), told('x, "y"'), ["not read: .png files (1, the first ./b.png)"]),
+    "tabs": (table("file_name\ttext\na.png\tx\n", "my.tsv"), CAPTION),
+    "tables in folders": ({"in/a.png": A, "in/metadata.csv": "file_name,text\na.png,x\n"}, CAPTION),
+    "answer before caption": (qa(caption="A cat."), ONE, ["answer from column answer", "not read: column caption"]),
+    "text column": (qa(caption="A cat."), [([1], [("Q?", "A cat.")])], ["not read: column answer"], {"text_column": "caption"}),
+    "prompt column": (qa(ask="Who?"), [([1], [("Who?", "A.")])], ["not read: column question"], {"prompt_column": "ask", "text_column": "answer"}),
+    "answer before caption behind a prompt column": (rows({"image": "a.png", "ask": "Q?", "answer": "A.", "caption": "A cat."}), ONE,
+        ["not read: column caption"], {"prompt_column": "ask"}),
+    "choices left out": (qa(choices=["A.", "B."]), ONE, ["not read: column choices"], {"prompt_column": "question", "text_column": "answer"}),
+    "several answers": (qa(answer=["A.", "B."]), [([1], [("Q?", "A."), ("Q?", "B.")])]),
+    "several questions": (rows({"image": "a.png", "question": ["Who?", "When?"], "answer": ["Ann", 1999]}),
+        [([1], [("Who?", "Ann"), ("When?", "1999")])]),
     "several questions with marks": (rows({"images": ["a.png", "b.png"], "questions": ["<image> <image>\nWho?", "When?"], "answers": ["Ann", "Now"]}),
-                                     "d.json", {}, [([1, 2], [("Who?", "Ann"), ("When?", "Now")])], []),
-    "a list of one question": (qa(question=["Q?"], answer=["A.", "B."]), "d.json", {}, [([1], [("Q?", "A."), ("Q?", "B.")])], []),
-    "TRL's prompt and completion": (rows({"image": "a.png", "prompt": "Q?", "completion": "A."}), "d.json", {}, ONE, []),
-    "a system's prompt": (qa(system_prompt="Be brief."), "d.json", {}, [([1], [("Be brief.", "Q?", "A.")])], []),
-    "input as the question": (rows({"image": "a.png", "input": "Q?", "output": "A."}), "d.json", {"prompt_column": "input"}, ONE, []),
-    "an empty input": (rows({"image": "a.png", "instruction": "Q?", "input": "", "output": "A."}), "d.json", {}, ONE, []),
-    "one column of a letter": (qa(a="id 7"), "d.json", {}, ONE, ["not read: column a"]),
-    "further keys of a message": (chat(ASK | {"user": "alice"}, SAY | {"assistant": "gpt-4", "name": None}), "d.json", {}, ONE,
-                                  ["not read: key user of messages (1,", "not read: key assistant of messages (1,"]),
-    "further keys of ShareGPT": (rows({"image": "a.png", "conversations": [{"from": "human", "value": "Q?", "assistant": "x"},
-                                      {"from": "gpt", "value": "A.", "user": "y", "model": "z"}]}), "d.json", {}, ONE,
-                                 ["key assistant of messages", "key user of messages", "key model of messages"]),
-    "the_cauldron with a system": (rows({"images": ["a.png"], "texts": [{"user": "Q?", "assistant": "A.", "system": "S."}]}), "d.json",
-                                   {}, [([1], [("S.", "Q?", "A.")])], []),
-    "a part of weight 1": (chat(ASK, message("assistant", text("A.") | {"weight": 1, "train": None})), "d.json", {}, ONE, []),
-    "parts of an answer": (chat(message("user", text("Q"), text("?"), IMAGE), message("assistant", text("It is "), text("A."))), "d.json", {},
-                           [([1], [("Q\n?", "It is A.")])], []),
-    "empty column beside": (rows({"images": [], "image": "a.png", "text": "x"}), "d.json", {}, CAPTION, ["image from column image"]),
-    "image path": (rows({"image_path": "a.png", "caption": "x"}), "d.json", {}, CAPTION, ["image from column image_path"]),
-    "image column": (rows({"left": "a.png", "text": "x"}), "d.json", {"image_column": "left"}, CAPTION, ["image from column left"]),
-    "some without an image": (rows({"image": "a.png", "text": "x"}, {"text": "y"}), "d.json", {},
-                              [*CAPTION, ([], [("What?", "y")])], ["without an image (1, the first d.json[1])"]),
-    "a missing value skipped": (rows({"image": "a.png", "text": "x"}, {"image": "b.png", "text": float("nan")}), "d.json",
-                                {"on_error": "skip"}, CAPTION, ["left out (1, the first d.json[1]"]),
-    "the first is missing": (rows({"image": "0.png", "text": "y"}, {"image": "a.png", "text": "x"}), "d.json",
-                             {"on_error": "skip"}, CAPTION, ["left out (1, the first 0.png: No such file"]),
-    "the one folder": ({"i/a.png": A, ".t/a.png": B, "d.json": [{"image": "a.png", "text": "x"}]}, "d.json", {}, CAPTION,
-                       ["1 different image in i"]),
-    "--images": ({"i/a.png": A, "j/a.png": B, "d.json": [{"image": "a.png", "text": "x"}]}, "d.json", {"images": "i"},
-                 CAPTION, ["in i"]),
-    "lines with marks and blanks": (table(b'\xef\xbb\xbf{"file_name": "a.png", "text": "x"}\r\n\n', "d.jsonl"), "d.jsonl", {},
-                                    CAPTION, []),
-    "bytes beside their name": (rows({"image": {"bytes": None, "path": "a.png"}, "image_path": "gone.png", "text": "x"}), "d.json",
-                                {}, CAPTION, ["image from column image", "column image_path"]),
-    "the same image named twice": (rows({"images": ["a.png"], "messages": [message("user", IMAGE, text("Q?")), SAY]}), "d.json",
-                                   {}, ONE, ["image from column images, question from the chat, answer from column messages"]),
-    "COCO": (table(COCO, "d.json"), "d.json", {}, [([1], [("What?", "x"), ("What?", "y")])], ["answer from column captions"]),
-    "LLaVA": (rows(llava("<image>\nQ?", "A.", image="a.png")), "d.json", {}, ONE, ["question from the chat"]),
-    "LLaVA's system": (rows(llava("Q?", "A.", image="a.png", system="Be brief.")), "d.json", {},
-                       [([1], [("Be brief.", "Q?", "A.")])], []),
-    "two systems": (chat(message("system", "One."), message("system", "Two."), ASK, SAY), "d.json", {},
-                    [([1], [("One.", "Two.", "Q?", "A.")])], []),
-    "OpenAI": (rows({"messages": [message("user", text("Q?"), IMAGE), SAY]}), "d.json", {}, ONE, ["image from the chat"]),
-    "the_cauldron": (rows({"images": ["a.png"], "texts": [{"user": "Q?", "assistant": "A.", "source": "s"}]}), "d.json", {},
-                     ONE, []),
-    "every key filled": (rows({"images": ["a.png"], "messages": [
-        message("user", {"type": "image", "text": None}, {"type": "text", "text": "Q?", "image": None}),
-        message("assistant", {"type": "text", "text": "A.", "image": None})]}), "d.json", {}, ONE, []),
-    "a tag in an answer": (chat(ASK, message("assistant", "Use <video> and <image>.")), "d.json", {},
-                           [([1], [("Q?", "Use <video> and <image>.")])], []),
-    "an image within the text": (chat(message("user", "Is <image> red?"), SAY), "d.json", {}, [([1], [("Is \n red?", "A.")])],
-                                 ["with an image behind text: SmolVLM's layout reads it there, nanoVLM's before all text (1,"]),
-    "an image in a later turn": (chat(message("user", "Hi"), SAY, ASK, SAY), "d.json", {}, [([1], [("Hi", "A."), ("Q?", "A.")])],
-                                 ["with an image behind text"]),
-    "preferences": (rows({"image": "a.png", "prompt": "Q?", "chosen": "A.", "rejected": "B."}), "d.json",
-                    {"text_column": "chosen"}, ONE, ["not read: column rejected"]),
-    "the outermost split": ({**captions("train/train/a", "train/bus/a", "test/train/a", "test/bus/a")}, ".", {},
-                            [([2], [("What?", "train/bus/a!")]), ([1], [("What?", "train/train/a!")])],
-                            ["training split; not read: 4 files, test/bus/a.png"]),
-    "a class train": (labels("train/train", "train/bus", "test/train", "test/bus"), ".", {}, classes(3, 4), ["answer: bus, train", "not read: 2 files"]),
-    "splits in classes": (labels("train/train", "bus/train", "train/test", "bus/test"), ".", {}, classes(2, 4), ["answer: bus, train", "not read: 2 files"]),
-    "classes only": (labels("train", "bus"), ".", {}, classes(1, 2), ["answer: bus, train"]),
-    "a class test": (labels("test/train", "bus/train"), ".", {}, [([1], [("What?", "bus")]), ([2], [("What?", "test")])], ["answer: bus, test"]),
-    "VOC's trainval": (labels("trainval/train", "trainval/bus", "test/bus"), ".", {}, classes(2, 3), ["not read: 1 files, test/bus"]),
-    "a table of a split": (table("file_name,text\na.png,x\n", "train.csv") | {"test.csv": "file_name,text\na.png,y\n"}, ".", {},
-                           CAPTION, ["training split; not read: 1 files, test.csv"]),
+        [([1, 2], [("Who?", "Ann"), ("When?", "Now")])]),
+    "a list of one question": (qa(question=["Q?"], answer=["A.", "B."]), [([1], [("Q?", "A."), ("Q?", "B.")])]),
+    "TRL's prompt and completion": (rows({"image": "a.png", "prompt": "Q?", "completion": "A."}), ONE),
+    "a system's prompt": (qa(system_prompt="Be brief."), [([1], [("Be brief.", "Q?", "A.")])]),
+    "input as the question": (rows({"image": "a.png", "input": "Q?", "output": "A."}), ONE, [], {"prompt_column": "input"}),
+    "an empty input": (rows({"image": "a.png", "instruction": "Q?", "input": "", "output": "A."}), ONE),
+    "one column of a letter": (qa(a="id 7"), ONE, ["not read: column a"]),
+    "further keys of a message": (chat(ASK | {"user": "alice"}, SAY | {"assistant": "gpt-4", "name": None}), ONE,
+        ["not read: key user of messages (1,", "not read: key assistant of messages (1,"]),
+    "further keys of ShareGPT": (rows({"image": "a.png", "conversations": [{"from": "human", "value": "Q?", "assistant": "x"}, {"from": "gpt", "value": "A.", "user": "y", "model": "z"}]}),
+        ONE, ["key assistant of messages", "key user of messages", "key model of messages"]),
+    "the_cauldron with a system": (rows({"images": ["a.png"], "texts": [{"user": "Q?", "assistant": "A.", "system": "S."}]}),
+        [([1], [("S.", "Q?", "A.")])]),
+    "a part of weight 1": (chat(ASK, message("assistant", text("A.") | {"weight": 1, "train": None})), ONE),
+    "parts of an answer": (chat(message("user", text("Q"), text("?"), IMAGE), message("assistant", text("It is "), text("A."))),
+        [([1], [("Q\n?", "It is A.")])]),
+    "empty column beside": (rows({"images": [], "image": "a.png", "text": "x"}), CAPTION, ["image from column image"]),
+    "image path": (rows({"image_path": "a.png", "caption": "x"}), CAPTION, ["image from column image_path"]),
+    "image column": (rows({"left": "a.png", "text": "x"}), CAPTION, ["image from column left"], {"image_column": "left"}),
+    "some without an image": (rows({"image": "a.png", "text": "x"}, {"text": "y"}), [*CAPTION, ([], [("What?", "y")])],
+        ["without an image (1, the first d.json[1])"]),
+    "a missing value skipped": (rows({"image": "a.png", "text": "x"}, {"image": "b.png", "text": float("nan")}), CAPTION,
+        ["left out (1, the first d.json[1]"], {"on_error": "skip"}),
+    "the first is missing": (rows({"image": "0.png", "text": "y"}, {"image": "a.png", "text": "x"}), CAPTION,
+        ["left out (1, the first 0.png: No such file"], {"on_error": "skip"}),
+    "the one folder": ({"i/a.png": A, ".t/a.png": B, "d.json": [{"image": "a.png", "text": "x"}]}, CAPTION, ["1 different image in i"]),
+    "--images": ({"i/a.png": A, "j/a.png": B, "d.json": [{"image": "a.png", "text": "x"}]}, CAPTION, ["in i"], {"images": "i"}),
+    "lines with marks and blanks": (table(b'\xef\xbb\xbf{"file_name": "a.png", "text": "x"}\r\n\n', "d.jsonl"), CAPTION),
+    "bytes beside their name": (rows({"image": {"bytes": None, "path": "a.png"}, "image_path": "gone.png", "text": "x"}), CAPTION,
+        ["image from column image", "column image_path"]),
+    "the same image named twice": (rows({"images": ["a.png"], "messages": [message("user", IMAGE, text("Q?")), SAY]}), ONE,
+        ["image from column images, question from the chat, answer from column messages"]),
+    "COCO": (table(COCO, "d.json"), [([1], [("What?", "x"), ("What?", "y")])], ["answer from column captions"]),
+    "LLaVA": (rows(llava("<image>\nQ?", "A.", image="a.png")), ONE, ["question from the chat"]),
+    "LLaVA's system": (rows(llava("Q?", "A.", image="a.png", system="Be brief.")), [([1], [("Be brief.", "Q?", "A.")])]),
+    "two systems": (chat(message("system", "One."), message("system", "Two."), ASK, SAY), [([1], [("One.", "Two.", "Q?", "A.")])]),
+    "OpenAI": (rows({"messages": [message("user", text("Q?"), IMAGE), SAY]}), ONE, ["image from the chat"]),
+    "the_cauldron": (rows({"images": ["a.png"], "texts": [{"user": "Q?", "assistant": "A.", "source": "s"}]}), ONE),
+    "every key filled": (rows({"images": ["a.png"], "messages": [message("user", {"type": "image", "text": None}, {"type": "text", "text": "Q?", "image": None}), message("assistant", {"type": "text", "text": "A.", "image": None})]}),
+        ONE),
+    "a tag in an answer": (chat(ASK, message("assistant", "Use <video> and <image>.")), [([1], [("Q?", "Use <video> and <image>.")])]),
+    "an image within the text": (chat(message("user", "Is <image> red?"), SAY), [([1], [("Is \n red?", "A.")])],
+        ["with an image behind text: SmolVLM's layout reads it there, nanoVLM's before all text (1,"]),
+    "an image in a later turn": (chat(message("user", "Hi"), SAY, ASK, SAY), [([1], [("Hi", "A."), ("Q?", "A.")])], ["with an image behind text"]),
+    "preferences": (rows({"image": "a.png", "prompt": "Q?", "chosen": "A.", "rejected": "B."}), ONE, ["not read: column rejected"],
+        {"text_column": "chosen"}),
+    "the outermost split": ({**captions("train/train/a", "train/bus/a", "test/train/a", "test/bus/a")},
+        [([2], [("What?", "train/bus/a!")]), ([1], [("What?", "train/train/a!")])], ["training split; not read: 4 files, test/bus/a.png"]),
+    "a class train": (labels("train/train", "train/bus", "test/train", "test/bus"), classes(3, 4), ["answer: bus, train", "not read: 2 files"]),
+    "splits in classes": (labels("train/train", "bus/train", "train/test", "bus/test"), classes(2, 4), ["answer: bus, train", "not read: 2 files"]),
+    "classes only": (labels("train", "bus"), classes(1, 2), ["answer: bus, train"]),
+    "a class test": (labels("test/train", "bus/train"), told("bus", "test"), ["answer: bus, test"]),
+    "VOC's trainval": (labels("trainval/train", "trainval/bus", "test/bus"), classes(2, 3), ["not read: 1 files, test/bus"]),
+    "a table of a split": (table("file_name,text\na.png,x\n", "train.csv") | {"test.csv": "file_name,text\na.png,y\n"}, CAPTION,
+        ["training split; not read: 1 files, test.csv"]),
     "a folder before the name of its table": ({"train/a.png": A, "train/metadata.csv": "file_name,text\na.png,x\n", "test/metadata.csv": "a\n"},
-                                             ".", {}, CAPTION, ["training split; not read: 1 files, test/metadata.csv"]),
-    "no training split": (captions("val/a", "test/a"), ".", {}, [([2], [("What?", "test/a!")]), ([1], [("What?", "val/a!")])],
-                          ["there is no training split: reading test and val"]),
-    "missing names of folders": (labels("Nan", "None", "null", "NA", "nan"), ".", {},
-                                 [([1], [("What?", "NA")]), ([2], [("What?", "Nan")]), ([3], [("What?", "None")]),
-                                  ([4], [("What?", "nan")]), ([5], [("What?", "null")])], ["answer: NA, Nan, None, nan, null"]),
-    "the bread and the word": (rows({"image": "a.png", "text": "Nan"}, {"image": "a.png", "text": "None"}), "d.json", {},
-                               [([1], [("What?", "Nan")]), ([1], [("What?", "None")])],
-                               ["learned as a text: the answer 'None' (1, the first d.json[1])"]),
-    "missing in a csv": (table("file_name,text\na.png,x\na.png,NA\na.png,None\na.png,null\na.png,\\N\na.png,#N/A\na.png, n/a \n", "my.csv"),
-                         "my.csv", {"on_error": "skip"}, CAPTION, ["left out (6, the first my.csv[1] has the answer 'NA'"]),
-    "Excel's first line": (table("sep=;\r\nfile_name;text\r\na.png;x, y\r\n", "my.csv"), "my.csv", {}, [([1], [("What?", "x, y")])], []),
-    "Excel's first line on a Mac": (table("sep=;\rfile_name;text\ra.png;x, y\r", "my.csv"), "my.csv", {}, [([1], [("What?", "x, y")])], []),
-    "Excel's first line with a tab": (table("sep=\t\nfile_name\ttext\na.png\tx\n", "my.csv"), "my.csv", {}, CAPTION, []),
-    "DocVQA": (table({"dataset_name": "DocVQA", "data": [{"questionId": 1, "image": "a.png", "question": "Q?", "answers": ["A.", "B."]}]},
-                     "d.json"), "d.json", {}, [([1], [("Q?", "A."), ("Q?", "B.")])], ["reading the list 'data'; not read: dataset_name"]),
-    "half a character": (rows({"image": "a.png", "text": "x"}, {"image": "b.png", "text": "\ud83d"}, {"image": "\ud83d.png", "text": "y"}),
-                         "d.json", {"on_error": "skip"}, CAPTION, ["left out (2, the first d.json[1] has half of a character, '\\ud83d'"]),
-    "a whole one": (table(b'[{"image": "a.png", "text": "\\ud83d\\ude00"}]', "d.json"), "d.json", {}, [([1], [("What?", "\U0001f600")])], []),
-    "numbered images": (chat(message("user", {"type": "image", "index": 1}, text("Q?"), {"type": "image", "index": 0}), SAY,
-                             image=["a.png", "b.png"]), "d.json", {}, [([2, 1], [("Q?", "A.")])], []),
-    "a part of a name is no split": (labels("train_station", "house", "test_tube"), ".", {},
-                                     [([1], [("What?", "house")]), ([2], [("What?", "test_tube")]), ([3], [("What?", "train_station")])],
-                                     ["answer: house, test_tube, train_station"]),
-    "a folder of another word": (captions("x/train_test_split/a", "pretrain/b", "val d'isere/c"), ".", {},
-                                 [([2], [("What?", "pretrain/b!")]), ([3], [("What?", "val d'isere/c!")]), ([1], [("What?", "x/train_test_split/a!")])],
-                                 ["3 examples"]),
-    "splits whose names differ in the word alone": (captions("train_images/a", "val_images/a"), ".", {}, [([1], [("What?", "train_images/a!")])],
-                                                    ["training split; not read: 2 files, val_images/a.png"]),
-    "labels in splits of such names": (labels("my-train/bus", "my-train/car", "my-test/bus"), ".", {}, classes(2, 3)[:1] + [([3], [("What?", "car")])],
-                                       ["answer: bus, car", "not read: 1 files, my-test"]),
-    "tables of years": (table("file_name,text\na.png,x\n", "captions_train2014.csv") | {"captions_val2014.csv": "a\n"}, ".", {}, CAPTION,
-                        ["training split; not read: 1 files, captions_val2014.csv"]),
-    "rows of another split left out": (SPLIT_ROWS, ".", {"on_error": "skip"}, CAPTION,
-                                       ["left out (1, the first ./metadata.csv[1] is of the split 'test' among others"]),
-    "rows of the training split alone": (SPLIT_ROWS | {"metadata.csv": "file_name,text\ntrain/a.png,x\n"}, ".", {}, CAPTION,
-                                         ["1 example, 1 different image", "not read: .png files (1, the first ./test/a.png)"]),
-    "rows of the test split alone": (SPLIT_ROWS | {"metadata.csv": "file_name,text\ntest/a.png,x\n"}, ".", {}, [([2], [("What?", "x")])],
-                                     ["not read: .png files (1, the first ./train/a.png)"]),
-    "rows of no training split": (rows({"image": "a.png", "text": "x", "split": "val"}, {"image": "a.png", "text": "y", "split": "test"}), "d.json",
-                                  {}, [*CAPTION, ([1], [("What?", "y")])], ["there is no training split: reading rows of val (1) and test (1)"]),
-    "a column of one split": (rows({"image": "a.png", "text": "x", "split": "test"}), "d.json", {}, CAPTION, ["1 example"]),
-    "a column split of other words": (rows({"image": "a.png", "text": "x", "subset": "birds"}), "d.json", {}, CAPTION, ["not read: column subset"]),
+        CAPTION, ["training split; not read: 1 files, test/metadata.csv"]),
+    "no training split": (captions("val/a", "test/a"), [([2], [("What?", "test/a!")]), ([1], [("What?", "val/a!")])],
+        ["there is no training split: reading test and val"]),
+    "missing names of folders": (labels("Nan", "None", "null", "NA", "nan"), told("NA", "Nan", "None", "nan", "null"),
+        ["answer: NA, Nan, None, nan, null"]),
+    "the bread and the word": (rows({"image": "a.png", "text": "Nan"}, {"image": "a.png", "text": "None"}),
+        [([1], [("What?", "Nan")]), ([1], [("What?", "None")])], ["learned as a text: the answer 'None' (1, the first d.json[1])"]),
+    "missing in a csv": (table("file_name,text\na.png,x\na.png,NA\na.png,None\na.png,null\na.png,\\N\na.png,#N/A\na.png, n/a \n", "my.csv"), CAPTION,
+        ["left out (6, the first my.csv[1] has the answer 'NA'"], {"on_error": "skip"}),
+    "Excel's first line": (table("sep=;\r\nfile_name;text\r\na.png;x, y\r\n", "my.csv"), told("x, y")),
+    "Excel's first line on a Mac": (table("sep=;\rfile_name;text\ra.png;x, y\r", "my.csv"), told("x, y")),
+    "Excel's first line with a tab": (table("sep=\t\nfile_name\ttext\na.png\tx\n", "my.csv"), CAPTION),
+    "DocVQA": (table({"dataset_name": "DocVQA", "data": [{"questionId": 1, "image": "a.png", "question": "Q?", "answers": ["A.", "B."]}]}, "d.json"),
+        [([1], [("Q?", "A."), ("Q?", "B.")])], ["reading the list 'data'; not read: dataset_name"]),
+    "half a character": (rows({"image": "a.png", "text": "x"}, {"image": "b.png", "text": "\ud83d"}, {"image": "\ud83d.png", "text": "y"}), CAPTION,
+        ["left out (2, the first d.json[1] has half of a character, '\\ud83d'"], {"on_error": "skip"}),
+    "a whole one": (table(b'[{"image": "a.png", "text": "\\ud83d\\ude00"}]', "d.json"), told("\U0001f600")),
+    "numbered images": (chat(message("user", {"type": "image", "index": 1}, text("Q?"), {"type": "image", "index": 0}), SAY, image=["a.png", "b.png"]),
+        [([2, 1], [("Q?", "A.")])]),
+    "a part of a name is no split": (labels("train_station", "house", "test_tube"), told("house", "test_tube", "train_station"),
+        ["answer: house, test_tube, train_station"]),
+    "a folder of another word": (captions("x/train_test_split/a", "pretrain/b", "val d'isere/c"),
+        [([2], [("What?", "pretrain/b!")]), ([3], [("What?", "val d'isere/c!")]), ([1], [("What?", "x/train_test_split/a!")])], ["3 examples"]),
+    "splits whose names differ in the word alone": (captions("train_images/a", "val_images/a"), told("train_images/a!"),
+        ["training split; not read: 2 files, val_images/a.png"]),
+    "labels in splits of such names": (labels("my-train/bus", "my-train/car", "my-test/bus"), classes(2, 3)[:1] + [([3], [("What?", "car")])],
+        ["answer: bus, car", "not read: 1 files, my-test"]),
+    "tables of years": (table("file_name,text\na.png,x\n", "captions_train2014.csv") | {"captions_val2014.csv": "a\n"}, CAPTION,
+        ["training split; not read: 1 files, captions_val2014.csv"]),
+    "rows of another split left out": (SPLIT_ROWS, CAPTION, ["left out (1, the first ./metadata.csv[1] is of the split 'test' among others"],
+        {"on_error": "skip"}),
+    "rows of the training split alone": (SPLIT_ROWS | {"metadata.csv": "file_name,text\ntrain/a.png,x\n"}, CAPTION,
+        ["1 example, 1 different image", "not read: .png files (1, the first ./test/a.png)"]),
+    "rows of the test split alone": (SPLIT_ROWS | {"metadata.csv": "file_name,text\ntest/a.png,x\n"}, [([2], [("What?", "x")])],
+        ["not read: .png files (1, the first ./train/a.png)"]),
+    "rows of no training split": (rows({"image": "a.png", "text": "x", "split": "val"}, {"image": "a.png", "text": "y", "split": "test"}),
+        [*CAPTION, ([1], [("What?", "y")])], ["there is no training split: reading rows of val (1) and test (1)"]),
+    "a column of one split": (rows({"image": "a.png", "text": "x", "split": "test"}), CAPTION, ["1 example"]),
+    "a column split of other words": (rows({"image": "a.png", "text": "x", "subset": "birds"}), CAPTION, ["not read: column subset"]),
     "hidden files": (captions("a") | {".captions.jsonl": [{"file_name": "a.png", "text": "no"}], ".nanovlm-part-1/b.png": B, "._a.png": B},
-                     ".", {}, [([1], [("What?", "a!")])], ["1 example, 1 different image"]),
+        told("a!"), ["1 example, 1 different image"]),
     "numbers": (rows({"image": "a.png", "text": 7}, {"image": "a.png", "text": 0.1}, {"image": "a.png", "text": 12345678901234567890}),
-                "d.json", {}, [([1], [("What?", "7")]), ([1], [("What?", "0.1")]), ([1], [("What?", "12345678901234567890")])], []),
-    "an address of a file": ({"a b.png": A, **rows({"image": "file://a%20b.png", "text": "x"})}, "d.json", {}, CAPTION, []),
-    "a data: address": (rows({"image": "data:image/png;base64," + base64.b64encode(A).decode(), "text": "x"}),
-                        "d.json", {}, CAPTION, []),
+        [([1], [("What?", "7")]), ([1], [("What?", "0.1")]), ([1], [("What?", "12345678901234567890")])]),
+    "an address of a file": ({"a b.png": A, **rows({"image": "file://a%20b.png", "text": "x"})}, CAPTION),
+    "a data: address": (rows({"image": "data:image/png;base64," + base64.b64encode(A).decode(), "text": "x"}), CAPTION),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("files", "path", "options", "expected", "words"), READ.values(), ids=READ)
-def test_read(files, path, options, expected, words):
+def written(files, options):
+    """Write files; the path to read, by default the one table or the folder, and the options."""
     for name, content in files.items():
         write(name, content)
-    options = replace(OPTIONS, **options)
+    tables = [name for name in files if name in ("d.json", "d.jsonl", "my.csv", "my.tsv")]
+    options = {"path": tables[0] if len(tables) == 1 else "."} | options
+    return options.pop("path"), replace(OPTIONS, **options)
+
+
+@pytest.mark.parametrize("name", READ)
+def test_read(name):
+    files, expected, words, options = (*READ[name], *([], {})[len(READ[name]) - 2 :])
+    path, options = written(files, options)
     assert [(seeds, pairs) for _, seeds, pairs in read_all(path, options)] == expected
     lines = " | ".join(open_source(path, options).lines)
     assert all(part in lines for part in words), lines
@@ -250,140 +239,135 @@ def test_a_split_is_a_name_and_not_a_part_of_one():
 
 
 TWICE = coco([(1, "a.png"), (1, "b.png")], [(1, "x")])[1]
-# id: files, path, words of the refusal
+# id: files, words of the refusal, path and options
 REFUSED = {
-    "splits named by images": (SPLIT_ROWS, ".", OTHER_SPLIT.format(".", "./metadata.csv", "test")),
-    "a column split": (rows({"image": "a.png", "text": "x", "split": "train"}, {"image": "b.png", "text": "y", "split": "val"}), "d.json",
-                       OTHER_SPLIT.format("d.json", "d.json", "val")),
-    "a column subset": (rows({"image": "a.png", "text": "x", "Subset": "Training"}, {"image": "b.png", "text": "y", "Subset": "Testing"}), "d.json",
-                        OTHER_SPLIT.format("d.json", "d.json", "testing")),
-    "two answers": (rows({"image": "a.png", "text": "x", "caption": "y"}), "d.json",
-                    "'text' and 'caption', each may be the answer; --text-column names it"),
-    "two questions": (qa(prompt="P?"), "d.json", "may be the question; --prompt-column names it"),
-    "two images": (qa(img="b.png"), "d.json", "may be the image; --image-column names it"),
-    "a chat beside columns": (chat(ASK, SAY, caption="x"), "d.json", "'messages' and 'caption', each may be"),
-    "choices": (qa(choices=["A.", "B."]), "d.json", "has choices beside its answer"),
-    "lists of two lengths": (qa(question=["Who?", "When?", "Where?"], answer=["Ann", "1999"]), "d.json", "has 3 questions, but 2 answers"),
-    "questions of one answer": (qa(question=["Who?", "When?"]), "d.json", "has 2 questions, but 1 answers"),
-    "Alpaca's input": (rows({"image": "a.png", "instruction": "Q?", "input": "WHICH", "output": "A."}), "d.json",
-                       "has input beside its answer; write it into the question, or leave it out by naming the answer with --text-column"),
-    "history": (rows({"image": "a.png", "query": "Q?", "response": "A.", "history": [["q", "a"]]}), "d.json", "has history beside"),
-    "letters": (qa(A="x", B="y", C="z"), "d.json", "has A and B and C beside its answer"),
-    "options by letter": (qa(option_a="x", option_b="y"), "d.json", "has option_a and option_b beside"),
-    "context": (qa(context="In 1999."), "d.json", "has context beside"),
-    "a hint": (qa(hint="Look."), "d.json", "has hint beside"),
-    "tools": (chat(ASK, SAY, tools=[{"name": "f"}]), "d.json", "has tools beside"),
-    "numbered columns of images": (qa(image_2="b.png"), "d.json", "has image_2; name all of its images in one list"),
-    "a part of weight 0": (chat(ASK, message("assistant", text("WRONG") | {"weight": 0}, text("A."))), "d.json",
-                           "has a weight of its own at a part of an answer"),
-    "a part that is not trained": (chat(ASK, message("assistant", text("A.") | {"train": False})), "d.json", "at a part of an answer"),
-    "axolotl's details": (chat(ASK, SAY | {"train_detail": [{"begin_offset": 0, "end_offset": 1, "train": False}]}), "d.json",
-                          "has train_detail in a message"),
-    "Ollama's images": (rows({"messages": [message("user", "Q?") | {"images": ["a.png"]}, SAY]}), "d.json", "has the key images in a message"),
-    "an image of the system": (chat(message("system", "<image>"), ASK, SAY), "d.json", "an image in a message of 'system'"),
-    "no text": (rows({"image": "a.png", "words": "x"}), "d.json", "only image, words; name one with --text-column"),
-    "nan": (rows({"image": "a.png", "text": float("nan")}), "d.json", "an empty answer"),
-    "nan in a csv": (table("file_name,text\na.png,nan\n"), ".", "the answer 'nan'"),
-    "true": (qa(answer=True), "d.json", "of type bool, which must be text"),
-    "an empty question": (qa(question=""), "d.json", "no question in question"),
-    "no images": (rows({"photo_of": "a.png", "text": "x"}), "d.json", "--image-column names it"),
-    "a missing image": (qa(image="c.png"), "d.json", "names the image c.png, which is not in . or one folder below"),
-    "two folders": ({"i/a.png": A, "j/a.png": B, "d.json": [{"image": "a.png", "text": "x"}]}, "d.json",
-                    "which i and j have; name the folder of the images with --images FOLDER"),
-    "ids twice": (table(TWICE, "d.json"), "d.json", "2 images with the id 1"),
-    "a line": (table(b'{"a": 1}\n{oops\n', "d.jsonl"), "d.jsonl", "d.jsonl, line 2, cannot be read"),
-    "a cut line": (table(b'{"a": 1}\n{"a": "\xc3', "d.jsonl"), "d.jsonl", "line 2, cannot be read"),
-    "a deep line": (table(b'{"a":' * 100_000, "d.jsonl"), "d.jsonl", "line 1, cannot be read"),
-    "no object": (table([[1]], "d.jsonl"), "d.jsonl", "not a list of objects"),
-    "UTF-16": (table("a,b\n".encode("utf-16")), ".", "save it as UTF-8"),
-    "nothing": (table([], "d.json"), "d.json", "d.json is empty"),
-    "an unknown id": (table(coco([(1, "a.png")], [(2, "x")])[1], "d.json"), "d.json", "captions but no images with the id 2"),
-    "preferences": (qa(rejected_response="B."), "d.json", "is preference data"),
-    "a video": (qa(video="a.mp4"), "d.json", "names a video"),
-    "other marks": (qa(question="<|image_1|> Q?"), "d.json", "the mark <|image_1|> in its question"),
-    "too many marks": (qa(question="<image><image>Q?"), "d.json", "marks the positions of 2 images, but has 1"),
-    "half a weight": (chat(ASK, SAY | {"weight": 0.5}), "d.json", "the weight 0.5; only 0 and 1"),
-    "nothing learned": (chat(ASK, SAY | {"weight": 1, "loss": False}), "d.json", "learns none of its answers"),
-    "a tool": (chat(ASK, SAY | {"tool_calls": [{}]}), "d.json", "calls a tool"),
-    "an odd role": (chat(ASK, message("tool", "x")), "d.json", "message 2 of 'tool'"),
-    "no last answer": (chat(ASK, SAY, ASK), "d.json", "its answer is missing"),
-    "a web address": (qa(image="https://x/a.png"), "d.json", "download it"),
-    "no captions": ({"a.png": A}, ".", "captions missing: 1 images in ."),
-    "captions of another extension": ({"a.png": A, "a.caption": "x"}, ".", "label; --extension .caption reads a.caption"),
-    "another extension's captions missing": (captions("a"), ".", "--extension .txt reads a.txt", {"extension": ".caption"}),
-    "Flickr8k": ({"Images/a.png": A, "captions.txt": "image,caption\na.png,x\n"}, ".",
-                 "captions.txt stands beside no image: if it is a table, call it .csv"),
-    "a record beside each image": (TWO | {"a.json": {"text": "x"}, "b.json": {"text": "y"}}, ".",
-                                   "of records beside each image make one metadata.jsonl"),
-    "a key twice": (table(b'[{"image": "a.png", "text": "x", "text": "y"}]', "d.json"), "d.json", "several values of 'text'"),
-    "a key twice in a line": (table(b'{"image": "a.png", "text": "x"}\n{"text": "x", "text": "x"}', "d.jsonl"), "d.jsonl",
-                              "d.jsonl, line 2, cannot be read: an object has several values of 'text'"),
-    "base64": (rows({"image": base64.b64encode(A).decode(), "text": "x"}), "d.json",
-               "d.json[0] has base64 where an image should be, iVBORw0KGgoAAAANSUhE...; write data:image/png;base64, before it"),
-    "a long cell": (table("image,text\na.png,x\na.png," + "y" * 131073, "my.csv"), "my.csv", "my.csv, line 3, has a cell of more than 131,072 letters"),
-    "a quote that is not closed": (table("image,text\na.png,\"x\n" + "a.png,y\n" * 20_000, "my.csv"), "my.csv", "close its quotes"),
-    "a million columns": (table("image," + ",".join(map(str, range(10**6))) + "\n", "my.csv"), "my.csv", "has 1,000,001 columns in its first line"),
-    "many columns": (rows({"image": "a.png", "text": "x"} | {f"{i}": 1 for i in range(20_000)}), "d.json", "has 20,002 columns; at most 10,000 are read"),
-    "many images": (rows({"images": ["a.png"] * 10_001, "text": "x"}), "d.json", "has 10,001 images"),
-    "many answers": (rows({"image": "a.png", "text": ["x"] * 100_000}), "d.json", "has 100,000 answers"),
-    "many turns": (chat(*[ASK, SAY] * 50_000), "d.json", "has 100,000 messages"),
-    "a percent sign": (rows({"image": "my%20a.png", "text": "x"}), "d.json", "below it, as names of files have no %20; name the folder"),
-    "marks of boxes": (chat(message("user", "<image>Find <ref-object>."), SAY), "d.json", "the mark <ref-object> in its question"),
-    "a column set": (rows({"image": "a.png", "text": "x", "set": "train"}, {"image": "b.png", "text": "y", "set": "test"}), "d.json",
-                     OTHER_SPLIT.format("d.json", "d.json", "test")),
-    "the cause first": (rows({"image": "a.png", "text": ""}), "d.json", "d.json[0] has an empty answer to 'What?'; write it, or remove the example; no record"),
-    "one label": ({"x/a.png": A}, ".", "captions missing: 1 images in ."),
-    "labels of two levels": ({"x/a.png": A, "y/z/b.png": B, "y/c.png": B}, ".", "the first ./y/z/b.png"),
-    "some texts missing": (captions("a") | {"b.png": B}, ".",
-                           "1 of 2 records of . cannot be used, the first: ./b.png has no text: b.txt: No such file"),
-    "a text that is no UTF-8": (captions("a") | {"a.txt": b"\xff"}, ".", "a.png has no text: a.txt is not UTF-8 ('utf-8' codec"),
-    "a chat with a question of columns": (chat(ASK, SAY), "d.json", "--prompt-column has no effect", {"prompt_column": "image"}),
-    "other images in the chat": (chat(message("user", IMAGE, text("Q?")), SAY, image="b.png"), "d.json",
-                                 "names images in its messages and in image"),
-    "an image in an answer": (chat(ASK, message("assistant", IMAGE, text("A."))), "d.json", "has an image in a message of 'assistant'; only the user shows images"),
-    "a part": (chat(message("user", {"type": "file", "file": "x"})), "d.json", "a part of type 'file'"),
-    "no list": (rows({"image": "a.png", "messages": "x"}), "d.json", "must be a list of messages"),
-    "no chat": (rows({"image": "a.png", "messages": [1]}), "d.json", "has an unknown structure"),
-    "a number for an image": (qa(image=7), "d.json", "has 7 where an image should be"),
-    "no base64": (qa(image="data:image/png;base64,?"), "d.json", "holds an image: a data URL with invalid base64"),
-    "a mask beside": (captions("a") | {"a.jpg": A}, ".", "a.txt stands beside"),
-    "an open quote": (table('file_name,text\na.png,"x\nb.png,y\n'), ".", "unexpected end of data"),
-    "cells too many": (table("file_name,text\na.png,x,y\n"), ".", "row 1, has more cells than columns"),
-    "columns twice": (table("file_name,text,text\na.png,x,y\n"), ".", "several columns named 'text'"),
-    "two tables": (table("file_name,text\na.png,x\n") | {"metadata.jsonl": []}, ".", "name the one to read"),
-    "two json": (qa() | {"e.json": []}, ".", "name the one to read"),
+    "splits named by images": (SPLIT_ROWS, OTHER_SPLIT.format(".", "./metadata.csv", "test")),
+    "a column split": (rows({"image": "a.png", "text": "x", "split": "train"}, {"image": "b.png", "text": "y", "split": "val"}),
+        OTHER_SPLIT.format("d.json", "d.json", "val")),
+    "a column subset": (rows({"image": "a.png", "text": "x", "Subset": "Training"}, {"image": "b.png", "text": "y", "Subset": "Testing"}),
+        OTHER_SPLIT.format("d.json", "d.json", "testing")),
+    "two answers": (rows({"image": "a.png", "text": "x", "caption": "y"}), "'text' and 'caption', each may be the answer; --text-column names it"),
+    "two questions": (qa(prompt="P?"), "may be the question; --prompt-column names it"),
+    "two images": (qa(img="b.png"), "may be the image; --image-column names it"),
+    "a chat beside columns": (chat(ASK, SAY, caption="x"), "'messages' and 'caption', each may be"),
+    "choices": (qa(choices=["A.", "B."]), "has choices beside its answer"),
+    "lists of two lengths": (qa(question=["Who?", "When?", "Where?"], answer=["Ann", "1999"]), "has 3 questions, but 2 answers"),
+    "questions of one answer": (qa(question=["Who?", "When?"]), "has 2 questions, but 1 answers"),
+    "Alpaca's input": (rows({"image": "a.png", "instruction": "Q?", "input": "WHICH", "output": "A."}),
+        "has input beside its answer; write it into the question, or leave it out by naming the answer with --text-column"),
+    "history": (rows({"image": "a.png", "query": "Q?", "response": "A.", "history": [["q", "a"]]}), "has history beside"),
+    "letters": (qa(A="x", B="y", C="z"), "has A and B and C beside its answer"),
+    "options by letter": (qa(option_a="x", option_b="y"), "has option_a and option_b beside"),
+    "context": (qa(context="In 1999."), "has context beside"),
+    "a hint": (qa(hint="Look."), "has hint beside"),
+    "tools": (chat(ASK, SAY, tools=[{"name": "f"}]), "has tools beside"),
+    "numbered columns of images": (qa(image_2="b.png"), "has image_2; name all of its images in one list"),
+    "a part of weight 0": (chat(ASK, message("assistant", text("WRONG") | {"weight": 0}, text("A."))),
+        "has a weight of its own at a part of an answer"),
+    "a part that is not trained": (chat(ASK, message("assistant", text("A.") | {"train": False})), "at a part of an answer"),
+    "axolotl's details": (chat(ASK, SAY | {"train_detail": [{"begin_offset": 0, "end_offset": 1, "train": False}]}), "has train_detail in a message"),
+    "Ollama's images": (rows({"messages": [message("user", "Q?") | {"images": ["a.png"]}, SAY]}), "has the key images in a message"),
+    "an image of the system": (chat(message("system", "<image>"), ASK, SAY), "an image in a message of 'system'"),
+    "no text": (rows({"image": "a.png", "words": "x"}), "only image, words; name one with --text-column"),
+    "nan": (rows({"image": "a.png", "text": float("nan")}), "an empty answer"),
+    "nan in a csv": (table("file_name,text\na.png,nan\n"), "the answer 'nan'"),
+    "true": (qa(answer=True), "of type bool, which must be text"),
+    "an empty question": (qa(question=""), "no question in question"),
+    "no images": (rows({"photo_of": "a.png", "text": "x"}), "--image-column names it"),
+    "a missing image": (qa(image="c.png"), "names the image c.png, which is not in . or one folder below"),
+    "two folders": ({"i/a.png": A, "j/a.png": B, "d.json": [{"image": "a.png", "text": "x"}]},
+        "which i and j have; name the folder of the images with --images FOLDER"),
+    "ids twice": (table(TWICE, "d.json"), "2 images with the id 1"),
+    "a line": (table(b'{"a": 1}\n{oops\n', "d.jsonl"), "d.jsonl, line 2, cannot be read"),
+    "a cut line": (table(b'{"a": 1}\n{"a": "\xc3', "d.jsonl"), "line 2, cannot be read"),
+    "a deep line": (table(b'{"a":' * 100_000, "d.jsonl"), "line 1, cannot be read"),
+    "no object": (table([[1]], "d.jsonl"), "not a list of objects"),
+    "UTF-16": (table("a,b\n".encode("utf-16")), "save it as UTF-8"),
+    "nothing": (table([], "d.json"), "d.json is empty"),
+    "an unknown id": (table(coco([(1, "a.png")], [(2, "x")])[1], "d.json"), "captions but no images with the id 2"),
+    "preferences": (qa(rejected_response="B."), "is preference data"),
+    "a video": (qa(video="a.mp4"), "names a video"),
+    "other marks": (qa(question="<|image_1|> Q?"), "the mark <|image_1|> in its question"),
+    "too many marks": (qa(question="<image><image>Q?"), "marks the positions of 2 images, but has 1"),
+    "half a weight": (chat(ASK, SAY | {"weight": 0.5}), "the weight 0.5; only 0 and 1"),
+    "nothing learned": (chat(ASK, SAY | {"weight": 1, "loss": False}), "learns none of its answers"),
+    "a tool": (chat(ASK, SAY | {"tool_calls": [{}]}), "calls a tool"),
+    "an odd role": (chat(ASK, message("tool", "x")), "message 2 of 'tool'"),
+    "no last answer": (chat(ASK, SAY, ASK), "its answer is missing"),
+    "a web address": (qa(image="https://x/a.png"), "download it"),
+    "no captions": ({"a.png": A}, "captions missing: 1 images in ."),
+    "captions of another extension": ({"a.png": A, "a.caption": "x"}, "label; --extension .caption reads a.caption"),
+    "another extension's captions missing": (captions("a"), "--extension .txt reads a.txt", {"extension": ".caption"}),
+    "Flickr8k": ({"Images/a.png": A, "captions.txt": "image,caption\na.png,x\n"},
+        "captions.txt stands beside no image: if it is a table, call it .csv"),
+    "a record beside each image": (TWO | {"a.json": {"text": "x"}, "b.json": {"text": "y"}}, "of records beside each image make one metadata.jsonl"),
+    "a key twice": (table(b'[{"image": "a.png", "text": "x", "text": "y"}]', "d.json"), "several values of 'text'"),
+    "a key twice in a line": (table(b'{"image": "a.png", "text": "x"}\n{"text": "x", "text": "x"}', "d.jsonl"),
+        "d.jsonl, line 2, cannot be read: an object has several values of 'text'"),
+    "base64": (rows({"image": base64.b64encode(A).decode(), "text": "x"}),
+        "d.json[0] has base64 where an image should be, iVBORw0KGgoAAAANSUhE...; write data:image/png;base64, before it"),
+    "a long cell": (table("image,text\na.png,x\na.png," + "y" * 131073, "my.csv"), "my.csv, line 3, has a cell of more than 131,072 letters"),
+    "a quote that is not closed": (table("image,text\na.png,\"x\n" + "a.png,y\n" * 20_000, "my.csv"), "close its quotes"),
+    "a million columns": (table("image," + ",".join(map(str, range(10**6))) + "\n", "my.csv"), "has 1,000,001 columns in its first line"),
+    "many columns": (rows({"image": "a.png", "text": "x"} | {f"{i}": 1 for i in range(20_000)}), "has 20,002 columns; at most 10,000 are read"),
+    "many images": (rows({"images": ["a.png"] * 10_001, "text": "x"}), "has 10,001 images"),
+    "many answers": (rows({"image": "a.png", "text": ["x"] * 100_000}), "has 100,000 answers"),
+    "many turns": (chat(*[ASK, SAY] * 50_000), "has 100,000 messages"),
+    "a percent sign": (rows({"image": "my%20a.png", "text": "x"}), "below it, as names of files have no %20; name the folder"),
+    "marks of boxes": (chat(message("user", "<image>Find <ref-object>."), SAY), "the mark <ref-object> in its question"),
+    "a column set": (rows({"image": "a.png", "text": "x", "set": "train"}, {"image": "b.png", "text": "y", "set": "test"}),
+        OTHER_SPLIT.format("d.json", "d.json", "test")),
+    "the cause first": (rows({"image": "a.png", "text": ""}), "d.json[0] has an empty answer to 'What?'; write it, or remove the example; no record"),
+    "one label": ({"x/a.png": A}, "captions missing: 1 images in ."),
+    "labels of two levels": ({"x/a.png": A, "y/z/b.png": B, "y/c.png": B}, "the first ./y/z/b.png"),
+    "some texts missing": (captions("a") | {"b.png": B}, "1 of 2 records of . cannot be used, the first: ./b.png has no text: b.txt: No such file"),
+    "a text that is no UTF-8": (captions("a") | {"a.txt": b"\xff"}, "a.png has no text: a.txt is not UTF-8 ('utf-8' codec"),
+    "a chat with a question of columns": (chat(ASK, SAY), "--prompt-column has no effect", {"prompt_column": "image"}),
+    "other images in the chat": (chat(message("user", IMAGE, text("Q?")), SAY, image="b.png"), "names images in its messages and in image"),
+    "an image in an answer": (chat(ASK, message("assistant", IMAGE, text("A."))),
+        "has an image in a message of 'assistant'; only the user shows images"),
+    "a part": (chat(message("user", {"type": "file", "file": "x"})), "a part of type 'file'"),
+    "no list": (rows({"image": "a.png", "messages": "x"}), "must be a list of messages"),
+    "no chat": (rows({"image": "a.png", "messages": [1]}), "has an unknown structure"),
+    "a number for an image": (qa(image=7), "has 7 where an image should be"),
+    "no base64": (qa(image="data:image/png;base64,?"), "holds an image: a data URL with invalid base64"),
+    "a mask beside": (captions("a") | {"a.jpg": A}, "a.txt stands beside"),
+    "an open quote": (table('file_name,text\na.png,"x\nb.png,y\n'), "unexpected end of data"),
+    "cells too many": (table("file_name,text\na.png,x,y\n"), "row 1, has more cells than columns"),
+    "columns twice": (table("file_name,text,text\na.png,x,y\n"), "several columns named 'text'"),
+    "two tables": (table("file_name,text\na.png,x\n") | {"metadata.jsonl": []}, "name the one to read"),
+    "two json": (qa() | {"e.json": []}, "name the one to read", {"path": "."}),
     "COCO's objects": (table({"images": COCO["images"], "annotations": [{"image_id": 1, "bbox": [0, 0, 1, 1], "category_id": 1}]}, "d.json"),
-                       "d.json", "d.json holds COCO's objects in images, without captions; take captions_*.json"),
-    "VQA's questions": (table({"info": {}, "questions": [{"image_id": 9, "question": "Q?", "question_id": 1}]}, "d.json"), "d.json",
-                        "VQA's questions without their answers; join the files of questions and annotations by question_id"),
+        "d.json holds COCO's objects in images, without captions; take captions_*.json"),
+    "VQA's questions": (table({"info": {}, "questions": [{"image_id": 9, "question": "Q?", "question_id": 1}]}, "d.json"),
+        "VQA's questions without their answers; join the files of questions and annotations by question_id"),
     "VQA's answers": (table({"annotations": [{"question_id": 1, "image_id": 9, "multiple_choice_answer": "A.", "answers": []}]}, "d.json"),
-                      "d.json", "VQA's answers without their questions; join"),
-    "answers by question": (table({"7": {"question": "Q?"}, "8": {}}, "d.json"), "d.json", "holds an object with '7', '8', not a list of objects"),
-    "images numbered twice": (chat(message("user", {"type": "image", "index": 0}, text("Q?"), {"type": "image", "index": 0}), SAY,
-                                   image=["a.png", "b.png"]), "d.json", "numbers its images [0, 0]"),
-    "images numbered beyond": (chat(message("user", {"type": "image", "index": 0}, text("Q?"), {"type": "image", "index": 2}), SAY,
-                                    image=["a.png", "b.png"]), "d.json", "numbers its images [0, 2]"),
-    "nan as a text": (rows({"image": "a.png", "text": "NaN"}), "d.json", "the answer 'NaN' to 'What?', which stands for a missing value"),
-    "NaN in a chat": (chat(ASK, message("assistant", "<NA>")), "d.json", "the answer '<NA>' to 'Q?'"),
-    "a list in a text": (rows({"image": "a.png", "text": [["x"]]}), "d.json", "of type list, which must be text"),
-    "half a question": (qa(question="Q\ud83d?"), "d.json", "d.json[0] has half of a character"),
-    "a missing question": (table("file_name,question,answer\na.png,N/A,x\n"), ".", "no question in question"),
-    "an object": (table({"data": []}, "d.json"), "d.json", "holds an object with 'data', not a list"),
-    "broken json": (table(b'[{"a": 1}', "d.json"), "d.json", "cannot be read"),
-    "no such file": ({}, "gone", "no such file or folder"),
-    "other files": ({"a.xml": "x"}, "a.xml", "no known extension"),
-    "a model": ({"config.json": {}, "model.safetensors": b""}, ".", "holds a model, not data"),
-    "a name that no file can have": (rows({"image": "x" * 5000, "text": "A."}), "d.json", "names the image xxxxxxxxxxxxxxxxxxxx..., of 5,000 letters; name a file of at most 4,096"),
+        "VQA's answers without their questions; join"),
+    "answers by question": (table({"7": {"question": "Q?"}, "8": {}}, "d.json"), "holds an object with '7', '8', not a list of objects"),
+    "images numbered twice": (chat(message("user", {"type": "image", "index": 0}, text("Q?"), {"type": "image", "index": 0}), SAY, image=["a.png", "b.png"]),
+        "numbers its images [0, 0]"),
+    "images numbered beyond": (chat(message("user", {"type": "image", "index": 0}, text("Q?"), {"type": "image", "index": 2}), SAY, image=["a.png", "b.png"]),
+        "numbers its images [0, 2]"),
+    "nan as a text": (rows({"image": "a.png", "text": "NaN"}), "the answer 'NaN' to 'What?', which stands for a missing value"),
+    "NaN in a chat": (chat(ASK, message("assistant", "<NA>")), "the answer '<NA>' to 'Q?'"),
+    "a list in a text": (rows({"image": "a.png", "text": [["x"]]}), "of type list, which must be text"),
+    "half a question": (qa(question="Q\ud83d?"), "d.json[0] has half of a character"),
+    "a missing question": (table("file_name,question,answer\na.png,N/A,x\n"), "no question in question"),
+    "an object": (table({"data": []}, "d.json"), "holds an object with 'data', not a list"),
+    "broken json": (table(b'[{"a": 1}', "d.json"), "cannot be read"),
+    "no such file": ({}, "no such file or folder", {"path": "gone"}),
+    "other files": ({"a.xml": "x"}, "no known extension", {"path": "a.xml"}),
+    "a model": ({"config.json": {}, "model.safetensors": b""}, "holds a model, not data"),
+    "a name that no file can have": (rows({"image": "x" * 5000, "text": "A."}),
+        "names the image xxxxxxxxxxxxxxxxxxxx..., of 5,000 letters; name a file of at most 4,096"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("files", "path", "words", "options"), [(*row, {})[:4] for row in REFUSED.values()], ids=REFUSED
-)
-def test_refused(files, path, words, options):
-    for name, content in files.items():
-        write(name, content)
-    check_refused(path, words, options=replace(OPTIONS, **options))
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name):
+    files, words, options = (*REFUSED[name], {})[:3]
+    path, options = written(files, options)
+    check_refused(path, words, options=options)
 
 
 def test_names_masks_and_the_default_question():
@@ -412,15 +396,11 @@ def test_a_pipe_is_no_file():
     write("d.json", [{"image": "p.png", "text": "x"}])
     write("x/a.txt", "a")
     write("y/a.png", A)
-    for path, words in (
-        ("pipe.json", "not a file"),
-        ("d.json", "p.png"),
-        ("y", "a.txt is a pipe or a device"),
-        ("x", "a.png is a pipe or a device, not a file"),
-        ("z", "metadata.csv is a pipe or a device"),
-        *((table[0], f"{table} is a pipe or a device, not a file") for table in tables),
-    ):
-        check_refused(path, words)
+    no_file = " is a pipe or a device"
+    words = {"pipe.json": "not a file", "d.json": "p.png", "y": f"a.txt{no_file}", "x": f"a.png{no_file}, not a file"}
+    words |= {"z": f"metadata.csv{no_file}"} | {table[0]: f"{table}{no_file}, not a file" for table in tables}
+    for path, line in words.items():
+        check_refused(path, line)
 
 
 def test_a_folder_that_cannot_be_opened_is_refused(monkeypatch):
@@ -430,12 +410,12 @@ def test_a_folder_that_cannot_be_opened_is_refused(monkeypatch):
     for folder in ("mine/in", "mine/lost+found"):
         os.mkdir(folder)
 
-    def denied(path):
+    def opened(path):
         if os.path.basename(path) in ("in", "lost+found"):
             raise PermissionError(13, "Permission denied", path)
         return scandir(path)
 
-    monkeypatch.setattr(os, "scandir", denied)
+    monkeypatch.setattr(os, "scandir", opened)
     check_refused("mine", "mine/in cannot be opened: Permission denied; allow it, or move the folder away")
     os.rmdir("mine/in")
     assert [name for name, *_ in read_all("mine")] == ["mine/a.png"]
@@ -470,17 +450,14 @@ TARS = {
     "pages": ({f"0.page.{i}.png": png(i) for i in (10, 2)} | {"0.txt": b"x"}, [([2, 10], [("What?", "x")])], "images"),
     "a mask": ({"0.jpg": A, "0.mask.png": B, "0.txt": b"x"}, CAPTION, "not read: column mask.png"),
     "a later mask": (FIVE | {"5.mask.png": A, "5.png": A, "5.txt": b"x"}, 6, "not read: 1 files of types that"),
-    "splits": (
-        {"train/0.png": A, "train/0.txt": b"x", "test/0.png": B, "test/0.txt": b"y"},
-        "1 of 2 records of a.tar cannot be used, the first: a.tar[1] test/0 is of the split 'test'",
-        "",
-    ),
+    "splits": ({"train/0.png": A, "train/0.txt": b"x", "test/0.png": B, "test/0.txt": b"y"},
+               "1 of 2 records of a.tar cannot be used, the first: a.tar[1] test/0 is of the split 'test'", ""),
     "two images": ({"0.left.png": A, "0.right.png": B, "0.txt": b"x"}, "--image-column names it", ""),
     "a name twice": ([("0.png", A), ("0.txt", b"x"), ("0.png", B), ("0.txt", b"y")], "Duplicate field 'png'", ""),
     "no image": ({"0.txt": b"x"}, "has no image", ""),
     "no text": ({"0.png": A, "0.cls": b"1"}, "only cls, png; name one with --text-column", ""),
     "a later type": (FIVE | {"5.jpg": A, "5.txt": b"x"}, "5 has no image of the types that the first samples have", ""),
-}
+}  # fmt: skip
 
 
 @pytest.mark.full
@@ -498,13 +475,19 @@ def test_tars(files, expected, words):
 
 
 @pytest.mark.full
-def test_a_tar_that_is_cut():
+def test_files_that_are_cut_broken_or_unreachable_are_one_line(monkeypatch):
     write_tar("a.tar", FIVE)
     content = Path("a.tar").read_bytes()
     Path("a.tar").write_bytes(content[: content.rindex(png(4)) + 9])
     check_refused("a.tar", "unexpected end of data")
     Path("a.tar").write_bytes(content[: content.rindex(b"4.png")])
     assert any("it may have been cut" in line for line in open_source("a.tar", OPTIONS).lines)
+    write("half.parquet", b"PAR1 and no end")
+    check_refused("half.parquet", "half.parquet: the datasets library cannot read it", "download it again")
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    check_refused("lab/nothing", "lab/nothing: the datasets library cannot read it")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    check_refused("half.parquet", "pip install 'nanovlm[data]'")
 
 
 @pytest.mark.full
@@ -541,20 +524,8 @@ def test_parquet_arrow_and_folders_of_save_to_disk():
 
 
 @pytest.mark.full
-def test_a_broken_file_a_missing_library_and_an_unreachable_hub_are_one_line(monkeypatch):
-    write("half.parquet", b"PAR1 and no end")
-    check_refused("half.parquet", "half.parquet: the datasets library cannot read it", "download it again")
-    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
-    check_refused("lab/nothing", "lab/nothing: the datasets library cannot read it")
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    check_refused("half.parquet", "pip install 'nanovlm[data]'")
-
-
-@pytest.mark.full
 def test_training_imports_neither_the_drawer_nor_ray_nor_the_server():
-    code = (
-        "import sys, nanovlm.training.finetuning, nanovlm.data; "
-        "print([name for name in sys.modules if name.startswith(('nanovlm.synthetic', 'ray', 'nanovlm.serving'))])"
-    )
+    code = "import sys, nanovlm.training.finetuning; names = ('nanovlm.synthetic', 'ray', 'nanovlm.serving')"
+    code += "; print([name for name in sys.modules if name.startswith(names)])"
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"

@@ -9,15 +9,7 @@ from itertools import islice
 import pytest
 import torch
 
-from nanovlm.data import (
-    ExampleBatches,
-    ExampleError,
-    Mixture,
-    ReadOptions,
-    StreamedSource,
-    open_data,
-    open_source,
-)
+from nanovlm.data import ExampleBatches, ExampleError, Mixture, ReadOptions, StreamedSource, open_data, open_source
 from nanovlm.data.mixture import source_lines, split
 from nanovlm.data.records import example_of_table
 from nanovlm.data.source import keys_of
@@ -84,9 +76,6 @@ def test_a_stream_that_breaks_off_or_is_empty_is_one_line():
         next(one.read("0"))
 
 
-# --------------------------------------------------------------------------------------- the file and its stream
-
-
 @pytest.fixture
 def library(monkeypatch):
     """`datasets`, with the name lab/KIND for its loader KIND of the folder `files`."""
@@ -108,14 +97,10 @@ def write_table(datasets, path, rows=6, **columns):
         image=datasets.Image(), label=datasets.ClassLabel(names=["red", "blue"]), n=datasets.Value("float32"),
         messages=datasets.List({"role": datasets.Value("string"), "content": datasets.Value("string")}),
     )  # fmt: skip
-    content = {
-        "image": [{"bytes": png(i), "path": None} for i in range(rows)],
-        "label": [i % 3 - 1 for i in range(rows)],
-        "n": [i + 0.1 for i in range(rows)],
-        "messages": [
-            [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": f"{i}!"}] for i in range(rows)
-        ],
-    } | columns
+    numbers = range(rows)
+    chats = [[{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": f"{i}!"}] for i in numbers]
+    content = {"image": [{"bytes": png(i), "path": None} for i in numbers], "messages": chats}
+    content |= {"label": [i % 3 - 1 for i in numbers], "n": [i + 0.1 for i in numbers]} | columns
     datasets.Dataset.from_dict({name: content[name] for name in features}, features).to_parquet(path)
 
 
@@ -159,9 +144,10 @@ def found(path, options):
     return sorted(repr(replace(example, name="")) for example in source.usable([])), source
 
 
-@pytest.mark.parametrize(
-    "kind", ["tar", "chats", "classes", "numbers", "names below", "metadata", "json", "csv", "imagefolder"]
-)
+KINDS = ["tar", "chats", "classes", "numbers", "names below", "metadata", "json", "csv", "imagefolder"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_stream_has_the_examples_of_the_file(library, kind):
     path, columns = write_kind(kind, library)
     options = replace(OPTIONS, on_error="skip", **columns)
@@ -195,15 +181,14 @@ def test_images_of_a_streamed_folder_of_the_hub_are_fetched(monkeypatch):
 def test_a_stream_and_its_file_have_the_same_sides(library, share):
     features = library.Features(images=library.List(library.Image()), text=library.Value("string"))
     images = [[f"{i}.{k}".encode() for k in range(2)] for i in range(200)]  # which nothing decodes here
-    library.Dataset.from_dict({"images": images, "text": [f"{i}" for i in range(200)]}, features).to_parquet(
-        "a.parquet"
+    rows = {"images": images, "text": [f"{i}" for i in range(200)]}
+    library.Dataset.from_dict(rows, features).to_parquet("a.parquet")
+    read, streamed = (
+        [{pairs_of(example)[0][1] for subset in side for example in subset} for side in sides]
+        for sides in (open_data(["a.parquet"], ReadOptions(stream=is_on), share) for is_on in (False, True))
     )
-    sides = {}
-    for is_on in (False, True):
-        split_data = open_data(["a.parquet"], ReadOptions(stream=is_on), share)
-        sides[is_on] = [{pairs_of(example)[0][1] for subset in side for example in subset} for side in split_data]
-    assert sides[False] == sides[True] and not set.intersection(*sides[True])
-    assert len(set.union(*sides[True])) == 200 and abs(len(sides[True][1]) - 200 * share) < 15
+    assert read == streamed and not set.intersection(*streamed)
+    assert len(set.union(*streamed)) == 200 and abs(len(streamed[1]) - 200 * share) < 15
 
 
 def test_a_validation_set_of_ones_own_is_compared_with_a_stream(library, monkeypatch):
@@ -216,21 +201,14 @@ def test_a_validation_set_of_ones_own_is_compared_with_a_stream(library, monkeyp
         assert words in " | ".join(source_lines(*open_data(["a.parquet"], ReadOptions(stream=True), "own")))
 
 
-@pytest.mark.parametrize("on_error", ["stop", "skip"])
-def test_a_row_of_a_stream_that_cannot_be_used_is_refused_or_told(library, on_error):
+def test_rows_that_cannot_be_used_or_are_of_another_split_are_told(library):
     write_table(library, "a.parquet", rows=300, label=[0] * 200 + [-1] * 100)
-    options = ReadOptions(stream=True, on_error=on_error, text_column="label")
-    if on_error == "stop":
-        with pytest.raises(ExampleError, match=r"a.parquet\[200\] has an empty answer"):
-            open_data(["a.parquet"], options, 0.99)
-        return
-    train, (held_out,) = open_data(["a.parquet"], options, 0.99)
-    errors = []
-    list(train[0].usable(errors))
+    options = ReadOptions(stream=True, on_error="stop", text_column="label")
+    with pytest.raises(ExampleError, match=r"a.parquet\[200\] has an empty answer"):
+        open_data(["a.parquet"], options, 0.99)
+    train, (held_out,) = open_data(["a.parquet"], replace(options, on_error="skip"), 0.99)
+    list(train[0].usable(errors := []))
     assert len(held_out.errors) == len(errors) == 100
-
-
-def test_a_later_row_of_another_split_is_told(library):
     rows = [{"image": {"bytes": png(i % 20), "path": None}, "text": "x", "split": "train"} for i in range(150)]
     rows[120]["split"] = "test"
     library.Dataset.from_list(rows).to_parquet("a.parquet")

@@ -1,22 +1,32 @@
-"""Questions of data sets and the model's answers to them, against the Captioner asked one by one."""
+"""Questions of data sets, the model's answers, against the Captioner asked one by one; and the page of a run."""
 
+import base64
+import io
 import json
 import os
+import re
 import shutil
+from html import unescape
+from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from PIL import Image, ImageColor
 
 from nanovlm import EMBEDDED
 from nanovlm.chat_session import ChatSession
+from nanovlm.choices import Choice
 from nanovlm.cli import main as cli
 from nanovlm.cli.evaluate import training_run
 from nanovlm.data import ReadOptions, open_data
 from nanovlm.evaluation import Evaluation, EvaluationOptions, evaluate, questions_of
 from nanovlm.evaluation.evaluate import Answer, Question
+from nanovlm.evaluation.labels import doubtful_labels
+from nanovlm.evaluation.report import write_report
 from nanovlm.processing.conversation import dialogue
 from support import noise_image
 from support.data import write
+from support.training import answer_questions
 
 FLAGS = ["--model", str(EMBEDDED), "--device", "cpu", "--dtype", "float32"]
 
@@ -44,7 +54,7 @@ def ask(embedded, *paths, max_new_tokens=8, **options):
     return evaluate(embedded, asked, EvaluationOptions(max_new_tokens=max_new_tokens, **options), errors)
 
 
-def test_answers_are_those_of_the_captioner_asked_one_by_one(embedded):
+def test_answers_are_those_of_the_captioner_and_scores_means_of_each_source_and_prompt(embedded):
     result = ask(embedded, "cards", "chat.json", "coco.json", batch_size=2)
     alone = [embedded.caption(f"cards/{i}.png", max_new_tokens=8) for i in (0, 1)]
     session = ChatSession(embedded, ["cards/0.png"])
@@ -53,18 +63,13 @@ def test_answers_are_those_of_the_captioner_asked_one_by_one(embedded):
     second = "".join(session.ask("How many objects are there?", max_new_tokens=8))
     assert [answer.text for answer in result.answers] == [*alone, first, second, alone[0]]
     assert list(result.answers[-1].question.references) == ["One.", "Two."]
-
-
-def test_scores_are_means_for_each_source_and_prompt(embedded):
     metrics = {"length": lambda answers, references: [float(len(truths[0])) for truths in references]}
     result = ask(embedded, "cards", "chat.json", metrics=metrics)
     groups = {(source, prompt): (len(g.answers), g.scores["length"]) for source, prompt, g in result.groups()}
     assert groups == {
-        ("cards", None): (2, 7),
-        ("chat.json", None): (2, 5),
-        ("chat.json", "What is it?"): (1, 6),
-        ("chat.json", "How many objects are there?"): (1, 4),
-    }
+        ("cards", None): (2, 7), ("chat.json", None): (2, 5),
+        ("chat.json", "What is it?"): (1, 6), ("chat.json", "How many objects are there?"): (1, 4),
+    }  # fmt: skip
     assert result.scores == {"length": 6}
     _, prompt, folded = result.groups(max_prompts=1)[-1]
     assert (prompt, len(folded.answers)) == ("(other prompts)", 1)
@@ -117,10 +122,10 @@ def test_answers_are_as_long_as_the_longest_reference_and_a_bit(embedded, monkey
     assert (wanted > max(rooms)) == (limit == 9999)
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["| a | b |\n" + "| 0 | 0 |\n" * 12, "1, 2, 3, 4, " * 8 + "5", "ha" * 40, "<td>0</td>" * 9, "no " * 50 + "."],
-)
+REPEATING = ["| a | b |\n" + "| 0 | 0 |\n" * 12, "1, 2, 3, " * 8 + "5", "ha" * 40, "<td>0</td>" * 9, "no " * 50 + "."]
+
+
+@pytest.mark.parametrize("text", REPEATING)
 def test_an_answer_that_repeats_itself_as_its_reference_does_is_right(embedded, monkeypatch, text):
     def run(requests, batch_size):
         for request in requests:
@@ -146,25 +151,22 @@ def trained():
     return lambda data, validation: write("out/run.json", {"data": data, "validation": validation})
 
 
-@pytest.mark.parametrize(
-    ("data", "held_out", "given", "asked", "n", "word"),
-    [
-        (["mine"], 3, [], ["mine"], 3, None),
-        (["mine"], 0.4, [], ["mine"], None, None),
-        (["mine@0.5", "more"], 5, [], ["mine", "more"], 5, None),
-        (["mine@0.5", "more"], 5, [], ["more"], None, None),
-        (["mine"], "cards", [], ["mine"], 2, None),
-        (["mine"], 3, ["3"], ["mine"], 3, None),
-        (["mine"], 3, ["10"], ["mine"], 10, "held out 3, not 10: it may have learned"),
-        (["mine"], 3, ["0.5"], ["mine"], None, "held out 3, not 0.5"),
-        (["mine"], 3, ["cards"], ["mine"], 2, "held out 3, not cards"),
-        (["mine"], "cards", ["./cards"], ["mine"], 2, None),
-        (["mine"], 0, [], ["mine"], 0, "nothing of these data is held out; the model was trained on all of them"),
-        (["mine"], 3, [], ["mine", "more"], 0, "not trained on more; ask that apart"),
-        (["mine"], 3, [], ["more"], 0, "nothing of these data is held out"),
-    ],
-)
+ASKED = [  # data of the run, what it held out, --validation and --data of the command, answers if known, words
+    ("mine", 3, "", "mine", 3, None), ("mine", 0.4, "", "mine", None, None),
+    ("mine@0.5 more", 5, "", "mine more", 5, None), ("mine@0.5 more", 5, "", "more", None, None),
+    ("mine", "cards", "", "mine", 2, None), ("mine", 3, "3", "mine", 3, None),
+    ("mine", 3, "10", "mine", 10, "held out 3, not 10: it may have learned"),
+    ("mine", 3, "0.5", "mine", None, "held out 3, not 0.5"), ("mine", 3, "cards", "mine", 2, "held out 3, not cards"),
+    ("mine", "cards", "./cards", "mine", 2, None),
+    ("mine", 0, "", "mine", 0, "nothing of these data is held out; the model was trained on all of them"),
+    ("mine", 3, "", "mine more", 0, "not trained on more; ask that apart"),
+    ("mine", 3, "", "more", 0, "nothing of these data is held out"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("data", "held_out", "given", "asked", "n", "word"), ASKED)
 def test_validation_asks_what_the_run_held_out(capsys, trained, data, held_out, given, asked, n, word):
+    data, given, asked = data.split(), given.split(), asked.split()
     trained([os.path.abspath(path) for path in data], held_out)
     assert training_run(Path("out/checkpoints/step-7"), asked) == training_run(Path("out"), asked)
     flags = ["--data", *asked, "--validation", *given, "--max-new-tokens", "1", "--device", "cpu", "--json"]
@@ -182,35 +184,113 @@ def test_validation_asks_what_the_run_held_out(capsys, trained, data, held_out, 
         assert n in (None, len(answers)) and answers
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (b'{"data": ["mi', "out/run.json cannot be read: "),
-        (["mine"], "out/run.json holds list, not an object"),
-        (b"\xff", "out/run.json is not UTF-8"),
-        ({"data": "mine", "validation": 3}, "run.json: data=mine and validation=3 are no flags of a training"),
-        ({"data": ["mine"], "validation": [3]}, "are no flags of a training; correct or remove it"),
-    ],
-)
-def test_a_broken_run_json_is_named_rather_than_its_training_examples_asked(capsys, trained, content, words):
-    write("out/run.json", content)
-    for flags in (["--validation"], []):
-        assert cli.main(["evaluate", "--model", "out", "--data", "mine", "--device", "cpu", *flags]) == 2
-        out, err = capsys.readouterr()
-        assert out == "" and err.count("\n") == 1 and words in err
+BROKEN = [  # contents of run.json, and words of the error
+    (b'{"data": ["mi', "out/run.json cannot be read: "), (["mine"], "out/run.json holds list, not an object"),
+    (b"\xff", "out/run.json is not UTF-8"),
+    ({"data": "mine", "validation": 3}, "run.json: data=mine and validation=3 are no flags of a training"),
+    ({"data": ["mine"], "validation": [3]}, "are no flags of a training; correct or remove it"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("texts", "f1", "words"),
-    [
+def test_a_broken_run_json_is_named_rather_than_its_training_examples_asked(capsys, trained):
+    for content, words in BROKEN:
+        write("out/run.json", content)
+        for flags in (["--validation"], []):
+            assert cli.main(["evaluate", "--model", "out", "--data", "mine", "--device", "cpu", *flags]) == 2
+            out, err = capsys.readouterr()
+            assert out == "" and err.count("\n") == 1 and words in err
+
+
+def test_a_model_that_is_never_right_is_told_what_to_do():
+    for texts, f1, words in (
         (["a", "a"], 0, "no answer is right, and all are 'a'"),
         (["a", "b"], 0, "no answer is right: compare answers and references"),
         (["a", "b"], 0.6, "no answer is exactly right, but many words are"),
-        (["a", " r\n"], 0, None),
-    ],
-)
-def test_a_model_that_is_never_right_is_told_what_to_do(texts, f1, words):
-    answers = [Answer(Question("s", "n", [], dialogue(["q"]), ["r "]), text, {"f1": f1}) for text in texts]
-    advice = Evaluation(answers).advice()
-    assert advice is None if words is None else advice.startswith(words)
+        (["a", " r\n"], 0, ""),
+    ):
+        answers = [Answer(Question("s", "n", [], dialogue(["q"]), ["r "]), text, {"f1": f1}) for text in texts]
+        advice = Evaluation(answers).advice() or ""
+        assert advice.startswith(words) and bool(advice) == bool(words)
     assert Evaluation([]).advice() is None
+
+
+METRICS = [{"step": step, "loss": 4.0 - step} for step in range(1, 4)]
+METRICS += [{"step": step, "validation_loss": 5.0, "validation_f1": None, "validation_anls": 0.5} for step in (0, 3)]
+
+
+def written(path, *args, **options):
+    write_report(path / "report.html", *args, **options)
+    return (path / "report.html").read_text(encoding="utf-8")
+
+
+def test_the_page_shows_loss_and_one_metric_and_wrong_answers_first(tmp_path):
+    page = written(tmp_path, "mine", answer_questions(None), "anls", METRICS, ["a fact"], best=3)
+    texts = [unescape(text) for text in re.findall(r">([^<]+)<", page)]
+    assert page.count("<svg") == 2 and any(text.startswith("anls of held-out answers") for text in texts)
+    wrong, right = page.partition("Wrong: 2 of 4 answers")[2].split("Right: 2 of 4 answers")
+    for part, answers in ((wrong, ["$\\frac{1}$ <b>", "gray"]), (right, ["gray", "red"])):
+        assert [unescape(text) for text in re.findall(r"answer: ([^\n]+?)<br>", part)] == answers
+        pixels = [Image.open(io.BytesIO(base64.b64decode(data))) for data in re.findall(r"base64,([^\"]+)", part)]
+        assert [image.size for image in pixels] == [(40, 30)] * 2
+    assert "reference: blue" in wrong and "reference: blue" not in right
+    (points,) = re.findall(r'<polyline points="([^"]*)" stroke-width="1"', page)[:1]
+    heights = [float(point.split(",")[1]) for point in points.split()]
+    assert heights == sorted(heights) and len(heights) == 3, "a falling loss"
+    assert "http" not in page and "stroke-dasharray" in page and "width=device-width" in page and "light dark" in page
+
+
+def test_a_table_says_what_was_taken_for_what_if_answers_recur(tmp_path):
+    page = written(tmp_path, "mine", answer_questions(None))
+    rows = [re.findall(r"<t[hd][^>]*>([^<]*)</t", row) for row in re.findall(r"<tr>(.*?)</tr>", page)]
+    assert rows[0] == ["", "blue", "gray", "red", "others"]
+    assert rows[1:] == [["blue", "", "1", "", ""], ["gray", "", "1", "", ""], ["red", "", "", "1", "1"]]
+    for n, has_table in ((3, False), (80, True), (82, False)):
+        texts = range(n) if n == 3 else [i // 2 for i in range(n)]
+        answers = [Answer(Question("s", "n", [], dialogue(["q"]), [str(i)]), "a", {}) for i in texts]
+        page = written(tmp_path, "mine", Evaluation(answers))
+        assert ("<table" in page) == has_table, "at most 40 different ones"
+        assert page.count("<article>") == min(n, 60) and (", the first 60" in page) == (n > 60)
+
+
+def test_a_report_is_a_page_whatever_names_and_texts_hold(tmp_path):
+    name, hostile = "a\udcff\"'>.png", ["</script><img src=x onerror=alert(1)>"]
+    question = Question("s", name, [], dialogue(["q\0\x1b[31m"]), hostile)
+    page, tags = written(tmp_path, "t\udcff", Evaluation([Answer(question, "a", {})])), set()
+    parser = HTMLParser()
+    parser.handle_starttag = lambda tag, attributes: tags.add(tag)
+    parser.feed(page)
+    assert "article" in tags and not tags & {"img", "script"}
+    assert all(c.isprintable() or c == "\n" for c in page) and "q\ufffd\ufffd[31m" in page
+
+
+class Classifier:
+    """A captioner that knows colors by name, and finds all labels of another color equally probable."""
+
+    def classify_each(self, images, labels, prompt):
+        for (image,) in images:
+            scores = {label: 1.0 + 9 * (ImageColor.getrgb(label) == image.getpixel((0, 0))) for label in labels}
+            ranked = [Choice(label, score / sum(scores.values()), 0.0) for label, score in scores.items()]
+            yield sorted(ranked, key=lambda choice: -choice.probability)
+
+
+def question(color, label, *earlier, source="mine"):
+    chat = dialogue([*earlier, "What color?"], [None])
+    return Question(source, f"{color} as {label}", [Image.new("RGB", (8, 8), color)], chat, [label])
+
+
+def test_wrong_labels_come_first(tmp_path):
+    """Of labels alone: a chat, and a source of as many answers as questions, have none."""
+    asked = [question(color, color) for color in ("red", "blue", "green") * 4]
+    wrong = [question("red", "blue"), question("green", "red"), question((1, 2, 3), "green")]
+    others = [question("red", "blue", "Hi", "Ho"), *(question("red", label, source="b") for label in ("blue", "red"))]
+    doubts = doubtful_labels(Classifier(), [*asked, *wrong, *others])
+    found = [" / ".join((doubt.question.name, doubt.label, doubt.better)) for doubt in doubts]
+    assert found == ["red as blue / blue / red", "green as red / red / green", "(1, 2, 3) as green / green / blue"]
+    assert [round(doubt.probability, 3) for doubt in doubts] == [0.083, 0.083, 0.333]
+    page = unescape(written(tmp_path, "mine", Evaluation([]), doubts=doubts))
+    assert re.findall(r"<p>([^<]* \(probability [^<]*)<br>", page) == [
+        "blue (probability 0.083), the model's: red",
+        "red (probability 0.083), the model's: green",
+        "green (probability 0.33), the model's: blue",
+    ]
+    assert page.count("base64,") == 3 and doubtful_labels(Classifier(), []) == []

@@ -1,7 +1,4 @@
-"""GGUF files of a SmolVLM-layout model, read by the gguf package, and by llama.cpp's tokenizer where it is installed.
-
-tests/eval/peer_checks.py holds llama.cpp's logits and embeddings of images to ours.
-"""
+"""GGUF files, read by the gguf package, and by llama.cpp's tokenizer; tests/eval/peer_checks.py compares logits."""
 
 import ctypes
 import importlib.util
@@ -24,16 +21,7 @@ from support.smolvlm import write_folder
 pytestmark = pytest.mark.full
 
 gguf = pytest.importorskip("gguf")
-from nanovlm.export.gguf import (  # noqa: E402 - it needs the package
-    GGUF_TYPES,
-    check_llama_cpp_can_run,
-    export_gguf,
-    pre_tokenizer_name,
-    stored_type,
-    text_tensors,
-    to_llama_rope,
-    vision_tensors,
-)
+from nanovlm.export import gguf as ours  # noqa: E402 - it needs the package
 
 needs_llama_cpp = pytest.mark.skipif(not importlib.util.find_spec("llama_cpp"), reason="needs llama_cpp")
 PROMPT = "Describe it."
@@ -69,11 +57,10 @@ def read(path):
 
 @pytest.fixture(scope="module")
 def exported(captioner, tmp_path_factory):
-    """The fields and tensors of both files, of type f16."""
-    return [read(path) for path in export_gguf(captioner, tmp_path_factory.mktemp("out"), "tiny-vlm")]
+    return [read(path) for path in ours.export_gguf(captioner, tmp_path_factory.mktemp("out"), "tiny-vlm")]
 
 
-def test_the_files_say_sizes_and_how_images_are_prepared(exported):
+def test_the_files_say_sizes_types_of_tokens_and_how_images_are_prepared(exported, captioner):
     (text, _), (vision, _) = exported
     for fields, prefix, expected in (
         (text, "llama.", {
@@ -94,10 +81,6 @@ def test_the_files_say_sizes_and_how_images_are_prepared(exported):
     kinds = [(fields["general.architecture"], fields["general.type"]) for fields in (text, vision)]
     assert kinds == [("llama", "model"), ("clip", "mmproj")]
     assert text["general.file_type"] == gguf.LlamaFileType.MOSTLY_F16
-
-
-def test_tokens_have_llama_cpps_types(captioner, exported):
-    """`test_llama_cpp_writes_the_same_prompts` shows that merges, ids and template are right."""
     (fields, _), _ = exported
     found = {name.removeprefix("tokenizer."): value for name, value in fields.items()}
     kinds = dict(zip(found["ggml.tokens"], found["ggml.token_type"], strict=True))
@@ -114,7 +97,7 @@ def test_positions_are_stored_in_the_order_of_patches(tmp_path, folded):
     write_folder(tmp_path, **({"image_size": 76, "scale_factor": 1, "longest_edge": 152} if folded else {}))
     model = VisionLanguageModel.from_pretrained(tmp_path)
     embedding, S = model.vision_encoder.patch_embedding, model.cfg.vit_img_size
-    stored = dict(vision_tensors(model.state_dict(), model.cfg))["v.position_embd.weight"]
+    stored = dict(ours.vision_tensors(model.state_dict(), model.cfg))["v.position_embd.weight"]
     torch.testing.assert_close(stored, embedding(torch.zeros(1, 3, S, S))[0] - embedding.conv.bias)
     assert torch.equal(stored, embedding.position_embedding[0]) is not folded
 
@@ -122,27 +105,27 @@ def test_positions_are_stored_in_the_order_of_patches(tmp_path, folded):
 def test_channels_that_llama_cpp_rotates_together_are_neighbors(captioner):
     """Here channels i and i + D/2 of a head are rotated together."""
     rows = torch.arange(3 * 8).view(-1, 1)  # of 3 heads of 8 channels
-    assert torch.equal(to_llama_rope(rows, 3).view(3, 4, 2), rows.view(3, 2, 4).mT)
+    assert torch.equal(ours.to_llama_rope(rows, 3).view(3, 4, 2), rows.view(3, 2, 4).mT)
     state = captioner.model.state_dict()
-    stored = dict(text_tensors(state, captioner.model.cfg))
+    stored = dict(ours.text_tensors(state, captioner.model.cfg))
     for name, n_heads in (("q", 4), ("k", 2)):
         weight = state[f"decoder.blocks.1.attn.{name}_proj.weight"]
-        assert torch.equal(stored[f"blk.1.attn_{name}.weight"], to_llama_rope(weight, n_heads))
+        assert torch.equal(stored[f"blk.1.attn_{name}.weight"], ours.to_llama_rope(weight, n_heads))
 
 
-@pytest.mark.parametrize("gguf_type", ["q8_0", "q4_0"])
-def test_rows_that_are_no_whole_blocks_are_stored_in_16_bits(gguf_type):
-    assert stored_type("blk.0.ffn_up.weight", torch.ones(4, 33), gguf_type) == "F16"
-    assert stored_type("blk.0.ffn_up.weight", torch.ones(4, 64), gguf_type) == gguf_type.upper()
-    assert stored_type("token_embd.weight", torch.ones(4, 64), gguf_type) == "Q8_0"
+def test_rows_that_are_no_whole_blocks_are_stored_in_16_bits():
+    for gguf_type in ("q8_0", "q4_0"):
+        assert ours.stored_type("blk.0.ffn_up.weight", torch.ones(4, 33), gguf_type) == "F16"
+        assert ours.stored_type("blk.0.ffn_up.weight", torch.ones(4, 64), gguf_type) == gguf_type.upper()
+        assert ours.stored_type("token_embd.weight", torch.ones(4, 64), gguf_type) == "Q8_0"
 
 
-@pytest.mark.parametrize("gguf_type", GGUF_TYPES)
+@pytest.mark.parametrize("gguf_type", ours.GGUF_TYPES)
 def test_tensors_are_the_models(captioner, tmp_path, gguf_type):
-    files = [read(path)[1] for path in export_gguf(captioner, tmp_path, "tiny-vlm", gguf_type)]
+    files = [read(path)[1] for path in ours.export_gguf(captioner, tmp_path, "tiny-vlm", gguf_type)]
     state, cfg = captioner.model.state_dict(), captioner.model.cfg
-    for found, expected in zip(files, (text_tensors(state, cfg), vision_tensors(state, cfg)), strict=True):
-        expected = dict(expected)
+    written = map(dict, (ours.text_tensors(state, cfg), ours.vision_tensors(state, cfg)))
+    for found, expected in zip(files, written, strict=True):
         assert found.keys() == expected.keys()
         for name, tensor in expected.items():
             exact = tensor.dim() == 1 or name in ("v.patch_embd.weight", "v.position_embd.weight")
@@ -150,39 +133,35 @@ def test_tensors_are_the_models(captioner, tmp_path, gguf_type):
             torch.testing.assert_close(found[name], tensor, rtol=0, atol=error * tensor.abs().max().item())
 
 
-def settings(**changes):
-    return lambda cfg: replace(cfg, format=replace(cfg.format, **changes))
+OTHER_LAYOUTS = {  # words of the error -> changes of the format's settings, or of the config
+    "do_image_splitting=False": {"split": False}, "size.longest_edge=100": {"longest_edge": 100},
+    "size.longest_edge=32: .* 2, 3, ... tiles of 32 pixels only": {"longest_edge": 32},
+    "size.longest_edge=0": {"longest_edge": None}, "resample=3": {"resample": 3},
+    "rescale_factor=1.0": {"rescale_factor": 1.0}, "fake_image_token=": {"fake_image_token": ""},
+    "global_image_token=<global>": {"global_image_token": "<global>"},
+    "scale_factor=1: .* 2 or more only": {"mp_pixel_shuffle_factor": 1, "mp_image_token_length": 16},
+    "has nanovlm's layout .* train a model of SmolVLM's layout": {"format": None},
+    "this model has visionpsy's layout of tiles and image tokens": {"format": VisionPsy()},
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (settings(split=False), "do_image_splitting=False"), (settings(longest_edge=100), "size.longest_edge=100"),
-        (settings(longest_edge=32), "size.longest_edge=32: .* 2, 3, ... tiles of 32 pixels only"),
-        (settings(longest_edge=None), "size.longest_edge=0"), (settings(resample=3), "resample=3"),
-        (settings(rescale_factor=1.0), "rescale_factor=1.0"), (settings(fake_image_token=""), "fake_image_token="),
-        (settings(global_image_token="<global>"), "global_image_token=<global>"),
-        (
-            lambda cfg: replace(cfg, mp_pixel_shuffle_factor=1, mp_image_token_length=16),
-            "scale_factor=1: .* 2 or more only",
-        ),
-        (lambda cfg: replace(cfg, format=None), "has nanovlm's layout .* train a model of SmolVLM's layout"),
-        (lambda cfg: replace(cfg, format=VisionPsy()), "this model has visionpsy's layout of tiles and image tokens"),
-    ],
-)  # fmt: skip
-def test_a_layout_that_llama_cpp_would_prompt_in_another_way_is_refused(captioner, change, words):
-    check_llama_cpp_can_run(captioner.model.cfg, captioner.tokenizer)
-    with pytest.raises(InputError, match=words):
-        check_llama_cpp_can_run(change(captioner.model.cfg), captioner.tokenizer)
+def test_a_layout_that_llama_cpp_would_prompt_in_another_way_is_refused(captioner):
+    cfg = captioner.model.cfg
+    ours.check_llama_cpp_can_run(cfg, captioner.tokenizer)
+    for words, changes in OTHER_LAYOUTS.items():
+        is_top = changes.keys() <= vars(cfg).keys()
+        changed = replace(cfg, **changes) if is_top else replace(cfg, format=replace(cfg.format, **changes))
+        with pytest.raises(InputError, match=words):
+            ours.check_llama_cpp_can_run(changed, captioner.tokenizer)
 
 
 def test_tokens_that_llama_cpp_looks_for_must_be_one(captioner, embedded, tmp_path):
     """The embedded model has two tokens for an empty line; SmolVLM-2.2B spells the whole image in several."""
     with pytest.raises(InputError, match=r"no token '\\n\\n', which llama.cpp writes around tiles"):
-        check_llama_cpp_can_run(captioner.model.cfg, embedded.tokenizer)
+        ours.check_llama_cpp_can_run(captioner.model.cfg, embedded.tokenizer)
     write_folder(tmp_path / "model", "Idefics3", added=["<fake_token_around_image>", "<image>", "<end_of_utterance>"])
     with pytest.raises(InputError, match="no token '<global-img>', which llama.cpp writes around tiles"):
-        export_gguf(Captioner.from_pretrained(tmp_path / "model", "cpu", "float32"), tmp_path / "out", "model")
+        ours.export_gguf(Captioner.from_pretrained(tmp_path / "model", "cpu", "float32"), tmp_path / "out", "model")
     assert not (tmp_path / "out").exists()
 
 
@@ -199,47 +178,46 @@ def tokenizer_json(pre_tokenizer, **model):
     return {"pre_tokenizer": pre_tokenizer, "normalizer": None, "model": {"type": "BPE", "merges": [], **model}}
 
 
-@pytest.mark.parametrize(
-    ("raw", "name"),
-    [
-        (tokenizer_json(BYTE_LEVEL), "gpt-2"),
-        (tokenizer_json(BYTE_LEVEL, ignore_merges=False, byte_fallback=False), "gpt-2"),
-        (tokenizer_json(LLAMA_BPE, ignore_merges=True), "llama-bpe"),
-        (tokenizer_json(BYTE_LEVEL | {"add_prefix_space": True}), '"add_prefix_space": true.* is none of'),
-        (tokenizer_json(BYTE_LEVEL, ignore_merges=True), "ignore_merges=true is none of"),
-        (tokenizer_json({"type": "Metaspace"}), "Metaspace.* is none of"),
-        (tokenizer_json(None), "pre_tokenizer=null.* is none of"),
-        (tokenizer_json(BYTE_LEVEL, type="Unigram"), "model=True: GGUF files"),
-        (tokenizer_json(BYTE_LEVEL) | {"normalizer": {"type": "NFC"}}, "normalizer={'type': 'NFC'}: GGUF files"),
-        (tokenizer_json(BYTE_LEVEL, byte_fallback=True), "byte_fallback=True: GGUF files"),
-    ],
-)
+PRE_TOKENIZERS = [  # tokenizer.json, and llama.cpp's name of its pre-tokenizer or words of the error
+    (tokenizer_json(BYTE_LEVEL), "gpt-2"),
+    (tokenizer_json(BYTE_LEVEL, ignore_merges=False, byte_fallback=False), "gpt-2"),
+    (tokenizer_json(LLAMA_BPE, ignore_merges=True), "llama-bpe"),
+    (tokenizer_json(BYTE_LEVEL | {"add_prefix_space": True}), '"add_prefix_space": true.* is none of'),
+    (tokenizer_json(BYTE_LEVEL, ignore_merges=True), "ignore_merges=true is none of"),
+    (tokenizer_json({"type": "Metaspace"}), "Metaspace.* is none of"),
+    (tokenizer_json(None), "pre_tokenizer=null.* is none of"),
+    (tokenizer_json(BYTE_LEVEL, type="Unigram"), "model=True: GGUF files"),
+    (tokenizer_json(BYTE_LEVEL) | {"normalizer": {"type": "NFC"}}, "normalizer={'type': 'NFC'}: GGUF files"),
+    (tokenizer_json(BYTE_LEVEL, byte_fallback=True), "byte_fallback=True: GGUF files"),
+]
+
+
+@pytest.mark.parametrize(("raw", "name"), PRE_TOKENIZERS)
 def test_a_pre_tokenizer_has_llama_cpps_name_or_is_refused(raw, name):
     if " " not in name:
-        assert pre_tokenizer_name(raw) == name
+        assert ours.pre_tokenizer_name(raw) == name
         return
     with pytest.raises(InputError, match=name):
-        pre_tokenizer_name(raw)
+        ours.pre_tokenizer_name(raw)
 
 
 def test_weights_beyond_float16_are_refused(folder, tmp_path):
     captioner = Captioner.from_pretrained(folder, "cpu", "float32")
     captioner.model.MP.proj.weight.data[0, 0] = 1e5
     with pytest.raises(CheckpointError, match=r"mm.model.fc.weight has values up to 1e\+05, .* use bf16"):
-        export_gguf(captioner, tmp_path / "out", "model")
+        ours.export_gguf(captioner, tmp_path / "out", "model")
     assert not (tmp_path / "out").exists()
-    assert export_gguf(captioner, tmp_path / "out", "model", "bf16")[1].exists()
+    assert ours.export_gguf(captioner, tmp_path / "out", "model", "bf16")[1].exists()
 
 
 def test_a_missing_package_names_its_extra(folder, tmp_path, capsys, monkeypatch):
-    monkeypatch.delitem(sys.modules, "nanovlm.export.gguf")
+    monkeypatch.delitem(sys.modules, "nanovlm.ours.gguf")
     monkeypatch.setitem(sys.modules, "gguf", None)
     assert main(["export", str(folder), "--gguf", "--out", str(tmp_path / "out")]) == 2
     assert "gguf is missing; pip install 'nanovlm[gguf]'" in capsys.readouterr().err
 
 
 def token_ids(engine, chunks, image_token_id):
-    """The ids in mtmd's chunks, with an image token for every embedding."""
     mtmd, ids = engine.mtmd, []
     for i in range(mtmd.mtmd_input_chunks_size(chunks)):
         chunk = mtmd.mtmd_input_chunks_get(chunks, i)
@@ -254,7 +232,6 @@ def token_ids(engine, chunks, image_token_id):
 @needs_llama_cpp
 @pytest.mark.parametrize("model", ["SmolVLM", "embedded"])
 def test_llama_cpp_writes_the_same_prompts(captioner, embedded, tmp_path, model):
-    """1 to 3 images of any size, and texts that the pre-tokenizers split in many ways."""
     from eval.peers.llama_cpp_engine import LlamaCppEngine
 
     if model == "embedded":

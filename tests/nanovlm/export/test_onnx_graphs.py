@@ -1,16 +1,21 @@
-"""The ONNX graphs compute what the model does, under the names that SmolVLM's consumers feed."""
+"""The ONNX graphs compute what the model does, under the names that SmolVLM's consumers feed; files beside fit them."""
 
+import json
 import logging
+import sys
 
 import numpy as np
 import pytest
 import torch
 
 from models.attention import attention
-from models.errors import InputError
-from nanovlm.export.onnx import write_onnx
-from support import Package
+from nanovlm import Captioner
+from nanovlm.errors import InputError, MissingExtraError
+from nanovlm.export.onnx import check_onnx_extra, export_onnx, write_onnx
+from nanovlm.export.transformers import export_smolvlm
+from support import Package, noise_image
 from support.onnx import NAMES, OnnxModel, image_inputs, onnxruntime_graphs, openvino_graphs
+from support.smolvlm import write_folder
 
 onnx = Package("onnx")
 pytestmark = pytest.mark.full
@@ -68,8 +73,7 @@ def assert_same_generation(ours, model, batch, tolerance=1e-4, **options):
     np.testing.assert_allclose(got_logits, expected_logits, atol=tolerance, rtol=tolerance)
 
 
-def test_names_and_dimensions_are_those_of_smolvlms_files(folder, model):
-    """Names listed in transformers.js and in the model cards of HuggingFaceTB/SmolVLM-256M-Instruct and its kin."""
+def test_names_and_operators_are_those_of_smolvlms_files(folder, model):
     inputs, outputs = {}, {}
     for name in NAMES:
         graph = onnx.load(folder / f"{name}.onnx").graph
@@ -77,42 +81,30 @@ def test_names_and_dimensions_are_those_of_smolvlms_files(folder, model):
         outputs[name] = {value.name: dimensions(value) for value in graph.output}
     past = [f"{i}.{part}" for i in range(2) for part in ("key", "value")]
     batch, sequence = "batch_size", "sequence_length"
+    images, hidden = [batch, "num_images"], model.cfg.lm_hidden_dim
+    cache = [batch, 2, "past_sequence_length", model.cfg.lm_head_dim]
+    mask, decoder = [batch, "total_sequence_length"], {"inputs_embeds": [batch, sequence, hidden]}
+    decoder |= {"attention_mask": mask, "position_ids": [batch, sequence]}
     assert inputs == {
-        "vision_encoder": {
-            "pixel_values": [batch, "num_images", 3, 16, 16],
-            "pixel_attention_mask": [batch, "num_images", 16, 16],
-        },
+        "vision_encoder": {"pixel_values": [*images, 3, 16, 16], "pixel_attention_mask": [*images, 16, 16]},
         "embed_tokens": {"input_ids": [batch, sequence]},
-        "decoder_model_merged": {
-            "inputs_embeds": [batch, sequence, model.cfg.lm_hidden_dim],
-            "attention_mask": [batch, "total_sequence_length"],
-            "position_ids": [batch, sequence],
-            **{f"past_key_values.{part}": [batch, 2, "past_sequence_length", model.cfg.lm_head_dim] for part in past},
-        },
+        "decoder_model_merged": decoder | {f"past_key_values.{part}": cache for part in past},
     }
-    assert outputs["vision_encoder"] == {"image_features": ["num_real_images", 4, model.cfg.lm_hidden_dim]}
-    assert outputs["embed_tokens"] == {"inputs_embeds": [batch, sequence, model.cfg.lm_hidden_dim]}
+    assert outputs["vision_encoder"] == {"image_features": ["num_real_images", 4, hidden]}
+    assert outputs["embed_tokens"] == {"inputs_embeds": [batch, sequence, hidden]}
     assert list(outputs["decoder_model_merged"]) == ["logits", *(f"present.{part}" for part in past)]
     assert outputs["decoder_model_merged"]["logits"] == [batch, sequence, model.cfg.lm_vocab_size]
+    for path in folder.glob("*.onnx"):
+        proto = onnx.load(path)
+        onnx.checker.check_model(proto, full_check=True)
+        assert not any(entry.domain for entry in proto.opset_import)
+    nodes = onnx.load(folder / "decoder_model_merged.onnx").graph.node
+    assert sum(node.op_type == "Expand" for node in nodes) < 2 * model.cfg.lm_n_blocks
+    assert all(block.attn.attend is attention for block in model.decoder.blocks)
 
 
 def dimensions(value) -> list[str | int]:
     return [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]
-
-
-@pytest.mark.parametrize("suffix", ["", "_quantized"])
-def test_graphs_hold_standard_operators_alone(folder, suffix):
-    for name in NAMES:
-        proto = onnx.load(folder / f"{name}{suffix}.onnx")
-        onnx.checker.check_model(proto, full_check=True)
-        assert not any(entry.domain for entry in proto.opset_import)
-
-
-def test_keys_are_not_repeated_for_the_heads_that_share_them(folder, model):
-    """Else decoding behind 800 tokens takes half as long again in int8; the model's own blocks stay as they were."""
-    nodes = onnx.load(folder / "decoder_model_merged.onnx").graph.node
-    assert sum(node.op_type == "Expand" for node in nodes) < 2 * model.cfg.lm_n_blocks
-    assert all(block.attn.attend is attention for block in model.decoder.blocks)
 
 
 @pytest.mark.parametrize("engine", ["onnxruntime", "openvino"])
@@ -179,3 +171,50 @@ def test_other_types_are_refused(tmp_path, model):
     with pytest.raises(InputError, match="no ONNX graphs in int4; use float32, float16, int8"):
         write_onnx(model, tmp_path, ["float32", "int4"])
     assert not list(tmp_path.iterdir())
+
+
+def transformers_js_config(folder) -> dict:
+    return json.loads((folder / "config.json").read_text())["transformers.js_config"]
+
+
+def test_the_settings_that_transformers_js_reads_are_there(onnx_folder):
+    expected = {"kv_cache_dtype": {"fp16": "float16"}, "use_external_data_format": {}}
+    assert transformers_js_config(onnx_folder) == expected
+    tokenizer_config = json.loads((onnx_folder / "tokenizer_config.json").read_text())
+    assert tokenizer_config["chat_template"] == (onnx_folder / "chat_template.jinja").read_text()
+
+
+def test_a_smolvlms_graphs_and_settings(tmp_path, monkeypatch):
+    """Its encoder reads pixels as its processor normalizes them; weights beyond a file's limit lie beside it."""
+    monkeypatch.setattr("nanovlm.export.onnx.MAX_FILE_BYTES", 512)
+    _, processor = write_folder(tmp_path / "model")
+    captioner = Captioner.from_pretrained(tmp_path / "model", "cpu", "float32")
+    export_smolvlm(captioner, folder := tmp_path / "out")
+    export_onnx(captioner, folder)
+    found = json.loads((folder / "preprocessor_config.json").read_text())
+    assert found["processor_class"] == type(processor).__name__ and found["image_mean"] == [0.5, 0.5, 0.5]
+    assert Captioner.from_pretrained(folder, "cpu", "float32").model.cfg.format_name == "smolvlm"
+    second_files = {f"{name}.onnx": 1 for name in NAMES}
+    assert transformers_js_config(folder)["use_external_data_format"] == second_files
+    assert {path.name for path in (folder / "onnx").glob("*_data")} == {f"{name}_data" for name in second_files}
+    again = type(processor).from_pretrained(folder)
+    assert again.chat_template == processor.chat_template == again.tokenizer.chat_template
+
+    inputs = processor(text=["<image>a"], images=[[noise_image(90, 40)]], return_tensors="pt")
+    pixels = inputs["pixel_values"]
+    mask = np.ones((*pixels.shape[:2], *pixels.shape[3:]), bool)
+    encode = onnxruntime_graphs(folder / "onnx")["vision_encoder"]
+    features = encode({"pixel_values": pixels.numpy(), "pixel_attention_mask": mask})[0]
+    np.testing.assert_allclose(features, captioner.model.encode_images(pixels[0]).detach().numpy(), atol=1e-4)
+
+
+def test_a_model_without_weights_to_export_leaves_no_folder(tmp_path):
+    with pytest.raises(InputError, match="were released"):
+        export_onnx(Captioner.from_pretrained(quantize="int8"), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_missing_packages_name_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "onnxscript", None)
+    with pytest.raises(MissingExtraError, match=r"ONNX files need onnxscript: pip install 'nanovlm\[onnx\]'"):
+        check_onnx_extra()

@@ -82,14 +82,10 @@ def test_black_image_is_not_taken_for_padding(theirs, embedded):
     assert_same_logits(embedded.model, theirs, inputs["input_ids"], inputs["images"])
 
 
-def test_no_token_type_ids(folder):
-    """transformers 4 cannot generate with them, which its tokenizer adds unless the folder says otherwise."""
+def test_the_folder_has_no_token_type_ids_and_a_template_of_strings_and_parts(folder, embedded):
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     assert list(tokenizer("a star")) == ["input_ids", "attention_mask"]
     assert json.loads((folder / "tokenizer_config.json").read_text())["model_input_names"] == [*tokenizer("a star")]
-
-
-def test_chat_template_accepts_strings_and_parts(folder, embedded):
     processor = transformers.AutoProcessor.from_pretrained(folder)
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": PARTS[::-1]}]
     text = processor.apply_chat_template(messages, add_generation_prompt=True)
@@ -100,17 +96,11 @@ def test_chat_template_accepts_strings_and_parts(folder, embedded):
     assert chat_template(embedded.model.cfg).endswith(embedded.model.cfg.lm_chat_template)
 
 
-@pytest.mark.parametrize(
-    ("template", "expected"),
-    [
-        (chat_template(load_config(EMBEDDED)), "openai"),
-        (load_config(EMBEDDED).lm_chat_template, "string"),
-        (CHAT_TEMPLATE, "openai"),
-    ],
-)
-def test_vllm_detects_contents_of_parts(template, expected):
+def test_vllm_detects_contents_of_parts():
     """Find images as it does, by a loop over message['content'], where message is of a loop over messages."""
-    loops = [*jinja2.Environment(trim_blocks=True, lstrip_blocks=True).parse(template).find_all(nodes.For)]
+    cfg = load_config(EMBEDDED)
     content = nodes.Getitem(nodes.Name("message", "load"), nodes.Const("content"), "load")
-    over_messages = any(loop.iter == nodes.Name("messages", "load") and loop.target.name == "message" for loop in loops)
-    assert over_messages and (content in [loop.iter for loop in loops]) == (expected == "openai")
+    for template, has_parts in ((chat_template(cfg), True), (cfg.lm_chat_template, False), (CHAT_TEMPLATE, True)):
+        loops = [*jinja2.Environment(trim_blocks=True, lstrip_blocks=True).parse(template).find_all(nodes.For)]
+        assert any(loop.iter == nodes.Name("messages", "load") and loop.target.name == "message" for loop in loops)
+        assert (content in [loop.iter for loop in loops]) == has_parts

@@ -1,7 +1,4 @@
-"""Format versions: nanoVLM's config.json and prompts changed four times, and every version is read as its code read it.
-
-The expected prompts are written out by hand below, and the answers are computed without the processor or the cache.
-"""
+"""Format versions of nanoVLM: prompts by hand, and answers without processor or cache, as each version's code gave."""
 
 import json
 import random
@@ -14,8 +11,8 @@ import torch
 from PIL import Image
 
 from models.checkpoint import find_image_token_id, load_config, save_checkpoint
+from models.common.options import SamplingParams
 from models.config import CHATML
-from models.options import SamplingParams
 from models.vision_language_model import VisionLanguageModel
 from nanovlm import Captioner
 from nanovlm.data.examples import IGNORE_INDEX, encode
@@ -63,9 +60,6 @@ def test_keys_decide_the_format_version_not_their_values():
             read_nanovlm(raw_config(5) | {key: None})
 
 
-# ------------------------------------------------------------------------------------------------ what is read
-
-
 def noise(size, seed=0):
     """An image with a mean color of its own, so that it differs from others even at one tile."""
     chance = random.Random(seed)
@@ -87,18 +81,16 @@ G = "<|global_image|>" + I
 R12 = f"<row_1_col_1>{I}<row_1_col_2>{I}"
 R32 = f"{R12}<row_2_col_1>{I}<row_2_col_2>{I}<row_3_col_1>{I}<row_3_col_2>{I}"
 R44 = "".join(f"<row_{r}_col_{c}>{I}" for r in (1, 2, 3, 4) for c in (1, 2, 3, 4))
-MARKUP = {
-    2: {"none": "", "1x1": I, "1x2": I, "3x2": I, "4x4": I, "several": I * 3},
-    4: {
-        "none": "", "1x1": f"<row_1_col_1>{I}", "1x2": R12, "3x2": R32, "4x4": R44,
-        "several": f"<image: 0>{R12}<image: 1><row_1_col_1>{I}<image: 2>{R32}",
-    },
-    5: {
-        "none": "", "1x1": G, "1x2": G + R12, "3x2": G + R32, "4x4": G + R44,
-        "several": f"<image: 0>{G}{R12}<image: 1>{G}<image: 2>{G}{R32}",
-    },
-}  # fmt: skip
-MARKUP |= {1: MARKUP[2], 3: MARKUP[2]}
+R11 = f"<row_1_col_1>{I}"
+MARKUP = {  # of the image sets
+    version: dict(zip(IMAGE_SETS, markups))
+    for versions, markups in (
+        ((1, 2, 3), ["", I, I, I, I, I * 3]),
+        ((4,), ["", R11, R12, R32, R44, f"<image: 0>{R12}<image: 1>{R11}<image: 2>{R32}"]),
+        ((5,), ["", G, G + R12, G + R32, G + R44, f"<image: 0>{G}{R12}<image: 1>{G}<image: 2>{G}{R32}"]),
+    )
+    for version in versions
+}
 QUESTION = "What is this?"
 
 
@@ -117,7 +109,7 @@ def reference(format_version, backbone_tokenizer):
     return backend
 
 
-def test_the_language_models_own_tokenizer_is_extended_as_stock_does(
+def test_a_language_models_tokenizer_is_extended_as_stock_does(
     make_checkpoint, backbone_tokenizer, format_version, captioner, reference
 ):
     """Beside the checkpoint lies the language model's tokenizer.json, without nanoVLM's extra tokens."""
@@ -127,10 +119,9 @@ def test_the_language_models_own_tokenizer_is_extended_as_stock_does(
     tokenizer = Tokenizer.from_pretrained(folder, cfg)
     for token in cfg.special_tokens.values():
         assert tokenizer.special_id(token) == reference.token_to_id(token)
-    image_token_id = find_image_token_id(folder, cfg)
-    assert image_token_id == tokenizer.image_token_id == captioner.tokenizer.image_token_id
+    ids = (tokenizer.image_token_id, captioner.tokenizer.image_token_id, find_image_token_id(folder, cfg))
+    assert {*ids} == {VisionLanguageModel.from_pretrained(folder).image_token_id}
     assert tokenizer.to_json() == captioner.tokenizer.to_json()
-    assert VisionLanguageModel.from_pretrained(folder).image_token_id == image_token_id
 
 
 def stock_pixels(format_version, image):
@@ -179,9 +170,6 @@ def test_a_post_processor_begins_the_prompts_that_no_template_writes(make_checkp
     assert version == 3 or [id for id in without if id != plain.tokenizer.image_token_id] == text[1:]
     images = without[: -len(text) + 1] if version < 3 else []
     assert ids == {1: images + text, 2: text[:1] + images + text[1:], 3: without}[version]
-
-
-# --------------------------------------------------------------------------------------------------- end to end
 
 
 @torch.no_grad()
@@ -251,9 +239,6 @@ def test_training_prompts_match_generation_prompts(format_version, captioner, im
     assert sorted(row.mask) == row.mask and set(row.mask) <= {1, 2}, "one continuation, causal within itself"
 
 
-# ------------------------------------------------------------------------------------------ written, read again
-
-
 @pytest.mark.full
 def test_stock_nanovlm_reads_the_written_tokenizer(format_version, captioner, backbone_tokenizer, tmp_path):
     """By transformers: as the folder says, and with the config's tokens added once more, as to lm_tokenizer."""
@@ -269,9 +254,6 @@ def test_stock_nanovlm_reads_the_written_tokenizer(format_version, captioner, ba
     for name, token in tokens.items():
         assert getattr(ours, name) == getattr(stock, name) == token
     assert format_version < 3 or ours.chat_template == CHATML
-
-
-# ---------------------------------------------------------------------------------------------------- refusals
 
 
 REFUSED = {  # format, fields of config.json, token of its tokenizer.json that is renamed (None: no such file), words
@@ -295,21 +277,20 @@ def test_a_tokenizer_that_contradicts_the_config_is_one_line(name, make_checkpoi
     (folder / "config.json").write_text(json.dumps(raw | changes))
     source = backbone_tokenizer if lost is None else folder
     if lost is not None:
-        (folder / "tokenizer.json").write_text(
-            Captioner.from_pretrained(folder, "cpu").tokenizer.to_json().replace(lost, "<|lost|>")
-        )
+        text = Captioner.from_pretrained(folder, "cpu").tokenizer.to_json()
+        (folder / "tokenizer.json").write_text(text.replace(lost, "<|lost|>"))
     with pytest.raises(CheckpointError) as error:
         Captioner.from_pretrained(folder, "cpu", "float32")
     message = str(error.value)
     assert all(word in message for word in [str(source / "tokenizer.json"), *words]) and "\n" not in message
 
 
-@pytest.mark.parametrize("version", [2, 3, 4, 5])
-def test_a_foreign_tokenizer_is_refused_with_both_sizes(version, make_checkpoint, backbone_tokenizer):
-    folder = make_checkpoint(version)
+def test_a_foreign_tokenizer_is_refused_with_both_sizes(make_checkpoint, backbone_tokenizer):
     backend = tokenizers.Tokenizer.from_file(str(backbone_tokenizer / "tokenizer.json"))
     backend.add_tokens(["one_more"])
-    backend.save(str(folder / "tokenizer.json"))
-    for load in (Tokenizer.from_pretrained, find_image_token_id):
-        with pytest.raises(CheckpointError, match=f"with {BASE_SIZE + 1} tokens .* lm_base_vocab_size={BASE_SIZE}$"):
-            load(folder, load_config(folder))
+    words = f"with {BASE_SIZE + 1} tokens .* lm_base_vocab_size={BASE_SIZE}$"
+    for folder in map(make_checkpoint, (2, 3, 4, 5)):
+        backend.save(str(folder / "tokenizer.json"))
+        for load in (Tokenizer.from_pretrained, find_image_token_id):
+            with pytest.raises(CheckpointError, match=words):
+                load(folder, load_config(folder))

@@ -41,7 +41,6 @@ def encoded(image, format, **options):
 
 
 def packed(mode, code, *values):
-    """An image of one row."""
     return Image.frombytes(mode, (len(values), 1), struct.pack(f"{code[0]}{len(values)}{code[1]}", *values))
 
 
@@ -50,7 +49,6 @@ def greys(source):
 
 
 def distance(one, other):
-    """The mean distance of two images' values, out of 255."""
     assert one.size == other.size and one.mode == other.mode == "RGB"
     return np.abs(np.asarray(one, float) - np.asarray(other, float)).mean()
 
@@ -63,10 +61,7 @@ def refusal(source, *words, name=None):
     assert len(line.splitlines()) == 1 and all(word in line for word in words), line
 
 
-# ------------------------------------------------------------------------------------------------- sources
-
-
-def test_every_source_gives_the_same_pixels(tmp_path):
+def test_every_source_gives_the_same_pixels_and_none_is_changed(tmp_path):
     drawn().save(path := tmp_path / "a.png")
     data = path.read_bytes()
     (at_its_end := io.BytesIO(data)).read()
@@ -84,14 +79,11 @@ def test_every_source_gives_the_same_pixels(tmp_path):
         assert load_image(pipe).tobytes() == drawn().tobytes()
     with pytest.raises(TypeError, match="not int"):
         load_image(3)
-
-
-@pytest.mark.parametrize("mode", ["RGBA", "RGB"])
-def test_the_callers_image_is_not_changed(mode):
-    source = drawn().convert(mode)
-    source.info["note"] = "mine"
-    load_image(source).paste("black", (0, 0, 48, 32))
-    assert source.info == {"note": "mine"} and source.tobytes() == drawn().convert(mode).tobytes()
+    for mode in ("RGBA", "RGB"):
+        source = drawn().convert(mode)
+        source.info["note"] = "mine"
+        load_image(source).paste("black", (0, 0, 48, 32))
+        assert source.info == {"note": "mine"} and source.tobytes() == drawn().convert(mode).tobytes()
 
 
 def test_arrays_and_tensors_are_the_image_they_hold():
@@ -111,17 +103,13 @@ def test_arrays_and_tensors_are_the_image_they_hold():
         assert {load_image(source).tobytes() for source in same} == {load_image(image).tobytes()}
 
 
-# ----------------------------------------------------------------------------------------- formats and modes
-
-
-@pytest.mark.parametrize("chunk", [b"zTXt", b"iTXt", b"iCCP"])
-def test_a_png_may_hold_more_than_a_megabyte_of_packed_text_or_profile(chunk):
-    content = zlib.compress(b"a" * 3_000_000)
-    words = {b"zTXt": b"note\0\0", b"iTXt": b"note\0\1\0\0\0", b"iCCP": b"icc\0\0"}[chunk] + content
-    data = encoded(drawn(), "PNG")
+def test_a_png_may_hold_more_than_a_megabyte_of_packed_text_or_profile():
+    content, data = zlib.compress(b"a" * 3_000_000), encoded(drawn(), "PNG")
     at = data.index(b"IDAT") - 4
-    piece = struct.pack(">I", len(words)) + chunk + words + struct.pack(">I", zlib.crc32(chunk + words))
-    assert load_image(data[:at] + piece + data[at:]).tobytes() == drawn().tobytes()
+    for head in (b"zTXtnote\0\0", b"iTXtnote\0\1\0\0\0", b"iCCPicc\0\0"):
+        chunk = head + content
+        piece = struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk))
+        assert load_image(data[:at] + piece + data[at:]).tobytes() == drawn().tobytes()
 
 
 def test_heic_is_read_with_pillow_heif(monkeypatch, without_heif):
@@ -140,19 +128,16 @@ def test_heic_is_read_with_pillow_heif(monkeypatch, without_heif):
 def test_readable_extensions_are_of_images_that_pillow_decodes():
     extensions = images.readable_extensions()
     assert {".jpg", ".png", ".webp", ".tga", ".ico", ".jp2", ".dds", ".qoi", ".mpo", ".psd", ".icns"} <= extensions
-    assert extensions.isdisjoint({".pdf", ".eps", ".ps", ".mpg", ".h5", ".grib", ".wmf", ".txt", ".json"})
+    assert extensions.isdisjoint([".pdf", ".eps", ".ps", ".mpg", ".h5", ".grib", ".wmf", ".txt", ".json"])
 
 
-@pytest.mark.parametrize("mode", ["RGBA", "La"])
-def test_transparent_image_is_composed_on_white(mode):
+def test_transparent_pixels_palette_entries_and_colors_are_composed_on_white():
     image = Image.new("RGBA", (6, 4), (0, 0, 0, 255))
     image.paste((40, 40, 40, 0), (2, 0, 4, 4))  # hidden grey must not shine through
     image.paste((0, 0, 0, 128), (4, 0, 6, 4))
-    result = load_image(image.convert("LA").convert("La") if mode == "La" else image)
-    assert [result.getpixel((x, 1)) for x in (0, 2, 4)] == [(0, 0, 0), (255, 255, 255), (127, 127, 127)]
-
-
-def test_transparent_palette_entries_and_colors_are_composed_on_white():
+    for source in (image, image.convert("LA").convert("La")):
+        pixels = [load_image(source).getpixel((x, 1)) for x in (0, 2, 4)]
+        assert pixels == [(0, 0, 0), (255, 255, 255), (127, 127, 127)]
     palette = Image.frombytes("P", (3, 1), b"\0\1\2")
     palette.putpalette([255, 0, 0, 0, 255, 0, 0, 0, 255])
     each_alpha = encoded(palette, "PNG", transparency=b"\xff\x00\x80")
@@ -189,11 +174,11 @@ def test_deep_grey_is_scaled_not_clipped(mode, code, values, grey, formats):
         assert greys(encoded(source, format) if format else source) == [grey] * 3
 
 
-@pytest.mark.parametrize("format", ["GIF", "TIFF"])
-def test_first_frame_of_an_animation_is_read(format):
+def test_first_frame_of_an_animation_is_read():
     frames = [Image.new("RGB", (32, 24), color) for color in ("red", "lime", "blue")]
-    source = encoded(frames[0], format, save_all=True, append_images=frames[1:])
-    assert Image.open(io.BytesIO(source)).n_frames == 3 and distance(load_image(source), frames[0]) < 3
+    for format in ("GIF", "TIFF"):
+        source = encoded(frames[0], format, save_all=True, append_images=frames[1:])
+        assert Image.open(io.BytesIO(source)).n_frames == 3 and distance(load_image(source), frames[0]) < 3
 
 
 def as_stored(upright, orientation):
@@ -212,22 +197,23 @@ def exif_of(orientation):
 
 
 @pytest.mark.parametrize("format", ["JPEG", "TIFF"])
-@pytest.mark.parametrize("orientation", range(1, 9))
-def test_exif_orientation_is_applied_once(orientation, format):
-    data = encoded(as_stored(drawn(), orientation), format, exif=exif_of(orientation))
-    assert distance(load_image(data), drawn()) < 4
-    once = load_image(Image.open(io.BytesIO(data)))
-    assert distance(load_image(once), drawn()) < 4, "the orientation was applied twice"
+def test_exif_orientation_is_applied_once(format):
+    for orientation in range(1, 9):
+        data = encoded(as_stored(drawn(), orientation), format, exif=exif_of(orientation))
+        once = load_image(Image.open(io.BytesIO(data)))
+        assert distance(load_image(data), drawn()) < 4
+        assert distance(load_image(once), drawn()) < 4, "the orientation was applied twice"
 
 
-@pytest.mark.parametrize("exif", [b"Exif\0\0garbage", b"Exif\0\0MM\0*\0\0\0\x08\xff\xff\0", exif_of(99).tobytes()])
 @pytest.mark.filterwarnings("error::UserWarning")
-def test_broken_exif_is_ignored(exif, capfd):
-    assert distance(load_image(encoded(drawn(), "JPEG", exif=exif)), drawn()) < 4
+def test_broken_exif_and_what_pillow_logs_are_not_printed(capfd, monkeypatch):
+    for exif in (b"Exif\0\0garbage", b"Exif\0\0MM\0*\0\0\0\x08\xff\xff\0", exif_of(99).tobytes()):
+        assert distance(load_image(encoded(drawn(), "JPEG", exif=exif)), drawn()) < 4
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # pytest's own would hide what a user sees
+    source, samples = encoded(noise_image(), "TIFF"), [struct.pack("<HHIH", 277, 3, 1, n) for n in (3, 9)]
+    assert samples[0] in source
+    refusal(source.replace(*samples), "not an image")
     assert capfd.readouterr() == ("", "")
-
-
-# ------------------------------------------------------------------------------------------------ refusals
 
 
 def test_what_is_no_image_is_named(tmp_path):
@@ -295,14 +281,6 @@ def test_a_damaged_file_is_an_image_or_an_image_error_and_nothing_is_printed(for
     assert capfd.readouterr() == ("", "")
 
 
-def test_pillow_logs_nothing(capfd, monkeypatch):
-    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # pytest's own would hide what a user sees
-    source, samples = encoded(noise_image(), "TIFF"), [struct.pack("<HHIH", 277, 3, 1, n) for n in (3, 9)]
-    assert samples[0] in source
-    refusal(source.replace(*samples), "not an image")
-    assert capfd.readouterr() == ("", "")
-
-
 def test_more_pixels_than_the_limit_are_refused_by_the_header_whatever_pillows_own_limit_is(monkeypatch):
     refusal(png(60_000, 60_000), "more than 178,956,970 pixels", "scale it down", "3600000000")
     for limit in (None, 10**9):
@@ -314,68 +292,57 @@ def test_more_pixels_than_the_limit_are_refused_by_the_header_whatever_pillows_o
         load_image(drawn(), max_pixels=48 * 32 - 1)
 
 
-@pytest.mark.parametrize("data", [encoded(drawn(), "GIF"), encoded(drawn(), "TIFF"), b"no image", png(9, 9)])
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="open files are listed on Linux")
-def test_no_file_stays_open(tmp_path, data):
-    (tmp_path / "a").write_bytes(data)
-    with warnings.catch_warnings(record=True) as caught, contextlib.suppress(ImageError):
-        warnings.simplefilter("always", ResourceWarning)
-        load_image(tmp_path / "a")
-    links = {os.path.realpath(f"/proc/self/fd/{descriptor}") for descriptor in os.listdir("/proc/self/fd")}
-    unclosed = [one for one in caught if str(tmp_path) in str(one.message)]  # not what earlier tests left open
-    assert not unclosed and os.path.realpath(tmp_path / "a") not in links
+def test_no_file_stays_open(tmp_path):
+    for data in (encoded(drawn(), "GIF"), encoded(drawn(), "TIFF"), b"no image", png(9, 9)):
+        (tmp_path / "a").write_bytes(data)
+        with warnings.catch_warnings(record=True) as caught, contextlib.suppress(ImageError):
+            warnings.simplefilter("always", ResourceWarning)
+            load_image(tmp_path / "a")
+        links = {os.path.realpath(f"/proc/self/fd/{descriptor}") for descriptor in os.listdir("/proc/self/fd")}
+        unclosed = [one for one in caught if str(tmp_path) in str(one.message)]  # not what earlier tests left open
+        assert not unclosed and os.path.realpath(tmp_path / "a") not in links
 
 
-# ------------------------------------------------------------------------------------------ the resize rule
+RESIZED = [  # size, to the longest side, size expected of tiles of 512 and at most 2,048
+    ((513, 512), False, (1024, 1024)),  # 512 * 1024/513 is just over one tile
+    ((512, 1024), False, (512, 1024)), ((600, 100), False, (1024, 512)), ((4000, 3000), False, (2048, 1536)),
+    ((364, 273), True, (2048, 2048)),  # exactly 1536, but in floats a hair more: one tile more
+    ((1092, 1092), False, (1536, 2048)),  # a square, by the same rounding
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("size", "tile", "max_side", "to_max_side", "expected"),
-    [
-        ((513, 512), 512, 2048, False, (1024, 1024)),  # 512 * 1024/513 is just over one tile
-        ((512, 1024), 512, 2048, False, (512, 1024)),
-        ((600, 100), 512, 2048, False, (1024, 512)),
-        ((4000, 3000), 512, 2048, False, (2048, 1536)),
-        ((364, 273), 512, 2048, True, (2048, 2048)),  # exactly 1536, but in floats a hair more: one tile more
-        ((1092, 1092), 512, 2048, False, (1536, 2048)),  # a square, by the same rounding
-    ],
-)
-def test_resized_sizes_computed_by_hand(size, tile, max_side, to_max_side, expected):
-    assert resized_size(*size, tile, max_side, to_max_side) == expected
-
-
-@pytest.mark.parametrize(
-    ("size", "to_max_side", "grid"),
-    [
-        ((30, 20), False, (1, 1)), ((60, 30), False, (1, 2)), ((30, 60), False, (2, 1)), ((64, 90), False, (3, 3)),
-        ((50, 90), False, (3, 2)), ((30, 30), True, (4, 4)), ((500, 400), False, (4, 4)), ((100, 60), None, (1, 1)),
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize("global_view", [True, False])
-def test_tiles_join_to_the_resized_image(size, to_max_side, grid, global_view):
-    """Without a size in tiles, to_max_side=None, an image is resized to one tile, bilinearly."""
-    image = noise_image(*size)
-    in_tiles = None if to_max_side is None else resized_size(*size, 32, 128, to_max_side)
-    tiles, got = preprocess(image, 32, in_tiles, global_view)
-    rows, columns = grid
-    resized = image.resize(
-        (columns * 32, rows * 32), Image.Resampling.BICUBIC if in_tiles else Image.Resampling.BILINEAR
-    )
-    front = 1 if global_view and grid != (1, 1) else 0
-    assert got == grid and tiles.shape == (front + rows * columns, 3, 32, 32) and tiles.is_contiguous()
-    lines = [torch.cat(list(tiles[front + r * columns :][:columns]), dim=2) for r in range(rows)]
-    assert torch.equal(torch.cat(lines, dim=1), transforms.functional.to_tensor(resized))
-    if front:
-        whole = transforms.functional.to_tensor(resized)
-        assert torch.equal(tiles[0], transforms.functional.resize(whole, [32, 32], antialias=True))
-
-
-def test_wrong_use_of_preprocess_is_refused():
+def test_resized_sizes_computed_by_hand_and_wrong_use():
+    for size, to_max_side, expected in RESIZED:
+        assert resized_size(*size, 512, 2048, to_max_side) == expected
     message = "^an image of 40 x 20 would be resized to 1048576 x 524288, .* lower max_img_size in"
     with pytest.raises(InputError, match=message):
         preprocess(noise_image(40, 20), 512, resized_size(40, 20, 512, 2**20, True))
     with pytest.raises(ValueError, match="RGB images, not RGBA: read the image with load_image"):
         preprocess(noise_image().convert("RGBA"), tile=32)
+
+
+GRIDS = [  # size, to the longest side, grid; None: without a size in tiles an image becomes one tile, bilinearly
+    ((30, 20), False, (1, 1)), ((60, 30), False, (1, 2)), ((30, 60), False, (2, 1)), ((64, 90), False, (3, 3)),
+    ((50, 90), False, (3, 2)), ((30, 30), True, (4, 4)), ((500, 400), False, (4, 4)), ((100, 60), None, (1, 1)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("size", "to_max_side", "grid"), GRIDS)
+@pytest.mark.parametrize("global_view", [True, False])
+def test_tiles_join_to_the_resized_image(size, to_max_side, grid, global_view):
+    image = noise_image(*size)
+    in_tiles = None if to_max_side is None else resized_size(*size, 32, 128, to_max_side)
+    tiles, got = preprocess(image, 32, in_tiles, global_view)
+    rows, columns = grid
+    how = Image.Resampling.BICUBIC if in_tiles else Image.Resampling.BILINEAR
+    resized = transforms.functional.to_tensor(image.resize((columns * 32, rows * 32), how))
+    front = 1 if global_view and grid != (1, 1) else 0
+    assert got == grid and tiles.shape == (front + rows * columns, 3, 32, 32) and tiles.is_contiguous()
+    lines = [torch.cat(list(tiles[front + r * columns :][:columns]), dim=2) for r in range(rows)]
+    assert torch.equal(torch.cat(lines, dim=1), resized)
+    if front:
+        assert torch.equal(tiles[0], transforms.functional.resize(resized, [32, 32], antialias=True))
 
 
 @pytest.mark.parametrize("size", [*((40 + seed, 30) for seed in range(8)), (1, 1), (1000, 7)])
@@ -387,13 +354,9 @@ def test_an_augmented_image_is_that_of_torchvision(size):
     for enhance in (ImageEnhance.Brightness, ImageEnhance.Contrast):
         image = enhance(image).enhance(rng.uniform(1 - amount / 2, 1 + amount / 2))
     corners = [image.getpixel((x, y)) for x in (0, image.width - 1) for y in (0, image.height - 1)]
-    expected = transforms.functional.affine(
-        image,
-        angle=rng.uniform(-100 * amount, 100 * amount),
-        translate=[round(rng.uniform(-amount, amount) * side) for side in image.size],
-        scale=rng.uniform(1 - amount, 1 + amount),
-        shear=[0.0, 0.0],
-        interpolation=transforms.InterpolationMode.BILINEAR,
-        fill=[sum(values) // 4 for values in zip(*corners)],
-    )
+    angle = rng.uniform(-100 * amount, 100 * amount)
+    moved = [round(rng.uniform(-amount, amount) * side) for side in image.size]
+    options = {"interpolation": transforms.InterpolationMode.BILINEAR, "fill": [sum(v) // 4 for v in zip(*corners)]}
+    scale = rng.uniform(1 - amount, 1 + amount)
+    expected = transforms.functional.affine(image, angle, moved, scale, [0.0, 0.0], **options)
     assert result.tobytes() == expected.tobytes()

@@ -1,27 +1,33 @@
-"""Limited processes: they run nothing of the current folder, know no key, end in time, and say why they ended."""
+"""Limited processes: they know no key, end in time and say why; and chat templates, which they render."""
 
+import hashlib
+import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 from contextlib import closing
+from itertools import product
 from pathlib import Path
 
 import pytest
 
+from models.config import CHATML
 from nanovlm.errors import CheckpointError, ImageError
 from nanovlm.processing import limited_process
-from nanovlm.processing.chat_template import ChatTemplate
+from nanovlm.processing.chat_template import KNOWN, ChatTemplate
 from nanovlm.processing.limited_process import LimitedError, LimitedProcess
 from nanovlm.processing.video import Video
 from support import ROOT
+from support.smolvlm import TEMPLATE
 
 NAMES = ("jinja2", "hashlib", "random", "json", "torch", "av", "PIL", "tempfile", "sitecustomize", "usercustomize")
 
 
-def limited(function, seconds=1, n_bytes=2**29):
-    return closing(LimitedProcess(f"limited_functions:{function}", seconds, n_bytes))
+def limited(function, seconds=1):
+    return closing(LimitedProcess(f"limited_functions:{function}", seconds, 2**29))
 
 
 @pytest.fixture(autouse=True)
@@ -88,7 +94,7 @@ def test_a_process_says_why_it_failed_and_answers_the_next_call(function, monkey
         assert process.call({"a": ["\ud800", 1.5, None]}) == ({"a": ["\ud800", 1.5, None]}, b"12345")
 
 
-def test_threads_get_their_own_answers():
+def test_threads_get_their_own_answers_and_none_of_an_interrupted_call(monkeypatch):
     answers = {}
     with limited("echo", 5) as process:
         threads = [threading.Thread(target=lambda i=i: answers.update({i: process.call(i)})) for i in range(20)]
@@ -98,8 +104,6 @@ def test_threads_get_their_own_answers():
             thread.join()
     assert answers == {i: (i, b"12345") for i in range(20)}
 
-
-def test_an_interrupted_call_leaves_no_answer_for_the_next(monkeypatch):
     def interrupt(text):
         raise KeyboardInterrupt
 
@@ -119,3 +123,118 @@ def test_where_python_has_no_resource_the_clock_still_ends_a_template(monkeypatc
     endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}x"
     with pytest.raises(CheckpointError, match="^lm_chat_template cannot render this chat: it took more than 3 s$"):
         ChatTemplate(endless).render([{"role": "user", "content": "Hi"}], True)
+
+
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "How many <b>stars</b>?\n"},
+    {"role": "assistant", "content": "<think>one, two</think> Two."},
+    {"role": "user", "content": "  And hearts? " * 20},
+]
+LLAMA = """{{ bos_token }}{% set ns = namespace(n=0) %}{% for message in messages %}{% set ns.n = ns.n + 1 %}
+{%- if message.role == 'system' and loop.first %}<<SYS>>{{ message['content'] | trim }}<</SYS>>
+{%- elif message['role'] in ('user', 'assistant') %}{{ '%02d' % ns.n ~ ' [' + message.role | upper ~ '] ' }}
+{%- if '</think>' in message.content %}{{ message.content.split('</think>')[-1].lstrip() }}
+{%- else %}{{ message.content.strip().replace('And', 'and') }}{% endif %}{{ '-' * 3 }}
+{%- else %}{{ raise_exception('an unknown role') }}{% endif %}{% endfor %}
+{% set users = messages[1:] | selectattr('role', 'equalto', 'user') | list %}
+{% if users | length > 1 %}{{ messages | map(attribute='role') | join(', ') }}{% endif %}
+{% macro last(items) %}{{ items[-1] | tojson(indent=2) }}{{ {'a': [1, 2.5, none]} | tojson }}{% endmacro %}
+{{ last(messages) }}
+{% for word in ['**%s**' % 'a', 'b'] %}{% if loop.last %}{% break %}{% endif %}{{ word }}{% endfor %}
+{{ strftime_now('%Y') }}
+{{ messages[0] | tojson(separators=(',', ':'), sort_keys=true) }}
+{% if add_generation_prompt %}{{ '{}:{}'.format('assistant', messages | length) }}{% endif %}"""
+PARTS = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is this?"}]}]
+
+
+@pytest.mark.full
+def test_templates_render_as_in_transformers():
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    for (template, chat), is_asked in product(((CHATML, CHAT), (LLAMA, CHAT), (TEMPLATE, PARTS)), (True, False)):
+        expected = render_jinja_template([chat], chat_template=template, add_generation_prompt=is_asked)
+        assert ChatTemplate(template).render(chat, is_asked) == expected[0][0]
+
+
+def test_published_constructs_are_rendered_and_after_an_end_the_next_chat():
+    rendered = ChatTemplate(LLAMA).render(CHAT, True)
+    assert rendered.startswith("<<SYS>>Be brief.<</SYS>>02 [USER] How many <b>stars</b>?---03 [ASSISTANT] Two.---")
+    assert re.search(r'\*\*a\*\*\s*\d{4}\s*{"content":"Be brief.","role":"system"}\s*assistant:4$', rendered)
+    with pytest.raises(CheckpointError, match="cannot render this chat: an unknown role$"):
+        ChatTemplate(LLAMA).render([{"role": "tool", "content": "?"}], True)
+    template = ChatTemplate("{{ messages[0].content * messages | length ** 15 }}")
+    with pytest.raises(CheckpointError, match="cannot render this chat: "):
+        template.render(CHAT, True)
+    assert template.render(CHAT[:1], True) == "Be brief."
+
+
+FAILING = {
+    "no template": "{% for %}",
+    "one that says no": "{{ raise_exception('roles must\nalternate') }}",
+    "an unknown name": "{{ nobody.knows }}",
+    "an unknown tag": "{% generation %}{% endgeneration %}",
+    "nothing": "",
+    "globals": "{{ cycler.__init__.__globals__.os.system('true') }}",
+    "classes by format": "{{ '{0.__class__.__mro__}'.format(1) }}",
+    "changes": "{{ messages.append(1) }}",
+    "a long range": "{% for i in range(10**9) %}{% endfor %}",
+    "much text": "{% for i in range(99999) %}" + "text" * 2000 + "{% endfor %}",
+    "recursive loops": "{% for i in [1, 2] recursive %}{{ loop([1, 2]) }}{% endfor %}",
+    "a program": "{% set x = 1 %}" * 10_000,
+    "deep": "{{ " + "(" * 10_000 + "1" + ")" * 10_000 + " }}",
+}
+NAMESPACE = "{% set ns = namespace(x='xx') %}"
+ENDLESS = {  # loops without output, and texts that fill the memory
+    "loops in loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}x",
+    "lipsum": "{{ lipsum(n=99999999) }}",
+    "indent": "{{ 'a\n' * 3000000 | indent(99999999) }}",
+    "indentation of JSON": "{{ [1, 2, [3]] | tojson(indent=9999999999) }}",
+    "a product": "{{ 'x' * 10**10 }}",
+    "a product of a name": "{{ messages[0].role * 10**10 }}",
+    "a power": "{{ (9 ** (9 ** 9)) is number }}",
+    "center": "{{ 'x' | center(10**10) }}",
+    "a method": "{{ 'x'.ljust(10**10) }}",
+    "a format": "{{ '%9999999999d' % 1 }}",
+    "a named format": "{{ '{:9999999999}'.format(1) }}",
+    "doubled text": NAMESPACE + "{% for i in range(99) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x }}",
+    "squared text": NAMESPACE + "{% for i in range(9) %}{% set ns.x = ns.x.replace('x', ns.x) %}{% endfor %}x",
+    "doubled lists": "{% set ns = namespace(x=[1]) %}{% for i in range(99) %}{% set ns.x = ns.x + ns.x %}{% endfor %}x",
+    "a macro that calls itself twice": "{% macro m(n) %}{% if n %}{{ m(n-1) }}{{ m(n-1) }}{% endif %}{% endmacro %}"
+    "{{ m(60) }}",
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("template", ENDLESS.values(), ids=ENDLESS)
+def test_a_template_ends(template):
+    endless = ChatTemplate(template)
+    with pytest.raises(CheckpointError, match="^lm_chat_template [^\n]*$"):
+        endless.render(CHAT, True)
+
+
+def test_a_forked_process_renders_by_itself():
+    template, fork = ChatTemplate("{{ messages[0].content }}"), multiprocessing.get_context("fork")
+    assert template.render(CHAT, True) == "Be brief."
+    texts = fork.SimpleQueue()
+    children = [fork.Process(target=lambda: texts.put(template.render(CHAT[1:], True))) for _ in range(2)]
+    for child in children:
+        child.start()
+    assert [texts.get() for _ in children] == [CHAT[1]["content"]] * 2
+    for child in children:
+        child.join()
+    assert template.render(CHAT, True) == "Be brief."
+
+
+def test_long_chats_are_rendered_and_the_known_templates_are_nanovlms_and_smolvlms():
+    chat = CHAT[1:3] * 2000
+    assert ChatTemplate(CHATML + " ").render(chat, True).strip() == ChatTemplate(CHATML).render(chat, True).strip()
+    assert {hashlib.sha256(source.encode()).hexdigest() for source in (CHATML, TEMPLATE)} == KNOWN
+
+
+@pytest.mark.parametrize("name", FAILING)
+def test_a_template_that_fails_is_one_line(name):
+    with pytest.raises(CheckpointError, match="^lm_chat_template [^\n]*$") as caught:
+        ChatTemplate(FAILING[name]).render(CHAT, True)
+    assert len(str(caught.value)) < 300
+    assert ("more than 10,000,000 characters" in str(caught.value)) == (name == "much text")

@@ -1,4 +1,4 @@
-"""Checkpoints in the layout of transformers' SmolVLM and Idefics3, against transformers itself."""
+"""Checkpoints in the layout of transformers' SmolVLM and Idefics3, against transformers itself; and odd settings."""
 
 import json
 import random
@@ -8,14 +8,15 @@ from functools import partial
 import pytest
 import tokenizers
 import torch
+from PIL import Image
 
-from models.checkpoint import checkpoint_dtype, load_config
+from models.checkpoint import load_config
 from models.vision_language_model import VisionLanguageModel
-from nanovlm.captioner import Captioner
+from nanovlm import Captioner
 from nanovlm.cli.main import main
 from nanovlm.data.examples import collate, encode, questions
 from nanovlm.data.records import Row, to_example
-from nanovlm.errors import CheckpointError
+from nanovlm.errors import CheckpointError, NanoVLMError
 from nanovlm.evaluation.evaluate import _request
 from nanovlm.options import GenerationOptions, ReadOptions
 from nanovlm.processing.conversation import with_images
@@ -98,27 +99,17 @@ def test_logits_and_greedy_ids_match_cached_uncached_and_batched(variant, ours):
             assert generated[0].tolist() == ids
 
 
-def test_weights_are_saved_in_the_dtype_in_which_they_were_stored(folders, tmp_path):
-    for name, dtype in (("half", torch.bfloat16), ("SmolVLM2", torch.float32)):
-        folder, model, _ = folders(name)
-        VisionLanguageModel.from_pretrained(folder, dtype=checkpoint_dtype(folder)).save_pretrained(tmp_path / name)
-        assert type(model).from_pretrained(tmp_path / name).dtype == dtype
-
-
-def test_special_tokens_are_left_out_of_answers(folders):
-    tokenizer = Captioner.from_pretrained(folders("SmolVLM2")[0]).tokenizer
+def test_max_tiles_and_special_tokens_of_answers(folders):
+    for max_tiles in (1, 2, 3, 5, None):
+        captioner, most = Captioner.from_pretrained(folders("SmolVLM2")[0], max_tiles=max_tiles), 0
+        for i, size in enumerate(sizes(20, 3)):
+            tiles, (rows, columns) = captioner.processor.preprocess(noise_image(*size, seed=i))
+            assert len(tiles) == rows * columns + (rows * columns > 1) and rows * columns <= (max_tiles or 16)
+            most = max(most, len(tiles))
+        assert most <= captioner.processor.max_tiles_per_image
+    tokenizer = captioner.tokenizer
     ids = [*tokenizer.encode_answer("Two")[:-1], tokenizer.special_id("<row_1_col_2>"), *tokenizer.encode(" dogs.")]
     assert tokenizer.decode(ids) == "".join(tokenizer.stream(ids)) == "Two dogs."
-
-
-@pytest.mark.parametrize("max_tiles", [1, 2, 3, 5, None])
-def test_max_tiles(folders, max_tiles):
-    processor, most = Captioner.from_pretrained(folders("SmolVLM2")[0], max_tiles=max_tiles).processor, 0
-    for i, size in enumerate(sizes(20, 3)):
-        tiles, (rows, columns) = processor.preprocess(noise_image(*size, seed=i))
-        assert len(tiles) == rows * columns + (rows * columns > 1) and rows * columns <= (max_tiles or 16)
-        most = max(most, len(tiles))
-    assert most <= processor.max_tiles_per_image
 
 
 def test_files_as_transformers_4_writes_them(folders, tmp_path):
@@ -126,8 +117,8 @@ def test_files_as_transformers_4_writes_them(folders, tmp_path):
     shutil.copytree(folders("SmolVLM2")[0], folder := tmp_path / "model")
     expected = load_config(folder)
     settings = json.loads((folder / "processor_config.json").read_text())
-    (folder / "preprocessor_config.json").write_text(json.dumps(settings.pop("image_processor")))
-    (folder / "processor_config.json").write_text(json.dumps(settings))
+    for name, content in (("preprocessor_config", settings.pop("image_processor")), ("processor_config", settings)):
+        (folder / f"{name}.json").write_text(json.dumps(content))
     (folder / "chat_template.jinja").unlink()
     (folder / "chat_template.json").write_text(json.dumps({"chat_template": TEMPLATE}))
     cfg = load_config(folder)
@@ -142,31 +133,24 @@ def test_files_as_transformers_4_writes_them(folders, tmp_path):
 
 @pytest.mark.parametrize("flags", [["--lora-rank", "2"], ["--pack", "200"]])
 def test_models_are_trained_in_smolvlms_layout_and_transformers_reads_them(folders, tmp_path, flags):
-    data = tmp_path / "data"
+    """Conformance shows that the other files stay."""
+    data, out = tmp_path / "data", tmp_path / "out"
     data.mkdir()
     for i in range(4):
         noise_image(20 + 8 * i, 30, seed=i).save(data / f"{i}.png")
         (data / f"{i}.txt").write_text(f"Image {i}.")
-    out, source = tmp_path / "out", ["--model", str(folders("SmolVLM2")[0])]
-    common = ["--batch-size", "2", "--validation", "1", "--device", "cpu", *flags, *source]
+    common = ["--batch-size", "2", "--validation", "1", "--device", "cpu", "--model", str(folders("SmolVLM2")[0])]
     for steps in ("2", "4"):  # the second run resumes the first
-        assert main(["train", "--data", str(data), "--out", str(out), "--max-steps", steps, *common]) == 0
-    ours = Captioner.from_pretrained(out, "cpu", "float32")
-    assert ours.model.cfg.format_name == "smolvlm"
+        assert main(["train", "--data", str(data), "--out", str(out), "--max-steps", steps, *common, *flags]) == 0
+    ours, processor = Captioner.from_pretrained(out, "cpu", "float32"), folders("SmolVLM2")[2]
     theirs = transformers.SmolVLMForConditionalGeneration.from_pretrained(out, dtype=torch.float32).eval()
-    processor = transformers.AutoProcessor.from_pretrained(out, use_fast=False)
-    processor.image_processor = transformers.SmolVLMImageProcessorPil.from_pretrained(out)
-    inputs = their_inputs(processor, [noise_image(70, 40)], ["What is this?"])
+    expected = their_answers(theirs, their_inputs(processor, [noise_image(70, 40)], ["What is this?"]), 6)
     mine = inputs_of(ours, [noise_image(70, 40)], "What is this?")
-    assert inputs["input_ids"].tolist() == mine["input_ids"].tolist()
-    assert (inputs["pixel_values"][0] - mine["images"]).abs().max() <= 1e-5
-    expected = their_answers(theirs, inputs, 6)
     got = ours.model.generate(**mine, max_new_tokens=6, eos_token_id=ours.tokenizer.eos_token_ids)
-    assert got[0].tolist() == expected
+    assert ours.model.cfg.format_name == "smolvlm" and got[0].tolist() == expected
 
 
 def test_the_loss_of_a_training_example_is_transformers(folders):
-    """A row of data with a system's message, which keeps its turn."""
     folder, model, processor = folders("SmolVLM2")
     captioner = Captioner.from_pretrained(folder, "cpu", "float32")
     image, texts = noise_image(70, 40), ["Be brief.", "What is this?", "Two dogs.", "And there?", "A cat."]
@@ -183,18 +167,24 @@ def test_the_loss_of_a_training_example_is_transformers(folders):
     assistant = captioner.tokenizer.encode("Assistant:")
     for i, id in enumerate(ids):
         labels.append(id if learning else -100)
-        if learning and id == end:
-            learning = False
-        elif not learning and ids[max(0, i + 1 - len(assistant)) : i + 1] == assistant:
-            learning = True
+        learning = id != end if learning else ids[max(0, i + 1 - len(assistant)) : i + 1] == assistant
     with torch.no_grad():
         expected = model(**inputs, labels=torch.tensor([labels])).loss
     assert sum(label != -100 for label in labels) == sum(target != -100 for target in row.targets) > 8
     torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-5)
 
 
+URL = {"type": "image_url", "image_url": {"url": "data:,"}}
+
+
+def served_ids(processor, sent, images):
+    """Ids of messages that the server gets: their roles and contents."""
+    messages = [{"role": role, "content": content} for role, content in sent]
+    turns = [message.turn for message in ChatRequest.model_validate({"messages": messages}).messages]
+    return processor.encode(with_images(turns, processor.prepare(images)))
+
+
 def test_messages_keep_their_roles_and_order(folders):
-    """Ids as transformers', for a system message, images between and behind text, and a user who speaks twice."""
     folder, _, theirs = folders("SmolVLM2")
     ours = Captioner.from_pretrained(folder).processor
     images = [noise_image(70, 40), noise_image(20, 90), noise_image(16, 16)]
@@ -206,11 +196,9 @@ def test_messages_keep_their_roles_and_order(folders):
     def content(parts, image):
         return [image if part is None else {"type": "text", "text": part} for part in parts]
 
-    url = {"type": "image_url", "image_url": {"url": "data:,"}}
-    sent = [{"role": role.replace("system", "developer"), "content": content(parts, url)} for role, parts in turns]
-    sent[0]["content"], sent[-1]["content"] = "Be brief.", "Go on."
-    messages = ChatRequest.model_validate({"messages": sent}).messages
-    ids = ours.encode(with_images([message.turn for message in messages], ours.prepare(images)))
+    sent = [(role, content(parts, URL)) for role, parts in turns]
+    sent[0], sent[-1] = ("developer", "Be brief."), ("user", "Go on.")
+    ids = served_ids(ours, sent, images)
     asked = [{"role": role, "content": content(parts, {"type": "image"})} for role, parts in turns]
     prompt = theirs.apply_chat_template(asked, add_generation_prompt=True)
     assert ids == theirs(text=prompt, images=[images], return_tensors="pt").input_ids[0].tolist()
@@ -264,16 +252,10 @@ def test_an_image_stands_where_the_conversation_has_it_in_every_door(folders, tm
     assert read.ids == whole["input_ids"][0].tolist()[: len(read.ids)] and len(pixels) == len(whole["pixel_values"][0])
     assert (torch.stack(pixels) - whole["pixel_values"][0]).abs().max() <= 1e-5
     (*_, last), *_ = [questions([("a", example)])]
-    assert _request(captioner, last, GenerationOptions()).ids == (
-        ids := expected(said[:-1], add_generation_prompt=True)["input_ids"][0].tolist()
-    )
-    url = {"type": "image_url", "image_url": {"url": "data:,"}}
-    sent = [
-        {"role": role, "content": [url if part["type"] == "image" else part for part in parts]}
-        for role, parts in said[:-1]
-    ]
-    turns = [message.turn for message in ChatRequest.model_validate({"messages": sent}).messages]
-    assert captioner.processor.encode(with_images(turns, captioner.processor.prepare(shown))) == ids
+    ids = expected(said[:-1], add_generation_prompt=True)["input_ids"][0].tolist()
+    assert _request(captioner, last, GenerationOptions()).ids == ids
+    sent = [(role, [URL if part["type"] == "image" else part for part in parts]) for role, parts in said[:-1]]
+    assert served_ids(captioner.processor, sent, shown) == ids
 
 
 # As granite-docling's: other roles and ends than SmolVLM's, a content that may be a string, no space before an answer.
@@ -339,9 +321,8 @@ def metaspace(scheme):
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme=scheme)
     backend.decoder = tokenizers.decoders.Metaspace(prepend_scheme=scheme)
     letters = [*map(chr, range(33, 127)), "\n", "▁"]
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=200, special_tokens=SPECIAL, initial_alphabet=letters, show_progress=False
-    )
+    options = {"special_tokens": SPECIAL, "initial_alphabet": letters, "show_progress": False}
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=200, **options)
     backend.train_from_iterator(["What is in this picture? Assistant: User:"], trainer)
     backend.add_special_tokens(ADDED)
     return backend
@@ -391,3 +372,72 @@ def test_the_markup_of_documents_is_kept_and_may_be_typed(tmp_path):
     for markup in ("<image>", "<end_of_utterance>", "<|im_start|>", "<row_1_col_1>", "<|end_of_text|>"):
         typed, plain = (prompt_of(ours, [image], question + text)[0] for text in (markup, "?"))
         assert typed.count(tokenizer.special_id(markup)) == plain.count(tokenizer.special_id(markup))
+
+
+FILES = ("config.json", "processor_config.json", "tokenizer_config.json", "generation_config.json")
+ODD = ["a", 10**400, -1, 0, 1e400, float("nan"), True, None, [], {}, [True], "x" * 10**6, 1.5, {"a": 1}]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write_folder(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def odd_settings(settings):
+    """The settings with each value of nested dictionaries replaced by odd ones, one at a time."""
+    for key, value in settings.items():
+        for odd in (*ODD, *(odd_settings(value) if isinstance(value, dict) else ())):
+            yield settings | {key: odd}
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_an_odd_value_is_one_short_line_or_without_effect(folder, file):
+    settings, refused = json.loads((folder / file).read_text()), 0
+    for changed in odd_settings(settings):
+        (folder / file).write_text(json.dumps(changed))
+        try:
+            captioner = Captioner.from_pretrained(folder, "cpu", "float32")
+            captioner.caption(Image.new("RGB", (20, 30)), max_new_tokens=2)
+        except NanoVLMError as error:
+            refused += 1
+            assert len(str(error)) < 1000 and "\n" not in str(error), changed
+    assert refused > 10 or file == "tokenizer_config.json"
+
+
+REFUSED = {  # words of the error -> file, section, and the setting changed there
+    "scale_factor='a'": ("config.json", None, {"scale_factor": "a"}),
+    "model_type='llava' is none of idefics3": ("config.json", None, {"model_type": "llava"}),
+    "the image token is .*, but config.json has image_token_id=7": ("config.json", None, {"image_token_id": 7}),
+    "text_config: qk_layer_norms=": ("config.json", "text_config", {"qk_layer_norms": True}),
+    "text_config: model_type=": ("config.json", "text_config", {"model_type": "mistral"}),
+    "text_config: rope_scaling=": ("config.json", "text_config", {"rope_scaling": {"rope_type": "yarn", "factor": 2}}),
+    "vision_config: hidden_act=": ("config.json", "vision_config", {"hidden_act": "gelu"}),
+    "image_seq_len=5, but a tile has 4 embeddings": ("processor_config.json", None, {"image_seq_len": 5}),
+    "longest_edge": ("processor_config.json", "image_processor", {"size": {"longest_edge": 10**400}}),
+    "do_center_crop=True is not supported": ("processor_config.json", "image_processor", {"do_center_crop": True}),
+    "fake_image_token='xxx": ("tokenizer_config.json", None, {"fake_image_token": "x" * 10**7}),
+    "eos_token_id": ("generation_config.json", None, {"eos_token_id": 10**400}),
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_computes_something_else_or_disagrees_is_named_in_the_words_of_the_file(folder, words):
+    file, section, change = REFUSED[words]
+    settings = json.loads((folder / file).read_text())
+    (settings[section] if section else settings).update(change)
+    (folder / file).write_text(json.dumps(settings))
+    with pytest.raises(CheckpointError, match=words):
+        Captioner.from_pretrained(folder, "cpu", "float32")
+
+
+def test_which_of_two_files_counts(folder, monkeypatch):
+    """processor_config.json comes first, as in transformers 5; the tokenizer is that of the folder alone."""
+    settings = json.loads((folder / "processor_config.json").read_text())["image_processor"]
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings | {"do_image_splitting": False}))
+    assert Captioner.from_pretrained(folder, "cpu").processor.max_tiles_per_image > 1
+    monkeypatch.chdir(folder)
+    shutil.copytree(folder, "inner")
+    (folder / "inner/tokenizer.json").unlink()
+    with pytest.raises(CheckpointError, match=r"inner has no tokenizer\.json"):
+        Captioner.from_pretrained("inner")

@@ -10,7 +10,6 @@ import torch
 
 from nanovlm import SAMPLE, ChatSession
 from nanovlm.errors import InputError, SchemaError
-from support.cli import assert_usage_error
 from support.schema import SCHEMA, assert_fits
 
 pytest.importorskip("llguidance", reason="no llguidance; pip install 'nanovlm[structured]'")
@@ -36,100 +35,67 @@ def obj(**properties):
     return {"type": "object", "properties": properties, "required": list(properties)}
 
 
-TEXT, NUMBER = {"type": "string"}, {"type": "integer"}
+T, N = {"type": "string"}, {"type": "integer"}
 RECURSIVE = obj(c={"type": "array", "items": {"$ref": "#/definitions/t"}})
-POINT = {"$defs": {"p": obj(x=NUMBER)}} | obj(a={"$ref": "#/$defs/p"})
-NESTED = obj(a={"type": "array", "items": {"type": "array", "items": obj(b=NUMBER)}})
-BOTH = {"allOf": [obj(a=NUMBER), obj(b=NUMBER)]}
-EITHER = {"anyOf": [obj(a=NUMBER), obj(b=NUMBER)]}
-SHARED = {"$defs": {"t": obj(a=NUMBER)}}
-DEEP = reduce(lambda inner, _: obj(a=inner), range(400), NUMBER)
+POINT = {"$defs": {"p": obj(x=N)}} | obj(a={"$ref": "#/$defs/p"})
+NESTED = obj(a={"type": "array", "items": {"type": "array", "items": obj(b=N)}})
+BOTH = {"allOf": [obj(a=N), obj(b=N)]}
+EITHER = {"anyOf": [obj(a=N), obj(b=N)]}
+SHARED = {"$defs": {"t": obj(a=N)}}
+DEEP = reduce(lambda inner, _: obj(a=inner), range(400), N)
+REF, ODD = {"$ref": "#/$defs/t"}, {"$ref": "#/properties/a/oneOf/0"}
+TREE = {"t": {"allOf": [{"$ref": "#/$defs/u"}, obj(a=N)]}, "u": obj(c={"type": "array", "items": REF})}
+SELF = {"t": obj(a={"allOf": [REF], "description": "x"}) | {"required": []}}
+INNER = {"$defs": {"t": {"allOf": [{"$ref": "#"}, obj(b=N)]}}, "properties": {"a": N, "c": REF}}
 SCHEMAS = {  # as people write them -> a value that they mean, and one that they do not
-    "closed by default": (obj(a=NUMBER), {"a": 1}, {"a": 1, "b": 2}),
-    "open if it says so": (obj(a=NUMBER) | {"additionalProperties": True}, {"a": 1, "b": 2}, {"b": 2}),
-    "optional keys": (obj(a=NUMBER, b=TEXT) | {"required": ["b"]}, {"b": ""}, {"a": 1}),
+    "closed by default": (obj(a=N), {"a": 1}, {"a": 1, "b": 2}),
+    "open if it says so": (obj(a=N) | {"additionalProperties": True}, {"a": 1, "b": 2}, {"b": 2}),
+    "optional keys": (obj(a=N, b=T) | {"required": ["b"]}, {"b": ""}, {"a": 1}),
     "an enum, and null": (obj(a={"enum": ["x", None]}), {"a": None}, {"a": "y"}),
     "nested arrays": (NESTED, {"a": [[{"b": 1}], []]}, {"a": [[{"b": 1, "c": 2}]]}),
     "$ref and $defs": (POINT, {"a": {"x": 1}}, {"a": {"x": 1, "y": 2}}),
-    "definitions, recursive": (
-        {"definitions": {"t": RECURSIVE}, "$ref": "#/definitions/t"}, {"c": [{"c": []}]}, {"c": [], "d": 1},
-    ),
-    "anyOf": ({"anyOf": [obj(a=NUMBER), obj(b=TEXT)]}, {"b": "x"}, {"b": "x", "c": 1}),
+    "definitions, recursive": ({"definitions": {"t": RECURSIVE}, "$ref": "#/definitions/t"}, {"c": [{"c": []}]},
+        {"c": [], "d": 1}),
+    "anyOf": ({"anyOf": [obj(a=N), obj(b=T)]}, {"b": "x"}, {"b": "x", "c": 1}),
     "allOf": (BOTH, {"a": 1, "b": 2}, {"a": 1, "b": 2, "c": 3}),
-    "allOf of one": ({"allOf": [obj(a=NUMBER)]}, {"a": 1}, {"a": 1, "b": 2}),
-    "allOf in allOf": ({"allOf": [BOTH, obj(c=NUMBER)]}, {"a": 1, "b": 2, "c": 3}, {"a": 1, "b": 2, "c": 3, "d": 4}),
+    "allOf of one": ({"allOf": [obj(a=N)]}, {"a": 1}, {"a": 1, "b": 2}),
+    "allOf in allOf": ({"allOf": [BOTH, obj(c=N)]}, {"a": 1, "b": 2, "c": 3}, {"a": 1, "b": 2, "c": 3, "d": 4}),
     "allOf inside of an object": (obj(x=BOTH), {"x": {"a": 1, "b": 2}}, {"x": {"a": 1, "b": 2, "c": 3}}),
-    "properties beside allOf": (
-        obj(c=NUMBER) | {"allOf": [obj(a=NUMBER)]}, {"c": 3, "a": 1}, {"c": 3, "a": 1, "b": 2},
-    ),
-    "properties beside anyOf": (
-        obj(c=NUMBER) | {"anyOf": [obj(a=NUMBER), obj(b=NUMBER)]}, {"c": 3, "b": 1}, {"c": 3, "b": 1, "d": 2},
-    ),
-    "a name of another alternative": (
-        obj(c=NUMBER) | EITHER, {"c": 3, "a": 1}, {"c": 3, "a": 1, "b": "x"},
-    ),
-    "alternatives in allOf": (
-        {"allOf": [EITHER, obj(c=NUMBER)]}, {"c": 3, "a": 1}, {"c": 3, "a": 1, "b": "x"},
-    ),
-    "alternatives by $ref": (
-        {"$defs": {"t": EITHER}} | obj(c=NUMBER) | {"$ref": "#/$defs/t"}, {"c": 3, "b": 1}, {"c": 3, "a": "x", "b": 1},
-    ),
-    "a name of an alternative and of the whole": (
-        {"allOf": [EITHER, {"properties": {"b": NUMBER}}]}, {"b": 2, "a": 1}, {"b": "x", "a": 1},
-    ),
-    "alternatives that require": (
-        obj(a=NUMBER, b=NUMBER) | {"required": [], "anyOf": [{"required": ["a"]}, {"required": ["b"]}]},
-        {"a": 1, "b": 2}, {},
-    ),
-    "properties beside $ref": (
-        SHARED | obj(b=NUMBER) | {"$ref": "#/$defs/t"}, {"b": 2, "a": 1}, {"b": 2, "a": 1, "c": 3},
-    ),
-    "a part that says otherwise": (
-        {"allOf": [obj(a=NUMBER), obj(b=NUMBER) | {"additionalProperties": True}]}, {"a": 1, "b": 2, "c": 3}, {"a": 1},
-    ),
-    "a definition in allOf and alone": (
-        SHARED | obj(x={"$ref": "#/$defs/t"}, y={"allOf": [{"$ref": "#/$defs/t"}, obj(b=NUMBER)]}),
-        {"x": {"a": 1}, "y": {"a": 1, "b": 2}}, {"x": {"a": 1, "b": 2}, "y": {"a": 1, "b": 2}},
-    ),
-    "a definition in allOf, closed as a whole": (
-        SHARED | obj(x={"$ref": "#/$defs/t"}, y={"allOf": [{"$ref": "#/$defs/t"}, obj(b=NUMBER)]}),
-        {"x": {"a": 1}, "y": {"a": 1, "b": 2}}, {"x": {"a": 1}, "y": {"a": 1, "b": 2, "c": 3}},
-    ),
-    "a recursive definition in allOf": (
-        {"$defs": {"t": {"allOf": [{"$ref": "#/$defs/u"}, obj(a=NUMBER)]},
-                   "u": obj(c={"type": "array", "items": {"$ref": "#/$defs/t"}})}, "$ref": "#/$defs/t"},
-        {"c": [{"c": [], "a": 1}], "a": 1}, {"c": [{"c": [], "a": 1, "b": 2}], "a": 1},
-    ),
-    "the schema as a part of an inner one": (
-        obj(a=NUMBER) | {"$defs": {"t": {"allOf": [{"$ref": "#"}, obj(b=NUMBER)]}},
-                         "properties": {"a": NUMBER, "c": {"$ref": "#/$defs/t"}}},
-        {"a": 1, "c": {"a": 1, "b": 2}}, {"a": 1, "c": {"a": 1, "b": 2, "d": 3}},
-    ),
-    "a part at an odd place": (
-        obj(a={"oneOf": [obj(x=NUMBER)]}, b={"allOf": [{"$ref": "#/properties/a/oneOf/0"}, obj(y=NUMBER)]}),
-        {"a": {"x": 1}, "b": {"x": 1, "y": 2}}, {"a": {"x": 1}, "b": {"x": 1, "y": 2, "z": 3}},
-    ),
-    "an object inside of allOf's parts": (
-        {"allOf": [obj(a=obj(b=NUMBER)), obj(c=NUMBER)]}, {"a": {"b": 1}, "c": 1}, {"a": {"b": 1, "d": 1}, "c": 1},
-    ),
-    "an object beside allOf": (
-        obj(a=obj(b=NUMBER), c={"allOf": [obj(d=NUMBER), obj(e=NUMBER)]}),
-        {"a": {"b": 1}, "c": {"d": 1, "e": 2}}, {"a": {"b": 1, "x": 1}, "c": {"d": 1, "e": 2}},
-    ),
-    "a key called allOf": (obj(allOf=NUMBER), {"allOf": 1}, {"allOf": 1, "b": 2}),
-    "keys called additionalProperties and $ref": (
-        obj(additionalProperties=NUMBER, **{"$ref": TEXT}), {"additionalProperties": 1, "$ref": ""},
-        {"additionalProperties": 1, "$ref": "", "b": 2},
-    ),
+    "properties beside allOf": (obj(c=N) | {"allOf": [obj(a=N)]}, {"c": 3, "a": 1}, {"c": 3, "a": 1, "b": 2}),
+    "properties beside anyOf": (obj(c=N) | {"anyOf": [obj(a=N), obj(b=N)]}, {"c": 3, "b": 1}, {"c": 3, "b": 1, "d": 2}),
+    "a name of another alternative": (obj(c=N) | EITHER, {"c": 3, "a": 1}, {"c": 3, "a": 1, "b": "x"}),
+    "alternatives in allOf": ({"allOf": [EITHER, obj(c=N)]}, {"c": 3, "a": 1}, {"c": 3, "a": 1, "b": "x"}),
+    "alternatives by $ref": ({"$defs": {"t": EITHER}} | obj(c=N) | REF, {"c": 3, "b": 1}, {"c": 3, "a": "x", "b": 1}),
+    "a name of an alternative and of the whole": ({"allOf": [EITHER, {"properties": {"b": N}}]}, {"b": 2, "a": 1},
+        {"b": "x", "a": 1}),
+    "alternatives that require": (obj(a=N, b=N) | {"required": [], "anyOf": [{"required": ["a"]}, {"required": ["b"]}]},
+        {"a": 1, "b": 2}, {}),
+    "properties beside $ref": (SHARED | obj(b=N) | REF, {"b": 2, "a": 1}, {"b": 2, "a": 1, "c": 3}),
+    "a part that says otherwise": ({"allOf": [obj(a=N), obj(b=N) | {"additionalProperties": True}]},
+        {"a": 1, "b": 2, "c": 3}, {"a": 1}),
+    "a definition in allOf and alone": (SHARED | obj(x=REF, y={"allOf": [REF, obj(b=N)]}),
+        {"x": {"a": 1}, "y": {"a": 1, "b": 2}}, {"x": {"a": 1, "b": 2}, "y": {"a": 1, "b": 2}}),
+    "a definition in allOf, closed as a whole": (SHARED | obj(x=REF, y={"allOf": [REF, obj(b=N)]}),
+        {"x": {"a": 1}, "y": {"a": 1, "b": 2}}, {"x": {"a": 1}, "y": {"a": 1, "b": 2, "c": 3}}),
+    "a recursive definition in allOf": (REF | {"$defs": TREE},
+        {"c": [{"c": [], "a": 1}], "a": 1}, {"c": [{"c": [], "a": 1, "b": 2}], "a": 1}),
+    "the schema as a part of an inner one": (obj(a=N) | INNER, {"a": 1, "c": {"a": 1, "b": 2}},
+        {"a": 1, "c": {"a": 1, "b": 2, "d": 3}}),
+    "a part at an odd place": (obj(a={"oneOf": [obj(x=N)]}, b={"allOf": [ODD, obj(y=N)]}),
+        {"a": {"x": 1}, "b": {"x": 1, "y": 2}}, {"a": {"x": 1}, "b": {"x": 1, "y": 2, "z": 3}}),
+    "an object inside of allOf's parts": ({"allOf": [obj(a=obj(b=N)), obj(c=N)]}, {"a": {"b": 1}, "c": 1},
+        {"a": {"b": 1, "d": 1}, "c": 1}),
+    "an object beside allOf": (obj(a=obj(b=N), c={"allOf": [obj(d=N), obj(e=N)]}),
+        {"a": {"b": 1}, "c": {"d": 1, "e": 2}}, {"a": {"b": 1, "x": 1}, "c": {"d": 1, "e": 2}}),
+    "a key called allOf": (obj(allOf=N), {"allOf": 1}, {"allOf": 1, "b": 2}),
+    "keys called additionalProperties and $ref": (obj(additionalProperties=N, **{"$ref": T}),
+        {"additionalProperties": 1, "$ref": ""}, {"additionalProperties": 1, "$ref": "", "b": 2}),
     "a value called allOf": (obj(a={"enum": ["allOf"]}), {"a": "allOf"}, {"a": "allOf", "b": 2}),
-    "a key called properties": (obj(properties=obj(items=NUMBER)), {"properties": {"items": 1}}, {"items": 1}),
-    "allOf of one, recursive, with a description": (
-        {"$defs": {"t": obj(a={"allOf": [{"$ref": "#/$defs/t"}], "description": "x"}) | {"required": []}},
-         "$ref": "#/$defs/t"}, {"a": {"a": {}}}, {"a": {"b": 1}},
-    ),
-    "limits in allOf": ({"allOf": [NUMBER, {"minimum": 3}]}, 3, 2),
+    "a key called properties": (obj(properties=obj(items=N)), {"properties": {"items": 1}}, {"items": 1}),
+    "allOf of one, recursive, with a description": (REF | {"$defs": SELF}, {"a": {"a": {}}}, {"a": {"b": 1}}),
+    "limits in allOf": ({"allOf": [N, {"minimum": 3}]}, 3, 2),
     "a free object": ({"type": "object"}, {"any": [1, {"b": None}]}, []),
-    "a dictionary": ({"type": "object", "additionalProperties": NUMBER}, {"a": 1, "b": 2}, {"a": "x"}),
+    "a dictionary": ({"type": "object", "additionalProperties": N}, {"a": 1, "b": 2}, {"a": "x"}),
 }  # fmt: skip
 
 
@@ -145,15 +111,15 @@ def test_a_schema_allows_what_people_mean(name, embedded):
 
 REFUSED = {
     "parts of one value differ in 'maximum'": {"allOf": [{"maximum": 3}, {"maximum": 4}]},
-    "parts of one value differ in 'anyOf'": {"allOf": [EITHER, {"anyOf": [obj(c=NUMBER)]}]},
-    "a part has additionalProperties": {"allOf": [obj(a=NUMBER) | {"additionalProperties": False}, obj(b=NUMBER)]},
+    "parts of one value differ in 'anyOf'": {"allOf": [EITHER, {"anyOf": [obj(c=N)]}]},
+    "a part has additionalProperties": {"allOf": [obj(a=N) | {"additionalProperties": False}, obj(b=N)]},
     "more than 1000 parts": {"allOf": [{"$ref": "#/$defs/0"}], "$defs": {
-        str(i): {"allOf": [{"$ref": f"#/$defs/{i + 1}"}] * 2} for i in range(40)} | {"40": obj(a=NUMBER)}},
-    "names no schema": {"allOf": [{"$ref": "https://example.org/a"}, obj(a=NUMBER)]},
-    "required property 'b'": obj(a=NUMBER) | {"required": ["b"]},
+        str(i): {"allOf": [{"$ref": f"#/$defs/{i + 1}"}] * 2} for i in range(40)} | {"40": obj(a=N)}},
+    "names no schema": {"allOf": [{"$ref": "https://example.org/a"}, obj(a=N)]},
+    "required property 'b'": obj(a=N) | {"required": ["b"]},
     "nested too deeply": {"$defs": {"t": obj(a={"$ref": "#/$defs/t", "type": "object"})}, "$ref": "#/$defs/t"},
-    "uniqueItems": {"uniqueItems": True}, '"not"': {"not": {}}, '"if"': {"if": {}}, "oneOf": {"oneOf": [TEXT, TEXT]},
-    "allOf must be an array": {"allOf": 1}, "wrong type: .": {"allOf": [{"properties": 1}, obj(a=NUMBER)]},
+    "uniqueItems": {"uniqueItems": True}, '"not"': {"not": {}}, '"if"': {"if": {}}, "oneOf": {"oneOf": [T, T]},
+    "allOf must be an array": {"allOf": 1}, "wrong type: .": {"allOf": [{"properties": 1}, obj(a=N)]},
 }  # fmt: skip
 
 
@@ -164,11 +130,10 @@ def test_a_schema_that_cannot_be_followed_is_refused_by_name(words, embedded):
 
 
 def test_a_dead_end_is_said_as_what_it_is(embedded):
-    grammar = embedded.structured_output.make_processor(NUMBER)
+    grammar = embedded.structured_output.make_processor(N)
     grammar([], torch.zeros(1, embedded.tokenizer.cfg.lm_vocab_size))
-    grammar.matcher = SimpleNamespace(
-        consume_tokens=list, compute_logit_bias=bytes, get_error=lambda: "NoExtensionBias"
-    )
+    parts = {"consume_tokens": list, "compute_logit_bias": bytes, "get_error": lambda: "NoExtensionBias"}
+    grammar.matcher = SimpleNamespace(**parts)
     with pytest.raises(SchemaError, match="ran into a dead end after 2 tokens; ask again with another seed"):
         grammar([5, 5], torch.zeros(1, 9))
 
@@ -212,19 +177,3 @@ def test_a_table_has_a_column_for_each_property(generate, image_folder):
         assert cells == value
     assert len(text.splitlines()) >= 5 and generate(*command, model=None)[0] == 0
     assert Path("captions.jsonl").read_text("utf-8") == text
-
-
-@pytest.mark.parametrize(
-    ("content", "flags", "words"),
-    [
-        (None, [], "No such file"),
-        ("{", [], "is not JSON"),
-        ('{"type": "no"}', [], "cannot be followed"),
-        (json.dumps(SCHEMA), ["--start-with", "A"], "excludes start_with"),
-        (json.dumps(SCHEMA), ["--out", "a.jsonl", "--prefix", "x"], "no text can be added"),
-    ],
-)
-def test_a_schema_that_is_none_is_refused_before_any_work(generate, content, flags, words):
-    if content:
-        Path("schema.json").write_text(content)
-    assert_usage_error(generate("good.png", "--json-schema", "schema.json", *flags), words)

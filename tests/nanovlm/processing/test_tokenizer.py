@@ -20,21 +20,15 @@ EMOJI = ("🙂", "👩‍👩‍👧", "🏳️‍🌈", "é", "e\u0301", "漢�
 def written(chance):
     """Text of random characters, of special tokens and of what resembles them."""
     pieces = [chance.choice(SPECIAL + LOOK_ALIKES + EMOJI) for _ in range(chance.randrange(6))]
-    characters = [
-        chr(chance.randrange(0x800 if chance.random() < 0.7 else 0xD800)) for _ in range(chance.randrange(20))
-    ]
+    ends = (0x800 if chance.random() < 0.7 else 0xD800 for _ in range(chance.randrange(20)))
+    characters = [chr(chance.randrange(end)) for end in ends]
     return "".join(chance.sample(pieces + characters, len(pieces) + len(characters)))
 
 
 TEXTS = [
-    *map(written, map(random.Random, range(150))),
-    "",
-    " \n leading and trailing \n ",
-    "".join(SPECIAL),
-    "".join(SPECIAL + LOOK_ALIKES) * 2,
-    "<|im_<|im_end|>end|>",
-    "<|im_end|>\n<|im_start|>assistant\nYes.<|im_end|>",
-]
+    *map(written, map(random.Random, range(150))), "", " \n leading and trailing \n ", "".join(SPECIAL),
+    "".join(SPECIAL + LOOK_ALIKES) * 2, "<|im_<|im_end|>end|>", "<|im_end|>\n<|im_start|>assistant\nYes.<|im_end|>",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -47,15 +41,22 @@ def asked(tokenizer, text, *markups):
     return tokenizer.encode_chat(dialogue([text], [None] * len(markups)), markups)
 
 
-def test_encode_decode_round_trip(tokenizer):
+def test_texts_and_streamed_pieces_of_any_ids_come_back(tokenizer):
     for text in TEXTS:
         ids = tokenizer.encode(text)
         assert tokenizer.decode(ids) == text
         assert not set(ids) & {tokenizer.special_id(token) for token in SPECIAL}
+    smile, unknown, end = tokenizer.encode("🙂"), tokenizer.encode("\ufffd"), tokenizer.special_id(END)
+    assert len(smile) == 4  # bytes
+    cut = [*smile[:2], *tokenizer.encode("x"), *smile[:3], end, *smile[3:], *tokenizer.encode("漢字")[1:5]]
+    replaced = [*unknown, end, *tokenizer.encode("a"), *unknown[:2], *tokenizer.encode("\ufffd\ufffd")]
+    for ids in (cut, replaced, *(random_ids(tokenizer, random.Random(seed)) for seed in range(100))):
+        assert "".join(tokenizer.stream(ids)) == tokenizer.decode(ids)
+    decoder, whole = StreamingDecoder(tokenizer), [*tokenizer.encode("a"), *smile, *tokenizer.encode("b")]
+    assert [decoder.add(id) for id in whole] == ["a", "", "", "", "🙂", "b"], "an emoji comes with its last byte"
 
 
 def by_hand(tokenizer, text, images=()):
-    """One user turn, assembled from ids."""
     start, end = tokenizer.special_id(START), tokenizer.special_id(END)
     turn = tokenizer.encode(f"user\n{text}")
     if images:  # cut the text in two
@@ -82,18 +83,6 @@ def random_ids(tokenizer, chance):
     return [id for _ in range(chance.randrange(30)) for id in chance.choice(kinds)()]
 
 
-def test_streamed_pieces_of_any_ids_join_to_the_text(tokenizer):
-    """Random tokens, bytes that are not UTF-8, special tokens within a character."""
-    smile, unknown, end = tokenizer.encode("🙂"), tokenizer.encode("\ufffd"), tokenizer.special_id(END)
-    assert len(smile) == 4  # bytes
-    cut = [*smile[:2], *tokenizer.encode("x"), *smile[:3], end, *smile[3:], *tokenizer.encode("漢字")[1:5]]
-    replaced = [*unknown, end, *tokenizer.encode("a"), *unknown[:2], *tokenizer.encode("\ufffd\ufffd")]
-    for ids in (cut, replaced, *(random_ids(tokenizer, random.Random(seed)) for seed in range(100))):
-        assert "".join(tokenizer.stream(ids)) == tokenizer.decode(ids)
-    decoder, whole = StreamingDecoder(tokenizer), [*tokenizer.encode("a"), *smile, *tokenizer.encode("b")]
-    assert [decoder.add(id) for id in whole] == ["a", "", "", "", "🙂", "b"], "an emoji comes with its last byte"
-
-
 PANIC = {"type": "Strip", "content": " ", "start": 2**64 - 5, "stop": 0}
 BARE = {"type": "BPE", "vocab": {"a": 0}, "merges": [], "unk_token": "?"}
 LLAMA = ("▁", "▁ring", "ring", "s", "▁é", "▁▁", "\n", "<s>")
@@ -103,9 +92,8 @@ def test_streaming_keeps_spaces_of_sentencepiece_decoders(tokenizer):
     """Its decoder drops the space before the first word, and its tokens for bytes are called <0xE2>."""
     vocabulary = [*(f"<0x{byte:02X}>" for byte in range(256)), *LLAMA]
     backend = type(tokenizer.backend)(models.BPE({token: id for id, token in enumerate(vocabulary)}, []))
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Sequence(steps)
     cfg = replace(tokenizer.cfg, vlm_extra_tokens={"image_token": "<image>"}, lm_vocab_size=300)
     backend.add_special_tokens(["<s>", "<image>", "<|im_end|>"])
     llama, chance = Tokenizer(backend, cfg), random.Random(0)
@@ -153,23 +141,25 @@ def json_of(tokenizer, **changes):
     return json.dumps(json.loads(tokenizer.to_json()) | changes).encode()
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (lambda tokenizer: b'{"version": "1.0", "model": {"type": "BPE", "voc', "is not a valid tokenizer.json"),
-        (lambda tokenizer: b"\xff\xfe\x00", "tokenizer.json is not UTF-8"),
-        (lambda tokenizer: json_of(tokenizer, pre_tokenizer={"type": "Whitespace"}), "after encoding and decoding"),
-        (lambda tokenizer: json_of(tokenizer, decoder=None), "after encoding and decoding: pre_tokenizer or decoder"),
-        (lambda tokenizer: json_of(tokenizer, decoder=PANIC), "tokenizer.json"),  # of some versions, no Exception
-        (lambda tokenizer: json_of(tokenizer, model=BARE), "tokenizer fails at a text"),  # a bare Exception
-        (lambda tokenizer: None, "has no tokenizer.json, and lm_tokenizer cannot be loaded instead"),
-        (lambda tokenizer: "a folder", "tokenizer.json"),
-    ],
-)
-def test_a_file_that_cannot_be_used_is_named_in_one_line(tokenizer, tmp_path, content, words):
-    path, data = tmp_path / "tokenizer.json", content(tokenizer)
-    if data is not None:
-        path.mkdir() if data == "a folder" else path.write_bytes(data)
+UNUSABLE = {  # words of the error -> a tokenizer.json: bytes, or changes of a whole one
+    "is not a valid tokenizer.json": b'{"version": "1.0", "model": {"type": "BPE", "voc',
+    "tokenizer.json is not UTF-8": b"\xff\xfe\x00",
+    "after encoding and decoding": {"pre_tokenizer": {"type": "Whitespace"}},
+    "after encoding and decoding: pre_tokenizer or decoder": {"decoder": None},
+    "tokenizer.json": {"decoder": PANIC},  # of some versions, no Exception
+    "tokenizer fails at a text": {"model": BARE},  # a bare Exception
+    "has no tokenizer.json, and lm_tokenizer cannot be loaded instead": None,
+    "tokenizer.json.*": "a folder",
+}
+
+
+@pytest.mark.parametrize("words", UNUSABLE)
+def test_a_file_that_cannot_be_used_is_named_in_one_line(tokenizer, tmp_path, words):
+    path, data = tmp_path / "tokenizer.json", UNUSABLE[words]
+    if data == "a folder":
+        path.mkdir()
+    elif data is not None:
+        path.write_bytes(json_of(tokenizer, **data) if isinstance(data, dict) else data)
     with pytest.raises(CheckpointError, match=words) as caught:
         Tokenizer.from_pretrained(tmp_path, tokenizer.cfg)
     assert str(tmp_path) in str(caught.value) and len(str(caught.value).splitlines()) == 1

@@ -52,7 +52,6 @@ def show_sample(page):
 
 
 def ask(page, question=""):
-    """All answers, once they are complete."""
     page.get_by_label("Your question").fill(question)
     page.keyboard.press("Enter")
     return answers(page)
@@ -64,9 +63,15 @@ def answers(page):
     return page.locator(".answer").all_text_contents()
 
 
-def image_file(image, name):
-    image.save(file := io.BytesIO(), "png")
-    return {"name": name, "mimeType": "image/png", "buffer": file.getvalue()}
+def show(page, *images):
+    """Choose images, whose names are 0.png, 1.png, ..., and wait until they are shown."""
+    sent = []
+    for i, image in enumerate(images):
+        image.save(file := io.BytesIO(), "png")
+        sent.append({"name": f"{i}.png", "mimeType": "image/png", "buffer": file.getvalue()})
+    n_before = page.locator("#images img").count()
+    page.locator("#file").set_input_files(sent)
+    expect(page.locator("#images img")).to_have_count(n_before + len(images))
 
 
 def test_questions_are_asked_again_edited_and_forgotten(served, embedded, open_page):
@@ -111,8 +116,7 @@ def test_photos_are_scaled_before_they_are_sent(served, open_page, tmp_path):
 
 def test_images_are_sent_in_order_and_removed(served, embedded, open_page):
     page, scenes = open_page(served), [draw(random_scene(Random(seed)), 120, 90) for seed in range(3)]
-    page.locator("#file").set_input_files([image_file(scene, f"{i}.png") for i, scene in enumerate(scenes)])
-    expect(page.locator("#images img")).to_have_count(3)
+    show(page, *scenes)
     click(page, "Remove 1.png")
     expected = embedded.caption([scenes[0], scenes[2]], "What is it?", max_new_tokens=256)
     assert ask(page, "What is it?") == [expected] and page.locator("#images img").count() == 2
@@ -192,8 +196,7 @@ def test_problems_are_said_and_the_question_stays(served, open_page):
 @pytest.mark.parametrize("size", [(360, 740), (1280, 800)])
 def test_a_chat_that_is_too_long_is_shortened_by_a_button(served, open_page, size):
     page = open_page(served, viewport=dict(zip(("width", "height"), size)))
-    page.locator("#file").set_input_files([image_file(noise_image(400, 300, seed=i), f"{i}.png") for i in range(4)])
-    expect(page.locator("#images img")).to_have_count(4)
+    show(page, *(noise_image(400, 300, seed=i) for i in range(4)))
     while not page.get_by_role("alert").text_content():
         texts = ask(page, f"{QUESTIONS[0]} " * 20)
     assert page.get_by_role("alert").evaluate(IS_ON_TOP), "the error is covered"
@@ -242,7 +245,7 @@ COLOR = """(name) => { const probe = document.body.appendChild(document.createEl
 def test_image_and_answers_are_seen_together_with_enough_contrast(served, open_page, scheme, width):
     page = open_page(served, color_scheme=scheme, viewport={"width": width, "height": 700})
     show_sample(page)
-    page.locator("#file").set_input_files(image_file(noise_image(400, 300), "other.png"))
+    show(page, noise_image(400, 300))
     for question in ("", *QUESTIONS[1:]):
         ask(page, question)
     for locator in (page.locator(".answer"), page.locator("li > .plain"), page.locator("#images img")):

@@ -45,7 +45,6 @@ def run(learn, make_batch, held_out, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def whole(learn, tmp_path_factory):
-    """The folder of a run of CFG without interruption."""
     learn(folder := tmp_path_factory.mktemp("whole"))
     return folder
 

@@ -38,11 +38,7 @@ def row(i: int) -> EncodedExample:
 
 
 def run(folder, settings=(), rows=1, stop_at=None, kill_at=None, apart=False):
-    """Train on batches of so many rows and return the lines logged.
-
-    SIGTERM arrives with batch `stop_at`; SIGKILL with batch `kill_at`, but once only. If `apart`, each process has a
-    folder of its own.
-    """
+    """Train, and return the lines logged; SIGTERM arrives with batch stop_at, SIGKILL, but once, with kill_at."""
     if apart:
         folder = folder / os.environ["RANK"]
 

@@ -1,6 +1,7 @@
 """Whatever interrupts a run, it is resumed to the same weights, bit for bit, as if it had not been interrupted."""
 
 import json
+import math
 import os
 import random
 import re
@@ -31,6 +32,7 @@ VARIANTS = {
     "float16": {"dtype": "float16", "max_steps": 12},
 }
 RARE = ("adapters alone", "frozen parts")  # resumed as others are
+RUNS = [pytest.param(name, marks=pytest.mark.full if name in RARE else ()) for name in VARIANTS]
 STEPS = replace(CFG, save_every=2, max_steps=4, keep_checkpoints=2, decay=0.0)
 
 
@@ -43,9 +45,7 @@ def metrics(folder):
     return [{k: v for k, v in entry.items() if k not in ("tokens_per_s", "memory")} for entry in entries]
 
 
-@pytest.mark.parametrize(
-    "variant", [pytest.param(name, marks=pytest.mark.full if name in RARE else ()) for name in VARIANTS]
-)
+@pytest.mark.parametrize("variant", RUNS)
 def test_resumed_run_equals_uninterrupted_bit_for_bit(learn, make_batch, held_out, tmp_path, tensors, variant):
     cfg = replace(CFG, **VARIANTS[variant])
     learn(tmp_path / "whole", cfg, **held_out)
@@ -62,32 +62,29 @@ def test_resumed_run_equals_uninterrupted_bit_for_bit(learn, make_batch, held_ou
     assert state == expected and bool(state["scaler"]) == (variant == "float16")
 
 
-@pytest.mark.parametrize(
-    ("settings", "data", "line"),
-    [
-        ({}, "b", "the run is finished: .* raise --max-steps.* another --out; the data has changed: .* nothing is"),
-        ({"max_steps": 8}, "b", ", with max_steps=8 instead of 6; the data .* it is b instead of None; training goes"),
-        ({"max_steps": 8, "lr": 1e-3}, None, ", with max_steps=8 instead of 6, lr=0.001 instead of 0.003; step 8/8"),
-        (
-            {"max_steps": 8},
-            None,
-            ", with max_steps=8 instead of 6, model=/mine/m instead of the embedded model; step 8/8",
-        ),
-    ],
-)
-def test_a_resumed_run_reports_what_changed(learn, tmp_path, whole, tensors, settings, data, line):
+CHANGED = [  # settings, data and model of the run that resumes, and its lines
+    ({}, "b", "", "the run is finished: .* raise --max-steps.* another --out; the data has changed: .* nothing is"),
+    ({"max_steps": 8}, "b", "", ", with max_steps=8 instead of 6; the data .* it is b instead of None; training goes"),
+    ({"max_steps": 8, "lr": 1e-3}, None, "", ", with max_steps=8 instead of 6, lr=0.001 instead of 0.003; step 8/8"),
+    ({"max_steps": 8}, None, "/m", ", with max_steps=8 instead of 6, model=/m instead of the embedded model; step 8/8"),
+]
+
+
+@pytest.mark.parametrize(("settings", "data", "model", "line"), CHANGED)
+def test_a_resumed_run_reports_what_changed(learn, tmp_path, whole, tensors, settings, data, model, line):
     shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
-    origin = {"model": "/mine/m"} if "model=" in line else {}
+    origin = {"model": model} if model else {}
     lines = learn(tmp_path, replace(CFG, **settings), data_fingerprint=data, origin=origin)
     assert re.match(f"resumed {tmp_path} at step 6.*{line}", "; ".join(lines)), lines
     assert (tensors(tmp_path) == tensors(whole)) == (not settings)
 
 
-@pytest.mark.parametrize(("keep", "names"), [(1, [6]), (2, [4, 6]), (9, [2, 4, 6])])
-def test_the_newest_checkpoints_are_kept(learn, tmp_path, keep, names):
-    (tmp_path / "checkpoints/step-by-step").mkdir(parents=True)
-    learn(tmp_path, replace(CFG, save_every=2, keep_checkpoints=keep))
-    assert sorted(os.listdir(tmp_path / "checkpoints")) == [*(f"step-{name}" for name in names), "step-by-step"]
+def test_the_newest_checkpoints_are_kept(learn, tmp_path):
+    for keep, names in ((1, [6]), (2, [4, 6]), (9, [2, 4, 6])):
+        (tmp_path / f"{keep}/checkpoints/step-by-step").mkdir(parents=True)
+        learn(tmp_path / f"{keep}", replace(CFG, save_every=2, keep_checkpoints=keep))
+        kept = sorted(os.listdir(tmp_path / f"{keep}/checkpoints"))
+        assert kept == [*(f"step-{name}" for name in names), "step-by-step"]
 
 
 @pytest.mark.slow
@@ -96,10 +93,8 @@ def test_a_run_killed_ten_times_at_any_moment_finishes_with_the_same_weights(tmp
     settings = {"max_steps": 150, "gradient_accumulation_steps": 2, "lora_rank": 2, "save_every": 1}
     program = str(Path(__file__).parent / "distributed_program.py")
     env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "WORLD_SIZE": "1", "RANK": "0"}
-    run, whole = (
-        [sys.executable, program, str(tmp_path), json.dumps([[1, [[name, {"settings": settings}]]]])]
-        for name in ("run", "whole")
-    )
+    groups = (json.dumps([[1, [[name, {"settings": settings}]]]]) for name in ("run", "whole"))
+    run, whole = ([sys.executable, program, str(tmp_path), group] for group in groups)
     rng, step = random.Random(0), 0
     for _ in range(10):
         with subprocess.Popen(run, env=env) as process:
@@ -137,19 +132,16 @@ def test_a_full_disk_is_one_line_and_loses_nothing(learn, tmp_path, monkeypatch,
 
 
 def test_metrics_that_cannot_be_written_stop_the_run_with_one_line(learn, make_batch, tmp_path, monkeypatch):
-    def fill_disk():
-        def write(descriptor, data):
-            raise OSError(28, "No space left on device")
+    def write(descriptor, data):
+        raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(os, "write", write)
-
+    fill_disk = lambda: monkeypatch.setattr(os, "write", write)  # noqa: E731
     with pytest.raises(TrainingError, match="No space left on device; free some disk space and .* from .*step-3$"):
         learn(tmp_path, batch=before_batch(4, fill_disk, make_batch))
 
 
 @pytest.fixture(scope="module")
 def two_checkpoints(learn, tmp_path_factory):
-    """A run with the checkpoints step-2 and step-4."""
     learn(folder := tmp_path_factory.mktemp("two"), STEPS)
     return folder
 
@@ -174,7 +166,6 @@ def state_with(**changes):
 
 
 def optimizer_with(change):
-    """Change the dict of optimizer.safetensors in place."""
 
     def change_file(folder):
         tensors = load_file(folder / "optimizer.safetensors")
@@ -185,43 +176,43 @@ def optimizer_with(change):
 
 
 def piped(name):
-    return lambda folder: ((folder / name).unlink(), os.mkfifo(folder / name))
+    return lambda folder: (missing(name)(folder), os.mkfifo(folder / name))
+
+
+def moment(change):
+    """Change the squares of a gradient in optimizer.safetensors."""
+    return optimizer_with(lambda tensors, name: tensors.update({name: change(tensors[name])}))
 
 
 FILES = ("model.safetensors", "optimizer.safetensors", "trainer.json", "config.json")
 DAMAGES = {
     **{f"{name}, {change.__name__}": change(name) for name in FILES for change in (cut, missing)},
-    "no config": state_with(config=None),
-    "config is a list": state_with(config=[]),
-    "an empty config": state_with(config={}),
-    "a step below 0": state_with(step=-3),
-    "another step": state_with(step=3),
-    "a step of text": state_with(step="4"),
-    "a step that is true": state_with(step=True),
-    "scores of text": state_with(scores=[["a", "b"]]),
-    "scores of triples": state_with(scores=[[1, 2, 3]]),
-    "scores of nothing": state_with(scores=5),
-    "a metric of numbers": state_with(metric=5),
-    "no streams": state_with(streams=None),
-    "a scaler of another kind": state_with(scaler={"a": 1}),
+    **{
+        f"{name}={value}": state_with(**{name: value})  # None: without it
+        for name, values in {
+            "config": (None, [], {}),
+            "step": (-3, 3, "4", True),
+            "scores": ([["a", "b"]], [[1, 2, 3]], 5),
+            "metric": (5,),
+            "streams": (None,),
+            "scaler": ({"a": 1},),
+        }.items()
+        for value in values
+    },
     "a tensor less": optimizer_with(lambda tensors, name: tensors.pop(name)),
     "a tensor more": optimizer_with(lambda tensors, name: tensors.update(more=torch.zeros(1))),
-    "another shape": optimizer_with(lambda tensors, name: tensors.update({name: torch.zeros(7)})),
-    "another dtype": optimizer_with(lambda tensors, name: tensors.update({name: tensors[name].half()})),
-    "integers": optimizer_with(lambda tensors, name: tensors.update({name: tensors[name].int()})),
-    "nan": optimizer_with(lambda tensors, name: tensors[name].fill_(float("nan"))),
-    "inf": optimizer_with(lambda tensors, name: tensors[name].fill_(float("inf"))),
-    "negative squares": optimizer_with(lambda tensors, name: tensors[name].fill_(-1.0)),
-    "a pipe": piped("optimizer.safetensors"),
-    "a pipe of weights": piped("model.safetensors"),
-    "a pipe of settings": piped("trainer.json"),
+    "another shape": moment(lambda tensor: torch.zeros(7)),
+    "another dtype": moment(torch.Tensor.half),
+    "integers": moment(torch.Tensor.int),
+    **{f"{value}": moment(lambda tensor, value=value: tensor.fill_(value)) for value in (math.nan, math.inf, -1.0)},
+    **{f"a pipe as {name}": piped(name) for name in FILES[:3]},
 }
 
 
-RARELY = [pytest.param(name, marks=pytest.mark.full if "missing" in name else ()) for name in DAMAGES]
+DAMAGED = [pytest.param(name, marks=pytest.mark.full if "missing" in name else ()) for name in DAMAGES]
 
 
-@pytest.mark.parametrize("name", RARELY)
+@pytest.mark.parametrize("name", DAMAGED)
 def test_instead_of_a_damaged_checkpoint_the_older_one_is_taken(learn, tmp_path, two_checkpoints, tensors, name):
     shutil.copytree(two_checkpoints, tmp_path, dirs_exist_ok=True)
     DAMAGES[name](tmp_path / "checkpoints/step-4")
@@ -241,24 +232,21 @@ def test_without_a_whole_checkpoint_there_is_nothing_to_resume(learn, tmp_path, 
         learn(tmp_path, STEPS)
 
 
-@pytest.mark.parametrize(
-    ("before", "now", "words"),
-    [
-        ({}, {"freeze": ["vision"]}, r"freeze=\[\], but this run has "),
-        ({}, {"lora_rank": 2}, "lora_rank=0, but this run has "),
-        ({}, {"optimizer": "muon"}, "optimizer=adamw, but this run has "),
-        ({"lora_rank": 2, "freeze": ["vision"]}, {"freeze": []}, r"freeze=\['vision'\], but "),
-        ({"lora_rank": 2}, {"lora_rank": 3}, "lora_rank=2, but this run has "),
-        ({"lora_rank": 2}, {"lora_alpha": 4.0}, "lora_alpha=16.0, but this run has lora_alpha=4.0; resume with the"),
-        ({"lora_rank": 2}, {"train_embeddings": False}, "train_embeddings=True, but this run has "),
-        ({}, {"lm_n_blocks": 3}, "lm_n_blocks=2, but this run has lm_n_blocks=3; resume with the same, or train in"),
-        pytest.param({}, {"lm_inter_dim": 40}, "lm_inter_dim=32, but ", marks=pytest.mark.full),
-        ({}, {"lm_re_base": 50.0}, "lm_re_base=100.0, but this run has lm_re_base=50.0; resume with"),
-    ],
-)
-def test_a_run_is_not_resumed_with_other_parts_or_another_model(
-    tiny_model, learn, tmp_path, two_checkpoints, tensors, before, now, words
-):
+OTHERS = [  # settings of a run, those of the one that resumes it, and words of the error
+    ({}, {"freeze": ["vision"]}, r"freeze=\[\], but this run has "),
+    ({}, {"lora_rank": 2}, "lora_rank=0, but this run has "),
+    ({}, {"optimizer": "muon"}, "optimizer=adamw, but this run has "),
+    ({"lora_rank": 2, "freeze": ["vision"]}, {"freeze": []}, r"freeze=\['vision'\], but "),
+    ({"lora_rank": 2}, {"lora_rank": 3}, "lora_rank=2, but this run has "),
+    ({"lora_rank": 2}, {"lora_alpha": 4.0}, "lora_alpha=16.0, but this run has lora_alpha=4.0; resume with the"),
+    ({"lora_rank": 2}, {"train_embeddings": False}, "train_embeddings=True, but this run has "),
+    ({}, {"lm_n_blocks": 3}, "lm_n_blocks=2, but this run has lm_n_blocks=3; resume with the same, or train in"),
+    ({}, {"lm_re_base": 50.0}, "lm_re_base=100.0, but this run has lm_re_base=50.0; resume with"),
+]
+
+
+@pytest.mark.parametrize(("before", "now", "words"), OTHERS)
+def test_a_run_is_not_resumed_with_others(tiny_model, learn, tmp_path, two_checkpoints, tensors, before, now, words):
     cfg = replace(STEPS, max_steps=2, **before)
     learn(tmp_path, cfg) if before else shutil.copytree(two_checkpoints, tmp_path, dirs_exist_ok=True)
     held = tensors(tmp_path)

@@ -71,21 +71,15 @@ def test_two_processes_equal_one_with_twice_the_batch(folder, variant):
     assert not (folder / f"{variant}.1.log").read_text().strip(), "only the main process logs"
 
 
-def test_a_signal_to_one_process_stops_both_and_they_are_resumed_together(folder):
+def test_runs_that_were_stopped_or_killed_or_had_two_processes_are_resumed(folder):
     main, other = ((folder / f"stopped.{rank}.log").read_text() for rank in (0, 1))
     assert "SIGTERM: stopped at step 2" in main and "resumed" in main and "at step 2" in main
     assert "exit code 143" in main and "exit code 143" in other
     assert_same(folder / "stopped", folder / "all", tolerance=0)
-
-
-def test_a_run_whose_process_was_killed_is_run_again_to_the_same_file(folder):
     assert_same(folder / "killed", folder / "all", tolerance=0)
     log = (folder / "killed.0.log").read_text()
     assert "error: another process ended" in log and "resumed" in log and "at step 2" in log
     assert not list((folder / "killed").rglob("*.tmp"))
-
-
-def test_three_processes_resume_what_two_have_written(folder):
     assert "at step 2" in (folder / "two, then three.0.log").read_text()
     assert_same(folder / "two, then three", folder / "longer")
 
@@ -99,10 +93,7 @@ def test_a_folder_that_is_not_shared_is_reported_before_the_first_step(folder):
 
 @pytest.mark.slow
 def test_torchrun_on_two_hosts_equals_one_process_and_restarts_after_a_kill(folder, tmp_path):
-    """Two of torchrun's agents stand for two hosts; each starts the processes again when one of them is killed.
-
-    One store for all attempts, torchrun's default, holds the addresses of killed processes: pytorch/pytorch#135712.
-    """
+    """Two agents stand for two hosts. One store, the default, holds killed processes: pytorch/pytorch#135712."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         endpoint = f"127.0.0.1:{free.getsockname()[1]}"

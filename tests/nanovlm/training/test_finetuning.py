@@ -25,15 +25,9 @@ from nanovlm.data import open_data
 from nanovlm.errors import TrainingError
 from nanovlm.options import ReadOptions
 from nanovlm.synthetic import caption, draw, random_scene
+from nanovlm.training import finetuning as made
 from nanovlm.training.config import ADAPTERS, EPOCHS, FINETUNING, JOINED_EPOCHS, MAX_STEPS, MUON_LR, TrainConfig
-from nanovlm.training.finetuning import (
-    FinetuneOptions,
-    base_model,
-    choose_settings,
-    held_out_task,
-    prepare,
-    remedies,
-)  # fmt: skip
+from nanovlm.training.finetuning import FinetuneOptions, choose_settings, prepare, remedies
 from nanovlm.training.loop import Trainer
 from support import ROOT
 from support.cli import assert_usage_error
@@ -64,7 +58,6 @@ def scenes(n, text=None):
 
 
 def tar():
-    """scenes as a shard to be streamed."""
     pytest.importorskip("datasets")
     with tarfile.open("mine.tar", "w") as file:
         file.add("mine", "")
@@ -75,8 +68,8 @@ def test_data_and_model_may_be_paths():
     scenes(2)
     kinds = (str, Path, os.path.abspath)
     named = [FinetuneOptions([kind("mine")], Path("out"), model=kind(EMBEDDED)) for kind in kinds]
-    assert len({prepare(options, FINETUNING)[1].data_fingerprint for options in named}) == 1
-    assert len({base_model(options) for options in named}) == 1
+    prints = {(prepare(one, FINETUNING)[1].data_fingerprint, made.base_model(one)) for one in named}
+    assert len(prints) == 1
 
 
 def test_each_held_out_example_of_a_stream_is_asked_once_and_counts_once_in_the_loss():
@@ -100,28 +93,30 @@ def test_a_resumed_stream_goes_on_where_it_stood(train, workers):
     assert json.loads(Path("out/checkpoints/step-2/trainer.json").read_text())["streams"]
 
 
+HELD_OUT = {  # flags -> lines of the first run, and of the one that resumes it
+    "": ("mine: 90 examples, each shown 0.0 times; 10 held out (--validation N holds out N, 0 none)\n", "; 10 he"),
+    "--validation 7": ("mine: 93 examples, each shown 0.0 times; 7 held out\n", "; 7 held out\n"),
+    "--validation 0": ("mine: 100 examples, each shown 0.0 times\n", "each shown 0.1 times\n"),
+}
+
+
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("flags", "first", "then"),
-    [
-        ([], "mine: 90 examples, each shown 0.0 times; 10 held out (--validation N holds out N, 0 none)\n", "; 10 he"),
-        (["--validation", 7], "mine: 93 examples, each shown 0.0 times; 7 held out\n", "; 7 held out\n"),
-        (["--validation", 0], "mine: 100 examples, each shown 0.0 times\n", "each shown 0.1 times\n"),
-    ],
-)
-def test_a_resumed_run_holds_out_what_it_began_with(train, flags, first, then):
+@pytest.mark.parametrize("flags", HELD_OUT)
+def test_a_resumed_run_holds_out_what_it_began_with(train, flags):
     scenes(100)
-    code, _, err = train("--data", "mine", *QUICK, "--max-steps", "1", *flags)
+    first, then = HELD_OUT[flags]
+    data = ["--data", "mine", *QUICK]
+    code, _, err = train(*data, "--max-steps", "1", *flags.split())
     assert code == 0 and err.startswith("mine: 100 examples, 100 different images\n") and first in err, err
-    code, _, err = train("--data", "mine", *QUICK, "--max-steps", "2")
+    code, _, err = train(*data, "--max-steps", "2")
     assert code == 0 and then in err and "resumed out at step 1" in err and "has changed" not in err, err
-    if flags[-1:] == [0]:
-        assert_usage_error(train("--data", "mine", *QUICK, "--metric", "anls"), "no effect", program="train.py")
-    else:
-        model, task, cfg = prepared("--data", "mine", *QUICK, "--out", "same", *flags)
-        n = flags[-1] if flags else 10
-        assert task.n_held_out == n == len(task.answer_questions(model, True).answers) and cfg.interval == 1
-        assert sum(len(task.validation(i)["input_ids"]) for i in range(task.n_validation)) == n, "all, each once"
+    n = int(flags.partition(" ")[2] or 10)
+    if n == 0:
+        assert_usage_error(train(*data, "--metric", "anls"), "no effect", program="train.py")
+        return
+    model, task, cfg = prepared(*data, "--out", "same", *flags.split())
+    assert task.n_held_out == n == len(task.answer_questions(model, True).answers) and cfg.interval == 1
+    assert sum(len(task.validation(i)["input_ids"]) for i in range(task.n_validation)) == n, "all, each once"
 
 
 def test_every_run_writes_the_file_that_repeats_it(train):
@@ -129,7 +124,7 @@ def test_every_run_writes_the_file_that_repeats_it(train):
     scenes(5)
     other_model("other")
     Path("table.csv").write_text("image,text\n" + "".join(f"{i}.png,word {i}\n" for i in range(5)))
-    places = {name: os.path.abspath(name) for name in ("table.csv", "mine", "other", "out", "epochs")}
+    places = {name: os.path.abspath(name) for name in ("table.csv", "mine", "other")}
     flags = "--data table.csv@0.5 scenes@0.5 --images mine --model other --lr 3e-4 --validation 1"
     flags += " --save-every 9 --metric anls --lora-rank 2 --batch-size 2"
     assert train(*QUICK, *flags.split(), "--prompt", "What: 'ü'?")[0] == 0
@@ -143,8 +138,7 @@ def test_every_run_writes_the_file_that_repeats_it(train):
     assert (first["images"], first["model"]) == (places["mine"], places["other"])
     assert Path("again/model.safetensors").read_bytes() == Path("../out/model.safetensors").read_bytes()
     os.chdir("..")
-    shorter = ["--out", "third", "--max-steps", "1", "--data", "table.csv"]
-    code, _, err = train("--config", "out/run.json", *shorter)
+    code, _, err = train("--config", "out/run.json", "--out", "third", "--max-steps", "1", "--data", "table.csv")
     assert code == 0 and "step 1/1" in err and "scenes" not in err
     assert train("--data", "mine", *QUICK[2:6], "--out", "epochs", "--epochs", "0.5")[0] == 0
     shorter = json.loads(Path("epochs/run.json").read_text())
@@ -153,27 +147,27 @@ def test_every_run_writes_the_file_that_repeats_it(train):
     assert_usage_error(refused, "--epochs and --max-steps exclude", "out/run.json", program="train.py")
 
 
-@pytest.mark.parametrize(
-    ("flags", "chosen"),
-    [
-        ("", {"max_steps": 850, "optimizer": "muon", "lr": MUON_LR}),  # the embedded model's run.json says muon
-        ("--lora-rank 4", {"optimizer": "adamw", "lr": ADAPTERS.lr}),
-        ("--model wide", {"optimizer": "adamw", "lr": FINETUNING.lr / 2}),
-        ("--model wide --lora-rank 4", {"lr": ADAPTERS.lr / 2}),
-        ("--model wide --lr 0.5", {"lr": 0.5}),
-        ("--model wide/tagged", {"optimizer": "muon", "lr": MUON_LR / 2}),  # by its run.json
-        ("--epochs 2", {"max_steps": 9}),
-        ("--epochs 0.3", {"max_steps": 2}),
-        ("--epochs 2 --gradient-accumulation-steps 4", {"max_steps": 3}),
-        ("--epochs 1 --data scenes@0.5", {"max_steps": 9}),  # until all of mine have been shown
-    ],
-)
-def test_settings_follow_from_model_and_data(wide, flags, chosen):
+CHOSEN = {  # flags -> settings that follow
+    "": {"max_steps": 850, "optimizer": "muon", "lr": MUON_LR},  # the embedded model's run.json says muon
+    "--lora-rank 4": {"optimizer": "adamw", "lr": ADAPTERS.lr},
+    "--model wide": {"optimizer": "adamw", "lr": FINETUNING.lr / 2},
+    "--model wide --lora-rank 4": {"lr": ADAPTERS.lr / 2},
+    "--model wide --lr 0.5": {"lr": 0.5},
+    "--model wide/tagged": {"optimizer": "muon", "lr": MUON_LR / 2},  # by its run.json
+    "--epochs 2": {"max_steps": 9},
+    "--epochs 0.3": {"max_steps": 2},
+    "--epochs 2 --gradient-accumulation-steps 4": {"max_steps": 3},
+    "--epochs 1 --data scenes@0.5": {"max_steps": 9},  # until all of mine have been shown
+}
+
+
+@pytest.mark.parametrize("flags", CHOSEN)
+def test_settings_follow_from_model_and_data(wide, flags):
     scenes(9)
     os.symlink(wide, "wide")
     share = "mine@0.5" if "scenes" in flags else "mine"
     _, _, cfg = prepared("--data", share, "--batch-size", "2", "--out", "out", *flags.split())
-    assert {name: getattr(cfg, name) for name in chosen} == pytest.approx(chosen)
+    assert {name: getattr(cfg, name) for name in CHOSEN[flags]} == pytest.approx(CHOSEN[flags])
 
 
 @pytest.fixture(scope="module")
@@ -189,46 +183,37 @@ def wide(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize(("backbones", "epochs"), [(None, EPOCHS), (("v", "l"), JOINED_EPOCHS)])
+BACKBONES = {"backbones": ("v", "l")}
+
+
+@pytest.mark.parametrize(("backbones", "epochs"), [({}, EPOCHS), (BACKBONES, JOINED_EPOCHS)])
 def test_the_default_number_of_steps_follows_from_that_of_the_examples(backbones, epochs):
-    options = FinetuneOptions(automatic=["max_steps"], backbones=backbones)
-
-    def steps(n):
-        return choose_settings(options, FINETUNING, 192, n / 8)[0].max_steps
-
-    assert [steps(n) for n in (0, 8, 2000, 10**6)] == [850, 850, min(epochs * 250, MAX_STEPS), MAX_STEPS]
-    assert steps(400) == max(850, epochs * 50)
+    options, expected = FinetuneOptions(automatic=["max_steps"], **backbones), min(epochs * 250, MAX_STEPS)
+    for n, steps in ((0, 850), (8, 850), (400, max(850, epochs * 50)), (2000, expected), (10**6, MAX_STEPS)):
+        assert choose_settings(options, FINETUNING, 192, n / 8)[0].max_steps == steps
 
 
-@pytest.mark.parametrize(
-    ("options", "rank", "frozen"),
-    [
-        ({"backbones": ("v", "l"), "automatic": ["freeze"]}, 4, ("vision",)),
-        ({"backbones": ("v", "l"), "automatic": ["freeze"]}, 0, ("vision",)),
-        ({"automatic": ["freeze"]}, 4, ("language",)),
-        ({"backbones": ("v", "l")}, 4, ("language",)),
-    ],
-)
-def test_a_new_projector_leaves_the_encoder_frozen(options, rank, frozen):
-    cfg = TrainConfig(lora_rank=rank, freeze=["language"])
-    cfg, reasons = choose_settings(FinetuneOptions(**options), cfg, 192, 10)
-    assert cfg.freeze == frozen and any("vision frozen" in reason for reason in reasons) == (frozen == ("vision",))
+def test_a_new_projector_leaves_the_encoder_frozen():
+    automatic = {"automatic": ["freeze"]}
+    for options, rank in ((BACKBONES | automatic, 4), (BACKBONES | automatic, 0), (automatic, 4), (BACKBONES, 4)):
+        cfg = TrainConfig(lora_rank=rank, freeze=["language"])
+        cfg, reasons = choose_settings(FinetuneOptions(**options), cfg, 192, 10)
+        is_chosen = options.keys() == {"backbones", "automatic"}
+        assert cfg.freeze == (("vision",) if is_chosen else ("language",))
+        assert any("vision frozen" in reason for reason in reasons) == is_chosen
 
 
-@pytest.mark.parametrize(
-    ("options", "metric"),
-    [({}, "f1"), ({"backbones": ("v", "l")}, "loss"), ({"backbones": ("v", "l"), "metric": "f1"}, "f1")],
-)
-def test_the_best_joined_model_is_that_of_the_lowest_loss_by_default(options, metric):
+def test_the_best_joined_model_is_that_of_the_lowest_loss_by_default():
     scenes(2)
     _, held_out = open_data(["mine"], ReadOptions(), "1")
     processor = Captioner.from_pretrained(EMBEDDED, "cpu").processor
-    assert held_out_task(FinetuneOptions(**options), TrainConfig(), held_out, processor)["metric"] == metric
+    for options, metric in (({}, "f1"), (BACKBONES, "loss"), (BACKBONES | {"metric": "f1"}, "f1")):
+        task = made.held_out_task(FinetuneOptions(**options), TrainConfig(), held_out, processor)
+        assert task["metric"] == metric
 
 
 @pytest.mark.full
 def test_adapters_learn_and_the_result_is_a_plain_model(train):
-    """With packed rows and a frozen vision encoder."""
     scenes(6, LABEL)
     flags = ["--max-steps", "40", "--batch-size", "2", "--lr", "1e-2", "--pack", "256"]
     flags += ["--lora-rank", "8", "--freeze", "vision", "--config", "run.json"]
@@ -243,58 +228,46 @@ def test_adapters_learn_and_the_result_is_a_plain_model(train):
 
 
 def other_model(folder, scale=1.01):
-    """A copy of the embedded model whose weights are scaled."""
     shutil.copytree(EMBEDDED, folder)
     path = Path(folder, "model.safetensors")
     save_file({name: tensor * scale for name, tensor in load_file(path).items()}, path)
     return folder
 
 
+RESUMED = [  # flags of a run, of the one that resumes it, parts of its lines, and what run.json then names
+    ("", "", "", {}),
+    ("", "--model other", "the model has changed: it is {other}|instead of the embedded model (", {}),
+    ("--model other", "", "it is the embedded model (|instead of {other} (", {"model": "other"}),
+    ("--model other", "--model copy", "", {"model": "copy"}),
+    ("--model other", "--model third", "it is {third}|instead of {other}", {"model": "other"}),
+    ("--prompt A?", "--prompt B?", "the prompt has changed: it is 'B?' instead of 'A?'; training", {"prompt": "B?"}),
+    ("", "--weight-decay 0.3", "weight_decay=0.3 instead of 0.1", {"weight_decay": 0.3}),
+    ("--validation 2", "--validation 3", "validation=3 instead of 2", {"validation": 3}),
+    ("--validation 2", "", "", {"validation": 2}),
+    ("--validation 2 --metric anls", "--metric f1", "metric=f1 instead of anls", {"validation": 2, "metric": "f1"}),
+]
+
+
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("first", "then", "lines", "named"),
-    [
-        ([], [], [], {}),
-        ([], ["--model", "other"], ["the model has changed: it is {other}", "instead of the embedded model ("], {}),
-        (["--model", "other"], [], ["it is the embedded model (", "instead of {other} ("], {"model": "other"}),
-        (["--model", "other"], ["--model", "copy"], [], {"model": "copy"}),
-        (["--model", "other"], ["--model", "third"], ["it is {third}", "instead of {other}"], {"model": "other"}),
-        (
-            ["--prompt", "What?"],
-            ["--prompt", "Who?"],
-            ["the prompt has changed: it is 'Who?' instead of 'What?'; training goes on with it"],
-            {"prompt": "Who?"},
-        ),
-        ([], ["--weight-decay", "0.3"], ["weight_decay=0.3 instead of 0.1"], {"weight_decay": 0.3}),
-        (["--validation", "2"], ["--validation", "3"], ["validation=3 instead of 2"], {"validation": 3}),
-        (["--validation", "2"], [], [], {"validation": 2}),
-        (
-            ["--validation", "2", "--metric", "anls"],
-            ["--metric", "f1"],
-            ["metric=f1 instead of anls"],
-            {"validation": 2, "metric": "f1"},
-        ),
-    ],
-)
+@pytest.mark.parametrize(("first", "then", "lines", "named"), RESUMED)
 def test_a_resumed_run_says_what_changed_and_its_file_names_what_was_trained(train, first, then, lines, named):
     scenes(6)
     other_model("other")
     shutil.copytree("other", "copy")
     other_model("third", 1.02)
     data = ["--data", "mine", *QUICK]
-    assert train(*data, *first)[0] == 0
+    assert train(*data, *first.split())[0] == 0
+    places = {name: os.path.abspath(name) for name in ("other", "third", "copy")}
+    named = {name: places.get(value, value) for name, value in named.items()}
     for steps in ("5", "6"):
-        code, _, err = train(*data, *then, "--max-steps", steps)
+        code, _, err = train(*data, *then.split(), "--max-steps", steps)
         assert code == 0, err
-        places = {name: os.path.abspath(name) for name in ("other", "third")}
-        for line in lines if steps == "5" or "model has" in str(lines) else ():
-            assert line.format(**places) in err, err
+        if steps == "5" or "model" in lines:
+            assert all(line in err for line in lines.format(**places).split("|")), err
         assert lines or "has changed" not in err
         content = json.loads(Path("out/run.json").read_text())
-        named = {name: os.path.abspath(value) if name == "model" else value for name, value in named.items()}
-        assert {name: content.get(name) for name in named} == named
-        assert ("model" in content) == ("model" in named)
-    assert train(*data, *then, "--seed", "9", "--max-steps", "6")[0] == 0
+        assert {name: content.get(name) for name in named} == named and ("model" in content) == ("model" in named)
+    assert train(*data, *then.split(), "--seed", "9", "--max-steps", "6")[0] == 0
     assert json.loads(Path("out/run.json").read_text()) == content, "nothing was trained"
 
 
@@ -303,8 +276,7 @@ def test_adapters_of_another_model_are_refused(train):
     scenes(6)
     shutil.copytree(other_model("other"), "copy")
     flags = ["--data", "mine", *QUICK, "--lora-rank", "2", "--freeze", "vision"]
-    assert train(*flags, "--model", "other")[0] == 0
-    assert train(*flags, "--model", "copy", "--max-steps", "4")[0] == 0
+    assert train(*flags, "--model", "other")[0] == train(*flags, "--model", "copy", "--max-steps", "4")[0] == 0
     path = Path("copy/model.safetensors")
     weights = load_file(path)
     save_file({name: t * 1.1 if name.startswith("vision") else t for name, t in weights.items()}, path)
@@ -317,8 +289,8 @@ def test_a_resumed_run_reports_that_its_data_changed_but_not_that_it_was_copied(
     scenes(4)
     flags = ["--data", "mine@0.5", "scenes@0.5", *QUICK]
     train(*flags)
-    Path("mine/3.png").rename("mine/4.png")
-    Path("mine/3.txt").rename("mine/4.txt")
+    for suffix in ("png", "txt"):
+        Path(f"mine/3.{suffix}").rename(f"mine/4.{suffix}")
     assert "has changed" not in train(*flags)[2]
     for name in ("mine/4.txt", "mine/4.png"):
         Path(name).write_bytes(Path(name).read_bytes() + b".")
@@ -350,14 +322,14 @@ def test_weights_are_written_in_the_dtype_in_which_they_were_stored(train, dtype
 @pytest.mark.full
 def test_held_out_examples_are_packed_as_the_training_examples_and_their_loss_is_the_same():
     scenes(8)
-    rows, losses = [], []
+    found = []
     for out, pack in (("padded", 0), ("packed", 512)):
-        flags = ["--out", out, "--pack", pack, "--validation", "4"]
-        model, task, cfg = prepared("--data", "mine", *QUICK, *flags)
-        rows.append(len(task.validation(0)["input_ids"]))
-        losses.append(Trainer(model, task, replace(cfg, dtype="float32")).validation_loss())
-    assert rows == [4, 1], "four captions fit into one row of 512"
-    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+        model, task, cfg = prepared("--data", "mine", *QUICK, "--out", out, "--pack", pack, "--validation", "4")
+        loss = Trainer(model, task, replace(cfg, dtype="float32")).validation_loss()
+        found.append((len(task.validation(0)["input_ids"]), loss))
+    (rows, loss), (packed_rows, packed_loss) = found
+    assert (rows, packed_rows) == (4, 1), "four captions fit into one row of 512"
+    assert packed_loss == pytest.approx(loss, rel=1e-4)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -365,71 +337,73 @@ def test_a_broken_image_is_named_with_a_remedy(train, workers):
     """A DataLoader's worker would put a traceback into the message."""
     scenes(4)
     Path("mine/2.png").write_bytes(Path("mine/2.png").read_bytes()[:200])
-    code, out, err = train("--data", "mine", *QUICK, "--num-workers", workers)
+    flags = ["--data", "mine", *QUICK, "--num-workers", workers]
+    code, out, err = train(*flags)
     assert (code, out) == (1, "") and len(err.splitlines()) == 5
     assert err.splitlines()[-1].startswith("train.py: mine/2.png: ")
     assert "--on-error skip" in err and "--check-data" in err
-    code, _, err = train("--data", "mine", *QUICK, "--num-workers", workers, "--on-error", "skip")
+    code, _, err = train(*flags, "--on-error", "skip")
     assert code == 0 and Path("out/model.safetensors").exists()
     assert workers or "skipped: mine/2.png: " in err  # a worker has a standard error of its own
 
 
-def test_help_names_the_defaults(train):
+def test_help_names_the_defaults_and_check_data_reads_a_part_of_an_endless_source(train, monkeypatch):
     code, out, _ = train("--help")
     assert code == 0 and all(f" {default:g}" in out for default in (MUON_LR, EPOCHS, JOINED_EPOCHS, MAX_STEPS))
+    monkeypatch.setattr("nanovlm.data.check.MAX_FROM_ENDLESS", 7)
+    code, out, _ = train("--data", "scenes", "--check-data")
+    assert code == 0 and out.startswith("scenes: the first 7 examples, ")
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["config.json", "run.json", "tokenizer.json", "metrics.jsonl", "report.html", "nanovlm.json", "adapter", "base"],
-)
+OURS = "config.json run.json tokenizer.json metrics.jsonl report.html nanovlm.json adapter base"
+
+
+@pytest.mark.parametrize("name", OURS.split())
 @pytest.mark.parametrize("kind", ["file", "link", "folder"])
 def test_a_folder_with_a_file_of_ours_by_name_is_left_alone(train, name, kind):
     scenes(2)
     Path("out/.work.tmp").mkdir(parents=True)
-    for own in ("out/.thesis.tmp", "victim"):
+    for own in ("out/.thesis.tmp", "victim", "out/file"):
         Path(own).write_text("{}")
     path = Path("out", name)
     ways = {"link": lambda: path.symlink_to("../victim"), "folder": path.mkdir}
-    ways.get(kind, lambda: path.write_text("{}"))()
+    ways.get(kind, lambda: Path("out/file").rename(path))()
     before = sorted(Path("out").rglob("*"))
-    code, _, err = train("--data", "mine", *QUICK)
-    assert code == 2 and f"{name}" in err and "name another folder" in err and len(err.splitlines()) == 1
+    assert_usage_error(train("--data", "mine", *QUICK), name, "name another folder", program="train.py")
     assert sorted(Path("out").rglob("*")) == before and Path("victim").read_text() == "{}"
     assert kind == "folder" or path.read_text() == "{}"
 
 
-@pytest.mark.parametrize("flags", [["--model", "other"], ["--out", "other"]], ids=str)
-def test_a_broken_run_json_of_the_model_or_of_the_folder_is_named(train, flags):
+@pytest.mark.parametrize("flag", ["--model", "--out"])
+def test_a_broken_run_json_of_the_model_or_of_the_folder_is_named(train, flag):
     scenes(2)
     other_model("other")
     Path("other/run.json").write_text('{"optimizer": ')
-    if flags[0] == "--out":
+    if flag == "--out":
         Path("other/model.safetensors").unlink()
     before = sorted(Path("other").iterdir())
-    code, _, err = train("--data", "mine", *QUICK, *flags)
-    assert code == 2 and len(err.splitlines()) == 1 and "other/run.json cannot be read: " in err
-    assert err.endswith("; correct or remove it, or name another folder\n")
+    words = ("other/run.json cannot be read: ", "; correct or remove it, or name another folder\n")
+    assert_usage_error(train("--data", "mine", *QUICK, flag, "other"), *words, program="train.py")
     assert sorted(Path("other").iterdir()) == before
 
 
 def test_links_in_the_folder_of_a_run_are_replaced(train):
     scenes(2)
     Path("out/.work.tmp").mkdir(parents=True)
-    assert train("--data", "mine", *QUICK)[0] == 0
+    data = ["--data", "mine", *QUICK, "--max-steps"]
+    assert train(*data, "3")[0] == 0
     names = ("config.json", "model.safetensors", "metrics.jsonl", "run.json", "report.html")
     for name in names:
         path = Path("out", name)
         path.rename(f"victim.{name}") if path.exists() else Path(f"victim.{name}").touch()
         path.symlink_to(f"../victim.{name}")
     before = {name: Path(f"victim.{name}").read_bytes() for name in names}
-    code, _, err = train("--data", "mine", *QUICK, "--max-steps", "4")
-    assert code == 0, err
+    assert train(*data, "4")[0] == 0
     assert {name: Path(f"victim.{name}").read_bytes() for name in names} == before
     assert Path("out/.work.tmp").is_dir()
     Path("out/checkpoints").rename("elsewhere")
     Path("out/checkpoints").symlink_to("../elsewhere")
-    code, _, err = train("--data", "mine", *QUICK, "--max-steps", "5")
+    code, _, err = train(*data, "5")
     assert code == 2 and "out/checkpoints is a link; remove it, or name another folder" in err
 
 
@@ -440,10 +414,8 @@ def test_without_a_torchvision_that_works_a_run_with_augmentation_and_a_caption_
     Path("stub/torchvision").mkdir(parents=True)
     Path("stub/torchvision/__init__.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
     env = os.environ | {"PYTHONPATH": f"stub:{ROOT}"}
-    for command in (
-        ["train", "--data", "mine", "--validation", "0", *QUICK, "--batch-size", "1", "--augment", "0.2"],
-        ["caption", "mine/0.png", "--model", "out", "--max-new-tokens", "2"],
-    ):
+    training = ["train", "--data", "mine", "--validation", "0", *QUICK, "--batch-size", "1", "--augment", "0.2"]
+    for command in (training, ["caption", "mine/0.png", "--model", "out", "--max-new-tokens", "2"]):
         run = subprocess.run([sys.executable, "-m", "nanovlm", *command], env=env, capture_output=True, text=True)
         assert run.returncode == 0 and "torchvision" not in run.stderr and "Traceback" not in run.stderr, run.stderr
 
@@ -457,28 +429,19 @@ def test_a_killed_worker_is_one_line_with_a_remedy():
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("error", "message"),
-    [
-        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nSee"), "not enough memory; lower"),
-        (RuntimeError("[enforce fail] can't allocate memory: you tried to allocate 9 bytes."), "not enough memory"),
-        (MemoryError(), "not enough memory; lower --batch-size"),
-        (RuntimeError("shapes differ"), None),
-        (ValueError("a bug"), None),
-        (TrainingError("diverged"), None),
-    ],
-    ids=str,
-)
+ERRORS = [  # an error, and words of the one line, None if the error stays
+    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nSee"), "not enough memory; lower"),
+    (RuntimeError("[enforce fail] can't allocate memory: you tried to allocate 9 bytes."), "not enough memory"),
+    (MemoryError(), "not enough memory; lower --batch-size"),
+    *((error, None) for error in (RuntimeError("shapes differ"), ValueError("a bug"), TrainingError("diverged"))),
+]
+
+
+@pytest.mark.parametrize(("error", "message"), ERRORS, ids=str)
 def test_running_out_of_memory_is_one_line_with_a_remedy_and_other_errors_stay(error, message):
     with pytest.raises(TrainingError if message else type(error), match=message) as caught, remedies():
         raise error
     assert "\n" not in str(caught.value) if message else caught.value is error
-
-
-def test_check_data_reads_a_part_of_an_endless_source(train, monkeypatch):
-    monkeypatch.setattr("nanovlm.data.check.MAX_FROM_ENDLESS", 7)
-    code, out, _ = train("--data", "scenes", "--check-data")
-    assert code == 0 and out.startswith("scenes: the first 7 examples, ")
 
 
 @pytest.mark.full

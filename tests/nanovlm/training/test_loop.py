@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from models import files
+from models.common import files
 from nanovlm.data.examples import Question
 from nanovlm.embedded import SETTINGS
 from nanovlm.errors import BusyError, MissingExtraError, TrainingError
@@ -36,15 +36,12 @@ def same_model(folder, step):
     return (folder / names[0]).read_bytes() == (folder / names[1]).read_bytes()
 
 
-def test_a_run_learns_and_every_step_is_a_line_of_numbers(run):
+def test_a_run_learns_every_step_is_a_line_and_the_model_is_that_of_the_lowest_held_out_loss(run):
     assert [entry["step"] for entry in run.steps] == list(range(1, 21))
     assert all(e.keys() == {"step", "loss", "lr", "grad_norm", "tokens_per_s", "memory"} for e in run.steps)
     assert [entry["lr"] for entry in run.steps] == [run.cfg.lr_at(step) for step in range(20)]
     assert all(2**20 < entry["memory"] < 2**40 for entry in run.steps)
     assert run.steps[-1]["loss"] < run.steps[0]["loss"] / 4
-
-
-def test_the_final_model_is_the_one_with_the_lowest_held_out_loss(run):
     best = min((step for step in run.losses if step), key=lambda step: (run.losses[step], -step))
     assert list(run.losses) == list(range(0, 21, 2)) and best < 20, "the model has to overfit"
     assert steps_kept(run.folder) == sorted({best, 20}) and same_model(run.folder, best)
@@ -52,16 +49,13 @@ def test_the_final_model_is_the_one_with_the_lowest_held_out_loss(run):
     assert words in run.lines
 
 
-def test_held_out_answers_are_shown_and_written(run):
+def test_held_out_answers_the_prompt_and_the_state_of_the_trainer_are_written(run):
     answers = [entry["answers"] for entry in run.entries if "answers" in entry]
     assert len(answers) == 11 and answers[0][1] == "gray"
     assert any("held out: loss" in line and "exact match 0.5000" in line for line in run.lines)
     assert "  answer: gray  (reference: gray)" in run.lines
     words = "final model's answers to 4 held-out questions: exact match 0.5000 (95% interval 0.150 to 0.850)"
     assert words in str(run.lines) and "Wrong: 2 of 4" in (run.folder / "report.html").read_text()
-
-
-def test_the_model_keeps_its_prompt_and_the_state_of_the_trainer_is_one_file(run):
     assert json.loads((run.folder / SETTINGS).read_text()) == {"prompt": "Which color?"}
     state = json.loads((run.folder / "checkpoints/step-20/trainer.json").read_text())
     assert state["step"] == 20 and dict(state["scores"]) == pytest.approx(run.losses)
@@ -87,19 +81,16 @@ def test_evaluation_and_workers_change_no_weights(learn, held_out, tmp_path, who
     assert tensors(tmp_path)[name] == tensors(whole)[name]
 
 
-def test_of_an_error_rate_the_lowest_is_the_best(learn, held_out, tmp_path):
+def test_of_scores_the_best_the_last_of_equals_and_none_of_another_metric_counts(learn, held_out, tmp_path):
     rates = iter([9.0, 0.25, 0.5, 0.25])  # before training, at each checkpoint, of the final model
 
     def answer(*_):
         return Evaluation([Answer(Question("d", "a", [], [], ["x"]), "y", {"cer": next(rates)})])
 
     task = held_out | {"answer_questions": answer, "metric": "cer", "is_error_rate": True}
-    lines = learn(tmp_path, CFG, **task)
-    assert f"{tmp_path} holds the model of step 3, the best by held-out cer 0.2500" in lines
+    lines = learn(tmp_path / "rate", CFG, **task)
+    assert f"{tmp_path / 'rate'} holds the model of step 3, the best by held-out cer 0.2500" in lines
     assert not any("has not become better" in line for line in lines)
-
-
-def test_of_equal_scores_the_last_counts_and_none_of_another_metric(learn, held_out, tmp_path):
     lines = learn(tmp_path, CFG, metric="exact_match", **held_out)
     assert f"{tmp_path} holds the model of step 6, the best by held-out exact match 0.5000" in lines
     lines = learn(tmp_path, replace(CFG, max_steps=8), **held_out)
@@ -108,7 +99,6 @@ def test_of_equal_scores_the_last_counts_and_none_of_another_metric(learn, held_
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_a_run_with_its_best_model_and_it_goes_on(learn, make_batch, held_out, tmp_path, tensors, number):
-    """The resumed run ends with the bytes of an uninterrupted one."""
     cfg, handlers = replace(CFG, max_steps=8, save_every=2), signal.getsignal(number)
     learn(tmp_path / "whole", cfg, **held_out)
     stop = before_batch(4, lambda: os.kill(os.getpid(), number), make_batch)
@@ -158,15 +148,13 @@ def test_ctrl_c_in_a_terminal_reaches_the_worker_too_and_ends_with_two_lines(tmp
             if line.startswith("after 5"):
                 break
         os.killpg(program.pid, signal.SIGINT)
-        rest = [
-            line for line in program.stderr.read().splitlines() if not line.startswith("note: ")
-        ]  # of a busy machine
+        lines = program.stderr.read().splitlines()
+        rest = [line for line in lines if not line.startswith("note: ")]  # of a busy machine
     assert program.returncode == 130 and len(rest) == 2 and rest[0].startswith("SIGINT: stopped at step ")
 
 
 def test_training_works_in_a_thread_where_python_allows_no_signal_handlers(learn, tmp_path):
-    thread = threading.Thread(target=learn, args=[tmp_path])
-    thread.start()
+    (thread := threading.Thread(target=learn, args=[tmp_path])).start()
     thread.join()
     assert (tmp_path / "model.safetensors").exists()
 
@@ -233,9 +221,6 @@ def test_two_runs_at_once_are_refused_and_neither_loses_files(learn, tmp_path):
     assert sorted(tmp_path.rglob(".*")) == theirs, "neither the lock nor what a killed save left behind"
 
 
-# ---------------------------------------------------------------------------------------------------------- metrics
-
-
 def test_pace_and_time_left_are_measured_by_the_clock(tmp_path):
     """Steps of two seconds, but the first of nine; evaluations of 30 seconds, of which two are left."""
     now = [0.0]
@@ -270,27 +255,20 @@ def test_an_unfinished_line_is_ignored(tmp_path):
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
 def test_a_tracker_gets_the_same_numbers_offline(learn, held_out, tmp_path, monkeypatch, name):
     """A stand-in for the library, with the part of its interface that both share."""
-    runs, logged, finished = [], [], []
-    stand_in = SimpleNamespace(
-        init=lambda **options: runs.append(options),
-        log=lambda values, step: logged.append({"step": step} | values),
-        finish=lambda: finished.append(True),
-    )
-    monkeypatch.setitem(sys.modules, name, stand_in)
+    runs, logged, finished, log = [], [], [], lambda values, step: logged.append({"step": step} | values)
+    parts = {"init": lambda **options: runs.append(options), "log": log, "finish": lambda: finished.append(True)}
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(**parts))
     monkeypatch.delenv("WANDB_MODE", raising=False)
     (tmp_path / "run/wandb").mkdir(parents=True)
     for steps in (6, 7):
         learn(tmp_path / "run", replace(CFG, report_to=name, max_steps=steps), **held_out)
-        (tmp_path / "run/wandb/offline-run-20260101_000001-abc").mkdir(exist_ok=True)
-        (tmp_path / "run/wandb/offline-run-20250101_000001-xyz").mkdir(exist_ok=True)
+        for id in ("20260101_000001-abc", "20250101_000001-xyz"):
+            (tmp_path / f"run/wandb/offline-run-{id}").mkdir(exist_ok=True)
     options, resumed = runs
     assert (options["resume"], resumed["resume"]) == ("never", "allow") and finished == 2 * [True]
     assert (options["project"], options["name"], options["config"]["lr"]) == ("nanovlm", "run", CFG.lr)
     assert (options.get("mode"), resumed.get("id")) == (("offline", "abc") if name == "wandb" else (None, None))
     assert logged == [entry for entry in read_metrics(tmp_path / "run/metrics.jsonl") if "answers" not in entry]
-
-
-def test_a_missing_tracker_names_its_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(MissingExtraError, match=r"nanovlm\[track\]"):
-        check_installed(replace(CFG, report_to="wandb"))
+        check_installed(replace(CFG, report_to=name))

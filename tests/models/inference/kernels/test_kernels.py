@@ -86,7 +86,6 @@ def test_one_large_value_does_not_make_the_steps_of_int8_coarse(level, n):
 @by_level
 @by_kind
 def test_neither_other_tokens_nor_threads_change_a_token(level, kind):
-    """A scale belongs to one token."""
     layer, _ = make_layer(kind, 200, 128)
     x, threads = torch.randn(70, 128), torch.get_num_threads()
     alone = product(level, layer, x)

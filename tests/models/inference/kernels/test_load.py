@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from models.errors import InputError
+from models.common.errors import InputError
 from models.inference.inference_model import InferenceModel, PlainNetwork
 from models.inference.kernels import load
 from models.inference.kernels.load import LEVELS as ALL_LEVELS
@@ -29,7 +29,6 @@ def library(tmp_path_factory):
 
 @pytest.fixture
 def no_library(monkeypatch, tmp_path):
-    """An empty cache, and a package without built libraries."""
     monkeypatch.setenv("NANOVLM_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(load, "library_name", lambda level: f"kernels-{level}-new.so")
     load_library.cache_clear()

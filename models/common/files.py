@@ -16,16 +16,13 @@ import stat
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
-from models.errors import BusyError, FileError
+from models.common.errors import BusyError, FileError
 
 PathLike = str | os.PathLike[str]
 
-WEIGHTS = "model.safetensors"  # of a model's folder
-# Thumbnails of a Synology, resource forks of macOS archives, and what file systems keep at the top of a disk
-NO_IMAGE_FOLDERS = {"@eaDir", "__MACOSX", "lost+found", "$RECYCLE.BIN", "System Volume Information"}
 PART = ".nanovlm-part-"  # and 16 random digits: names of what is being written
 LOCK = ".nanovlm.lock"  # in a locked folder; of a file .NAME.nanovlm.lock
 DAY = 24 * 3600
@@ -38,24 +35,6 @@ logger = logging.getLogger(__name__)
 
 
 # ----------------------------------------------------------------------------------------------------------- reading
-
-
-def walk(folder: PathLike, onerror: Callable[[OSError], None] | None = None) -> Iterator[tuple[str, list[str]]]:
-    """Yield a folder and its subfolders, each with the sorted names of its files; what is hidden is left out.
-
-    So are folders of thumbnails and of file systems, and model folders below the first one, whose images are reports.
-    Links to folders are followed, but no folder is read twice.
-    """
-    seen = set()
-    for current, subfolders, names in os.walk(folder, onerror=onerror, followlinks=True):
-        place = os.path.realpath(current)
-        if place in seen or (current != os.fspath(folder) and WEIGHTS in names):
-            subfolders.clear()
-            continue
-        seen.add(place)
-        visible = [name for name in subfolders if name[0] != "." and name not in NO_IMAGE_FOLDERS]
-        subfolders[:] = sorted(visible, key=lambda name: (os.path.islink(os.path.join(current, name)), name))
-        yield current, sorted(name for name in names if name[0] != ".")
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from typing import Any, get_args
 
-from models.errors import InputError
+from models.common.errors import InputError
 
 MAX_NEW_TOKENS = 128  # of a caption
 QUANTIZATIONS = ("int8", "int4")

@@ -1,7 +1,7 @@
 """The errors that a user's input, files or machine can cause.
 
-Everything the project raises on purpose is a `NanoVLMError`: the command line prints it as one line and exits with
-`exit_code`. Any other exception is a bug of ours and keeps its traceback.
+Everything the project raises on purpose is a `NanoVLMError`, which the command line prints as one line. Any other
+exception is a bug of ours and keeps its traceback.
 """
 
 import sys
@@ -14,8 +14,6 @@ class NanoVLMError(Exception):
 
     Of an option's value, field is the option's name and problem the rest: the message is field=problem.
     """
-
-    exit_code = 1
 
     def __init__(self, problem: object = "", *args: object, field: str | None = None):
         self.problem = shortened(str(problem))
@@ -32,8 +30,6 @@ def shortened(message: str) -> str:
 class InputError(NanoVLMError, ValueError):
     """An argument, prompt or setting that the model cannot use."""
 
-    exit_code = 2
-
 
 class PromptTooLongError(InputError):
     """A prompt beyond the model's context."""
@@ -41,8 +37,6 @@ class PromptTooLongError(InputError):
 
 class CheckpointError(NanoVLMError, ValueError):
     """A model folder or Hub id that cannot be loaded."""
-
-    exit_code = 2
 
 
 class FileError(NanoVLMError, OSError):
@@ -59,8 +53,6 @@ class FileError(NanoVLMError, OSError):
 
 class BusyError(FileError):
     """A file or folder that another run writes."""
-
-    exit_code = 2
 
 
 ALLOCATOR_ERRORS = ("can't allocate memory", "not enough memory", "out of memory")  # torch's on Linux, Windows, MPS
