@@ -51,7 +51,8 @@ def run(args: argparse.Namespace) -> int:
         return 1
     interactive = is_terminal(sys.stdin) and is_terminal(sys.stdout)
     if interactive:
-        print_error(f"{COMMANDS}; ctrl-c stops an answer, ctrl-d leaves")
+        end = "ctrl-z and enter" if sys.platform == "win32" else "ctrl-d"
+        print_error(f"{COMMANDS}; ctrl-c stops an answer, {end} leaves")
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401 (gives input() its arrow keys)
     for line in read_lines(interactive):

@@ -23,7 +23,7 @@ from nanovlm.bulk import Report, caption_rows, extensions, find_images, folders_
 from nanovlm.console import count
 from nanovlm.errors import ImageError, NanoVLMError, UsageError
 from nanovlm.options import CaptionOptions, with_changes
-from nanovlm.outputs import EDITED, ORIGIN, Row, Sidecars, Table, edited, reasons, text_hash, text_of
+from nanovlm.outputs import EDITED, ORIGIN, Row, Sidecars, Table, edited, reasons, relative_name, text_hash, text_of
 from nanovlm.processing.image_loading import thumbnail
 from nanovlm.serving.app import STATIC, Gate, Server, add_page, read_body
 from nanovlm.serving.openai_api import APIError
@@ -102,7 +102,7 @@ class Review:
         except FileError as error:
             problem = str(error)
         text = text_of(row)
-        name = os.path.relpath(image, self.folder)
+        name = relative_name(image, self.folder)
         made = ", ".join(f"{key} {row[key]!r}" for key in ORIGIN if row.get(key))
         shown = {"name": name, "folder": os.path.dirname(name), "text": text, "made": made, "problem": problem}
         shown = {key: value.encode("utf-8", "backslashreplace").decode() for key, value in shown.items()}
@@ -182,7 +182,7 @@ class Review:
         """Add changes to those that `undo` takes back; what a person goes on typing is one change."""
         changes = [(number, kept, text_hash(row["text"])) for row, (number, kept, _) in done]
         number, _, before = done[0][1]
-        name = os.path.relpath(self.images[number], self.folder)
+        name = relative_name(self.images[number], self.folder)
         label = f"{what} of {name if len(done) == 1 else count(len(done), 'caption')}"
         if what == "edit" and self.changes and self.changes[-1][0] == label and len(done) == 1:
             _, ((_, kept, version),) = self.changes[-1]

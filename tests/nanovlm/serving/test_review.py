@@ -79,6 +79,12 @@ def test_captions_are_listed_with_what_a_person_should_look_at(target):
     assert Image.open(io.BytesIO(api.get("/t/images/1.jpg").content)).size == (401, 300)
 
 
+def test_an_image_on_another_drive_is_listed(target, monkeypatch):
+    monkeypatch.setattr(os.path, "relpath", lambda path, start: fail(ValueError("path is on mount 'D:'")))
+    (state,) = client(Review(target)).post("/t/captions", json=[change(0, "a cat", "a dog, a.png")]).json()
+    assert state["name"] == os.path.abspath("photos/a.png").replace(os.sep, "/")
+
+
 MARKS = [  # columns of a row, and its mark
     ({}, "empty"), ({"text": " "}, "empty"), ({"text": "a", "finish_reason": "repetition"}, "repeated"),
     ({"text": "the sea and " * 8}, "repeated"), ({"text": "a", "finish_reason": "length"}, "cut"),
