@@ -247,7 +247,7 @@ class Chats:
         files = await self._files(images)
         async with self.prepared:
             prompt = await asyncio.to_thread(self._prepare, request, chat, files)
-            del chat, files
+            del chat, images, files
             response.prompt_tokens = len(prompt.ids)
             response.pieces = self._pieces(prompt, request, response)
             first = await anext(response.pieces)
