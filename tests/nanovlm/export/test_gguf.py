@@ -102,7 +102,7 @@ def test_positions_are_stored_in_the_order_of_patches(tmp_path, folded):
     assert torch.equal(stored, embedding.position_embedding[0]) is not folded
 
 
-def test_channels_that_llama_cpp_rotates_together_are_neighbors(captioner):
+def test_channels_that_are_rotated_together_are_neighbors_and_parts_of_blocks_have_16_bits(captioner):
     """Here channels i and i + D/2 of a head are rotated together."""
     rows = torch.arange(3 * 8).view(-1, 1)  # of 3 heads of 8 channels
     assert torch.equal(ours.to_llama_rope(rows, 3).view(3, 4, 2), rows.view(3, 2, 4).mT)
@@ -111,9 +111,6 @@ def test_channels_that_llama_cpp_rotates_together_are_neighbors(captioner):
     for name, n_heads in (("q", 4), ("k", 2)):
         weight = state[f"decoder.blocks.1.attn.{name}_proj.weight"]
         assert torch.equal(stored[f"blk.1.attn_{name}.weight"], ours.to_llama_rope(weight, n_heads))
-
-
-def test_rows_that_are_no_whole_blocks_are_stored_in_16_bits():
     for gguf_type in ("q8_0", "q4_0"):
         assert ours.stored_type("blk.0.ffn_up.weight", torch.ones(4, 33), gguf_type) == "F16"
         assert ours.stored_type("blk.0.ffn_up.weight", torch.ones(4, 64), gguf_type) == gguf_type.upper()

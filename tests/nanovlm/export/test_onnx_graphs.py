@@ -208,13 +208,10 @@ def test_a_smolvlms_graphs_and_settings(tmp_path, monkeypatch):
     np.testing.assert_allclose(features, captioner.model.encode_images(pixels[0]).detach().numpy(), atol=1e-4)
 
 
-def test_a_model_without_weights_to_export_leaves_no_folder(tmp_path):
+def test_a_model_without_weights_leaves_no_folder_and_missing_packages_name_the_extra(tmp_path, monkeypatch):
     with pytest.raises(InputError, match="were released"):
         export_onnx(Captioner.from_pretrained(quantize="int8"), tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-def test_missing_packages_name_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "onnxscript", None)
     with pytest.raises(MissingExtraError, match=r"ONNX files need onnxscript: pip install 'nanovlm\[onnx\]'"):
         check_onnx_extra()

@@ -99,12 +99,6 @@ def test_logits_and_greedy_ids_match_cached_uncached_and_batched(variant, ours):
             assert generated[0].tolist() == ids
 
 
-def test_weights_are_saved_in_the_dtype_in_which_they_were_stored(folders, tmp_path):
-    folder, model, _ = folders("half")
-    VisionLanguageModel.from_pretrained(folder, dtype=checkpoint_dtype(folder)).save_pretrained(tmp_path)
-    assert type(model).from_pretrained(tmp_path).dtype == torch.bfloat16
-
-
 def test_max_tiles_and_special_tokens_of_answers(folders):
     for max_tiles in (1, 2, 3, 5, None):
         captioner, most = Captioner.from_pretrained(folders("SmolVLM2")[0], max_tiles=max_tiles), 0
@@ -118,7 +112,7 @@ def test_max_tiles_and_special_tokens_of_answers(folders):
     assert tokenizer.decode(ids) == "".join(tokenizer.stream(ids)) == "Two dogs."
 
 
-def test_files_as_transformers_4_writes_them(folders, tmp_path):
+def test_weights_keep_their_dtype_and_files_are_read_as_transformers_4_writes_them(folders, tmp_path):
     """preprocessor_config.json of its own, and chat_template.json instead of .jinja."""
     shutil.copytree(folders("SmolVLM2")[0], folder := tmp_path / "model")
     expected = load_config(folder)
@@ -135,6 +129,9 @@ def test_files_as_transformers_4_writes_them(folders, tmp_path):
         (folder / name).unlink()
         with pytest.raises(CheckpointError, match=name):
             VisionLanguageModel.from_pretrained(folder)
+    folder, model, _ = folders("half")
+    VisionLanguageModel.from_pretrained(folder, dtype=checkpoint_dtype(folder)).save_pretrained(tmp_path / "half")
+    assert type(model).from_pretrained(tmp_path / "half").dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("flags", [["--lora-rank", "2"], ["--pack", "200"]])
