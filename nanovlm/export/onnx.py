@@ -27,6 +27,7 @@ from models.cache import KVCache
 from models.checkpoint import CONFIG, TOKENIZER_CONFIG, read_model_text, read_object
 from models.common import files
 from models.common.errors import InputError
+from models.common.grouped_attention import grouped_attention
 from models.formats.base import format_of
 from models.formats.smolvlm import PREPROCESSOR, PROCESSOR, TEMPLATE
 from models.language_model import LanguageModel, build_attention_mask, inverse_frequencies, rope_cos_sin
@@ -34,7 +35,6 @@ from models.vision_language_model import VisionLanguageModel
 from nanovlm.captioner import Captioner
 from nanovlm.errors import MissingExtraError
 from nanovlm.export import ONNX_TYPES
-from nanovlm.training.cpu_ops import grouped_attention
 
 VISION_ENCODER = "vision_encoder"  # names of files
 EMBED_TOKENS = "embed_tokens"
