@@ -33,9 +33,16 @@ static void free_operand(operand *x) {
 
 // --- one block of weight rows times one panel ---
 
+// What is fetched into the cache meanwhile: step bytes for each unit, or nothing if step is 0. The core's own prefetcher
+// does not follow a block's many rows.
+typedef struct {
+    const char *data;
+    long step;
+} fetch;
+
 #if LEVEL == NAIVE
 static void multiply(long type, long rows, const char *left, long stride, const char *panel, long units, void *sums,
-                     long vectors) {
+                     long vectors, fetch next) {
     for (long r = 0; r < rows; r++)
         for (long i = 0; i < vectors * LANES; i++) {
             float sum = 0;
@@ -120,12 +127,13 @@ INLINE void multiply_pairs(const long type, const long rows, const long vectors,
 #endif
 
 INLINE void multiply_rows(const long type, const long rows, const long vectors, const char *left, long stride,
-                          const char *panel, long units, void *sums) {
+                          const char *panel, long units, void *sums, fetch next) {
 #if HAS_MATRIX_PRODUCT
     if (type != FLOAT32) return multiply_pairs(type, rows, vectors, left, stride, panel, units, sums);
 #endif
     ivec sum[12][2] = {0};
     for (long u = 0; u < units; u++) {
+        if (next.step) __builtin_prefetch(next.data + u * next.step, 0, 2);
         ivec first = load_int(panel + u * PANEL * 4), second = load_int(panel + u * PANEL * 4 + 4 * LANES);
         #pragma GCC unroll 12
         for (long r = 0; r < rows; r++) {
@@ -141,32 +149,33 @@ INLINE void multiply_rows(const long type, const long rows, const long vectors, 
 
 #if LEVEL == AMX
 static void multiply(long type, long rows, const char *left, long stride, const char *panel, long units, void *sums,
-                     long vectors) {
+                     long vectors, fetch next) {
     if (type == INT8) return multiply_tiles(INT8, left, stride, panel, units, sums, vectors);
     if (type == BFLOAT16) return multiply_tiles(BFLOAT16, left, stride, panel, units, sums, vectors);
-    for (long r = 0; r < rows; r += 8) {  // float32 has no tiles
+    next.step = (next.step + 3) / 4;
+    for (long r = 0; r < rows; r += 8, next.data += units * next.step) {  // float32 has no tiles
         float *part = (float *)sums + r * PANEL;
-        if (vectors == 1) multiply_rows(FLOAT32, 8, 1, left + r * stride, stride, panel, units, part);
-        else multiply_rows(FLOAT32, 8, 2, left + r * stride, stride, panel, units, part);
+        if (vectors == 1) multiply_rows(FLOAT32, 8, 1, left + r * stride, stride, panel, units, part, next);
+        else multiply_rows(FLOAT32, 8, 2, left + r * stride, stride, panel, units, part, next);
     }
 }
 #else
 #define SMALL_ROWS 4  // of a last block
 INLINE void multiply_type(const long type, long rows, const char *left, long stride, const char *panel, long units,
-                          void *sums, long vectors) {
-    if (rows <= SMALL_ROWS && vectors == 1) multiply_rows(type, SMALL_ROWS, 1, left, stride, panel, units, sums);
-    else if (rows <= SMALL_ROWS) multiply_rows(type, SMALL_ROWS, 2, left, stride, panel, units, sums);
-    else if (vectors == 1) multiply_rows(type, BLOCK_ROWS, 1, left, stride, panel, units, sums);
-    else multiply_rows(type, BLOCK_ROWS, 2, left, stride, panel, units, sums);
+                          void *sums, long vectors, fetch next) {
+    if (rows <= SMALL_ROWS && vectors == 1) multiply_rows(type, SMALL_ROWS, 1, left, stride, panel, units, sums, next);
+    else if (rows <= SMALL_ROWS) multiply_rows(type, SMALL_ROWS, 2, left, stride, panel, units, sums, next);
+    else if (vectors == 1) multiply_rows(type, BLOCK_ROWS, 1, left, stride, panel, units, sums, next);
+    else multiply_rows(type, BLOCK_ROWS, 2, left, stride, panel, units, sums, next);
 }
 
 static void multiply(long type, long rows, const char *left, long stride, const char *panel, long units, void *sums,
-                     long vectors) {
+                     long vectors, fetch next) {
     if (type == FLOAT32 || (INT8_IN_FLOAT32 && type == INT8))
-        multiply_type(FLOAT32, rows, left, stride, panel, units, sums, vectors);
-    else if (type == INT8) multiply_type(INT8, rows, left, stride, panel, units, sums, vectors);
-    else if (type == BFLOAT16 && HAS_BF16_DOT) multiply_type(BFLOAT16, rows, left, stride, panel, units, sums, vectors);
-    else if (HAS_INT16_DOT) multiply_type(INT16, rows, left, stride, panel, units, sums, vectors);
+        multiply_type(FLOAT32, rows, left, stride, panel, units, sums, vectors, next);
+    else if (type == INT8) multiply_type(INT8, rows, left, stride, panel, units, sums, vectors, next);
+    else if (type == BFLOAT16 && HAS_BF16_DOT) multiply_type(BFLOAT16, rows, left, stride, panel, units, sums, vectors, next);
+    else if (HAS_INT16_DOT) multiply_type(INT16, rows, left, stride, panel, units, sums, vectors, next);
 }
 #endif
 #endif
@@ -260,12 +269,14 @@ INLINE void finish_block(const matrix *w, long row, long rows, const operand *x,
 }
 
 #define L2_BYTES (512 << 10)  // of panels that stay in a core's cache while all weight rows pass
+#define FETCHING_PANELS 4     // at most, in whose time the next block of rows is fetched
 #define SHARING_PANELS 8      // that a block of rows is multiplied by at least, if it must be converted first
 
 static void gemm(const matrix *weights, int n_weights, const operand *x, result out, int threads) {
     const long panels = n_panels(x->n_tokens);
     const long least = min_long(panels, weights->dtype == x->type ? 1 : SHARING_PANELS);
     const long group = max_long(least, min_long(panels, L2_BYTES / (x->units * PANEL * 4)));
+    const long fetching = min_long(group, FETCHING_PANELS);
     #pragma omp parallel num_threads(threads)
     {
         amx_state state = begin_multiply();
@@ -279,9 +290,13 @@ static void gemm(const matrix *weights, int n_weights, const operand *x, result 
                 for (long row = 0; row < w->n_rows; row += BLOCK_ROWS) {
                     long stride, rows = min_long(BLOCK_ROWS, w->n_rows - row);
                     const char *left = left_rows(w, row, x->type, x->units, buffer, &stride);
+                    const long row_bytes = w->stride * value_bytes(w) / (w->dtype == INT4 ? 2 : 1);
+                    const long step = (BLOCK_ROWS * row_bytes - 1) / (x->units * fetching) + 1;
+                    const char *ahead = (const char *)w->data + (row + BLOCK_ROWS) * row_bytes;
                     for (long p = start; p < min_long(panels, start + group); p++) {
                         const long vectors = x->n_tokens - p * PANEL > LANES ? 2 : 1;
-                        multiply(x->type, rows, left, stride, x->data + p * x->panel_bytes, x->units, sums, vectors);
+                        const fetch next = {ahead + (p - start) * x->units * step, p - start < fetching ? step : 0};
+                        multiply(x->type, rows, left, stride, x->data + p * x->panel_bytes, x->units, sums, vectors, next);
                         finish_block(w, row, rows, x, p, sums, vectors, &part);
                     }
                 }
