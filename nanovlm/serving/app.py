@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection,
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from fastapi import APIRouter, Depends, FastAPI, Request
@@ -24,9 +24,6 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from models.inference.caches import ImageCache, PrefixCache, TiledImage
-from models.inference.continuous_batching import Request as Prompt
-from nanovlm.captioner import Captioner
 from nanovlm.console import count
 from nanovlm.embedded import SAMPLE
 from nanovlm.errors import ImageError, MissingExtraError, NanoVLMError, PromptTooLongError, SchemaError, UsageError
@@ -34,10 +31,13 @@ from nanovlm.options import CHAT_MAX_NEW_TOKENS, generation_options
 from nanovlm.processing.conversation import Chat, images_of, with_images
 from nanovlm.processing.image_loading import decode_data_url, is_data_url, load_image
 from nanovlm.processing.image_urls import fetch
-from nanovlm.processing.tokenizer import StreamingDecoder
-from nanovlm.serving.engine import Engine
 from nanovlm.serving.openai_api import APIError, ChatRequest, ImageURL, Response, StopStrings, event
 from nanovlm.serving.options import ServeOptions
+
+if TYPE_CHECKING:  # the page of captions is served by this module, too, and has no need of torch
+    from models.inference.caches import TiledImage
+    from models.inference.continuous_batching import Request as Prompt
+    from nanovlm.captioner import Captioner
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ HEADERS = {  # of every response; the page loads nothing from elsewhere
 }
 
 
-def make_app(captioner: Captioner, name: str, options: ServeOptions, description: str = "") -> FastAPI:
+def make_app(captioner: "Captioner", name: str, options: ServeOptions, description: str = "") -> FastAPI:
     """The server as an ASGI app; description is what /v1/models and the page say about the model."""
     chats = Chats(captioner, name, options)
 
@@ -174,7 +174,10 @@ class Gate:
 class Chats:
     """Chat completions from body to response, as many at once as the options allow."""
 
-    def __init__(self, captioner: Captioner, name: str, options: ServeOptions):
+    def __init__(self, captioner: "Captioner", name: str, options: ServeOptions):
+        from models.inference.caches import ImageCache, PrefixCache
+        from nanovlm.serving.engine import Engine
+
         self.captioner = captioner
         self.name = name
         self.options = options
@@ -270,7 +273,7 @@ class Chats:
             free -= len(files[i])
         return files
 
-    def _prepare(self, request: ChatRequest, chat: Chat, files: list[bytes | str]) -> Prompt:
+    def _prepare(self, request: ChatRequest, chat: Chat, files: list[bytes | str]) -> "Prompt":
         """Request of a chat; a thread's work."""
         defaults = {"max_new_tokens": CHAT_MAX_NEW_TOKENS, **self.captioner.defaults}
         options = generation_options(request.options(), {}, defaults)
@@ -278,11 +281,13 @@ class Chats:
         chat = with_images(chat, images)
         return self.captioner.chat_request(chat, options, default=self.captioner.prompt if images else "")
 
-    def _images(self, files: list[bytes | str], are_low: list[bool]) -> list[TiledImage]:
+    def _images(self, files: list[bytes | str], are_low: list[bool]) -> "list[TiledImage]":
         """Tiles of images, files or data URLs; an image that the cache holds is neither decoded nor encoded again.
 
         More images than the context holds are refused before they fill the memory.
         """
+        from models.inference.caches import TiledImage
+
         processor = self.captioner.processor
         images: list[TiledImage] = []
         n_tokens = 0
@@ -300,8 +305,10 @@ class Chats:
             processor.cfg.validate_length(n_tokens, 1, what, "send fewer")
         return images
 
-    async def _pieces(self, prompt: Prompt, request: ChatRequest, response: Response) -> AsyncGenerator[str, None]:
+    async def _pieces(self, prompt: "Prompt", request: ChatRequest, response: Response) -> AsyncGenerator[str, None]:
         """Text of an answer as its tokens come, up to a stop string; the first may be empty."""
+        from nanovlm.processing.tokenizer import StreamingDecoder
+
         decoder = StreamingDecoder(self.captioner.tokenizer)
         stops = StopStrings(request.stop)
         async with aclosing(self.engine.generate(prompt)) as outputs:
