@@ -137,3 +137,21 @@ def test_the_attention_figure_is_drawn_by_its_script(tmp_path):
     script, figure = ROOT / "docs/images/attention_squares.py", tmp_path / "squares.png"
     subprocess.run([sys.executable, script, figure], check=True)
     assert figure.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "name, source",
+    [
+        (
+            "speedup.json",
+            '{"studies": [{"sizes": {"lengths": [2, 4]}, "rows": [{"design": "a", "total_ms": [1, 3]}]}]}',
+        ),
+        ("metrics.jsonl", '{"step": 1, "loss": 2.0}\n{"step": 1, "validation_f1": 0.5}'),
+    ],
+)
+def test_what_a_command_measured_is_drawn(name, source, tmp_path):
+    pytest.importorskip("matplotlib")
+    (tmp_path / name).write_text(source)
+    subprocess.run([sys.executable, ROOT / "docs/images/plots.py", tmp_path / name, tmp_path / "a.png"], check=True)
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
