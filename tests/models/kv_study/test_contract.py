@@ -1,6 +1,8 @@
 """The contract of a cache design, a row for each: read in chunks it computes what the model computes without a cache,
 it holds what was put there, and it takes the bytes of its formula."""
 
+import importlib
+import pkgutil
 import random
 from functools import partial
 from math import ceil
@@ -8,11 +10,12 @@ from math import ceil
 import pytest
 import torch
 
+from models import kv_study
 from models.cache import KVCache
 from models.common.errors import InputError
 from models.config import VLMConfig
 from models.kv_study.beam_search import beam_search
-from models.kv_study.block_cache import prefill_state
+from models.kv_study.block_cache import BlockCache, prefill_state
 from models.kv_study.eviction import POLICIES, EvictingKV
 from models.kv_study.hook_cache import install_kv_cache_hooks
 from models.kv_study.paged_cache import BlockPool, PagedKV
@@ -42,6 +45,22 @@ DESIGNS = {
     "window of 7": (lambda: SlidingWindowKV(7), False, 0, lambda n: min(n, 7) * TOKEN),
     "window of 4, 2 sinks": (lambda: SlidingWindowKV(4, 2), False, 0, lambda n: min(n, 6) * TOKEN),
 }  # fmt: skip
+
+
+def test_every_cache_of_the_package_has_a_row():
+    """Evicting ones append with scores of attention and have a file of tests."""
+    modules = [
+        importlib.import_module(f"models.kv_study.{found.name}") for found in pkgutil.iter_modules(kv_study.__path__)
+    ]
+    caches = {
+        value
+        for module in modules
+        for value in vars(module).values()
+        if isinstance(value, type)
+        and value.__module__ == module.__name__
+        and {"append", "bytes_used"} <= vars(value).keys()
+    }
+    assert caches - {BlockCache, EvictingKV} == {type(make()) for make, *_ in DESIGNS.values()} - {KVCache}
 
 
 def language_model(kind=LanguageModel) -> LanguageModel:
