@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from models import checkpoint
 from models.checkpoint import load_config
 from models.formats.base import format_of
 from nanovlm import EMBEDDED, Captioner
 from nanovlm.cli.main import main
 from nanovlm.export.transformers import export_notes, export_smolvlm
 from nanovlm.processing.convert import convert_layout
-from support import Package, noise_image
+from support import ROOT, Package, noise_image
 from support.backbones import FOLD, llama, siglip
 from support.checkpoints import assert_same_state, write_visionpsy
 from support.generation import inputs_of
@@ -68,6 +69,12 @@ BY_TRANSFORMERS = {
     **{f"backbones in {layout}'s layout": backbones(layout) for layout in ("nanovlm", "smolvlm")},
 }
 ROWS = [*FORMATS, *(pytest.param(name, marks=pytest.mark.full) for name in BY_TRANSFORMERS)]
+
+
+def test_every_registered_format_has_rows_and_is_in_the_docs():
+    page = (ROOT / "docs/checkpoints.md").read_text(encoding="utf-8").lower()
+    for name in {find().name for find in checkpoint.FORMATS.values()}:
+        assert name in page and any(row.lower().startswith(name) for row in FORMATS), name
 
 
 @pytest.fixture(scope="module", params=ROWS)

@@ -22,7 +22,7 @@ from models.kv_study.sliding_window import SlidingWindowKV, forward, window_mask
 from models.kv_study.static_cache import LanguageModelStep, language_model_cache, text_decoder_cache
 from models.kv_study.text_decoder import TextDecoder, TextPrefillState
 from models.language_model import LanguageModel, apply_rope, rope_cos_sin
-from support import TINY, randomize
+from support import ROOT, TINY, randomize
 
 B, H, D = 2, 2, 4  # rows, heads and channels of the tiny model's cache
 TOKEN = 2 * B * H * D * 4  # bytes of keys and values of all rows
@@ -42,6 +42,13 @@ DESIGNS = {
     "window of 7": (lambda: SlidingWindowKV(7), False, 0, lambda n: min(n, 7) * TOKEN),
     "window of 4, 2 sinks": (lambda: SlidingWindowKV(4, 2), False, 0, lambda n: min(n, 6) * TOKEN),
 }  # fmt: skip
+
+
+def test_every_file_with_a_cache_has_a_row():
+    """Evicting caches append with attention's scores and have a file of tests; block_cache has the protocol."""
+    written = {path.stem for path in (ROOT / "models/kv_study").glob("*.py") if "def bytes_used" in path.read_text()}
+    rows = {type(make()).__module__.rpartition(".")[2] for make, *_ in DESIGNS.values()}
+    assert written - {"block_cache", "eviction"} == rows - {"cache"}
 
 
 def language_model(kind=LanguageModel) -> LanguageModel:
