@@ -275,7 +275,7 @@ def test_who_may_use_the_server(embedded, options, requests):
             assert got.status_code == sent.status_code == status, headers
             if status == 403:  # the way out is named
                 why = got.json()["error"]["message"]
-                assert headers.get("host", headers.get("origin")) in why and "start it with --allow-" in why
+                assert headers.get("host", headers.get("origin")) in why and "add " in why and " with --allow-" in why
             if headers.get("origin") in options.get("allow_origin", ()) and status != 403:
                 assert sent.headers["access-control-allow-origin"] == headers["origin"], "pages may read errors, too"
             if "origin" in headers:
