@@ -220,12 +220,12 @@ def print_summary(report: "Report", place: str) -> None:
     from nanovlm.processing.image_loading import HEIF_EXTENSIONS, INSTALL_HEIC
 
     parts = []
+    where = f", in {printable(place)}" if place and (report.captioned or report.skipped) else ""
     if report.captioned or not (report.skipped or report.kept):
         rate = f" ({60 * report.captioned / report.seconds:,.0f} a minute)" if report.seconds > 1 else ""
-        where = f", in {printable(place)}" if place and report.captioned else ""
         parts.append(f"{report.captioned:,} captioned in {report.seconds:.0f} s{rate}{where}")
     if report.skipped:
-        parts.append(f"{len(report.skipped):,} had captions")
+        parts.append(f"{len(report.skipped):,} had captions" + ("" if parts else where))
     parts += [f"{len(report.failed):,} failed"] if report.failed else []
     for extension, n in report.left_out.items():
         hint = f" (to read them: {INSTALL_HEIC})" if extension in HEIF_EXTENSIONS else ""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from models.common import files
 from nanovlm.cli.options import flag_of
+from nanovlm.console import print_error, printable
 from nanovlm.errors import UsageError
 from nanovlm.export import GGUF_TYPES, ONNX_TYPES
 from nanovlm.options import DTYPES, check_output_folder, is_model_name
@@ -62,6 +63,7 @@ def run(args: argparse.Namespace) -> int:
             files.remove(out / MARKER)
             if is_new:
                 files.remove_folder(out)
+    print_error(f"{printable(str(out))} holds the exported model")
     return 0
 
 

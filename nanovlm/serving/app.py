@@ -163,11 +163,11 @@ class Gate:
         if (coding := headers.get("content-encoding", "identity").lower()) != "identity":
             return APIError(415, f"a body in Content-Encoding {coding!r}; send it as it is")
         if hosts is not None and PORT.sub("", host).strip("[]").lower() not in hosts:
-            return APIError(403, f"this server does not serve the host name {host!r}; start it with --allow-host to")
+            return APIError(403, f"{host!r} is no host name of this server; add it with --allow-host")
         own = (f"http://{host}".lower(), f"https://{host}".lower())
         if origin is None or origin.lower() in own or "*" in origins or origin in origins:
             return None
-        message = f"pages of {origin!r} may not use this server; open its own page, or start it with --allow-origin"
+        message = f"pages of {origin!r} may not use this server; open its own page, or add them with --allow-origin"
         return APIError(403, message)
 
 

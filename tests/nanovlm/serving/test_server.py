@@ -273,6 +273,9 @@ def test_who_may_use_the_server(embedded, options, requests):
             got = http.get(f"{server.url}/v1/models", headers=headers)
             sent = server.post(ASKED | {"max_tokens": 1}, headers=headers)
             assert got.status_code == sent.status_code == status, headers
+            if status == 403:  # the way out is named
+                why = got.json()["error"]["message"]
+                assert headers.get("host", headers.get("origin")) in why and "add " in why and " with --allow-" in why
             if headers.get("origin") in options.get("allow_origin", ()) and status != 403:
                 assert sent.headers["access-control-allow-origin"] == headers["origin"], "pages may read errors, too"
             if "origin" in headers:
