@@ -23,11 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from models.attention import grouped_attention
 from models.cache import KVCache
 from models.checkpoint import CONFIG, TOKENIZER_CONFIG, read_model_text, read_object
 from models.common import files
 from models.common.errors import InputError
-from models.common.grouped_attention import grouped_attention
 from models.formats.base import format_of
 from models.formats.smolvlm import PREPROCESSOR, PROCESSOR, TEMPLATE
 from models.language_model import LanguageModel, build_attention_mask, inverse_frequencies, rope_cos_sin

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 import models.attention
-from models.attention import attention
-from models.common.grouped_attention import grouped_attention
+from models.attention import attention, grouped_attention
 from models.inference.proof import Source
 
 ATTENTION = Source(models.attention)
