@@ -159,7 +159,8 @@ class Gate:
         hosts = self.options.hosts
         origins = self.options.allow_origin
         if "transfer-encoding" in headers:  # parsing chunks of one byte would hold up all others
-            return APIError(411, "a body without its Content-Length; send one", headers={"Connection": "close"})
+            status = 400 if "content-length" in headers else 411
+            return APIError(status, "send a body whole, by its Content-Length alone", headers={"Connection": "close"})
         if (coding := headers.get("content-encoding", "identity").lower()) != "identity":
             return APIError(415, f"a body in Content-Encoding {coding!r}; send it as it is")
         if hosts is not None and PORT.sub("", host).strip("[]").lower() not in hosts:

@@ -118,8 +118,8 @@ def received(connection):
 
 FRAMES = {  # headers of a request that is refused -> its status, and whether the connection ends
     "Transfer-Encoding: chunked": (411, True),
-    "Content-Length: 2\r\nTransfer-Encoding: chunked": (411, True),
-    "Transfer-Encoding: chunked\r\nContent-Length: 2": (411, True),
+    "Content-Length: 2\r\nTransfer-Encoding: chunked": (400, True),
+    "Transfer-Encoding: chunked\r\nContent-Length: 2": (400, True),
     "Content-Encoding: gzip\r\nContent-Length: 2": (415, False),
     "Content-Encoding: identity, br\r\nContent-Length: 2": (415, False),
     "Content-Length: 2": (400, False),
