@@ -205,10 +205,14 @@ def greedy(engine: Engine, prompts: list[list[int]], tokens: int) -> tuple[list[
     return steps, median(seconds)
 
 
-def cold_start(folder: Path, dtype: str = "auto", device: str = "cpu") -> dict[str, list[str]]:
+def cold_start(
+    folder: Path, dtype: str = "auto", device: str = "cpu", quantize: str | None = None
+) -> dict[str, list[str]]:
     """Command lines of generate.py on the model's folder, and of a process that imports torch only."""
     flags = ["--model", str(folder), "--max-new-tokens", str(ANSWER_TOKENS), "--dtype", dtype, "--device", device]
     programs = {"import torch": ["-c", "import torch"], "generate.py": [str(GENERATE), *flags]}
+    if quantize:
+        programs[f"generate.py {quantize}"] = [*programs["generate.py"], "--quantize", quantize]
     return {name: [sys.executable, *argv] for name, argv in programs.items()}
 
 
@@ -297,7 +301,7 @@ def measure(engines: Sequence[Engine], plain: PlainEngine, folder: Path, args: A
                 calls = {name: partial(read, drawn) for name, read in readers.items()}
                 add(title, timed(lambda call: call(), calls))
         else:
-            programs = cold_start(folder, args.dtype[0], args.device)
+            programs = cold_start(folder, args.dtype[0], args.device, args.quantize)
             memory = {name: run_process(argv) for name, argv in programs.items()}
             add("cold start", timed(run_process, programs), memory=memory, warmup=0)
     return results, ids
