@@ -111,7 +111,7 @@ EXCEPTIONS: dict[str, set[str] | None] = {  # of a module: what it may use, as i
 
 
 def file_calls(source: str) -> set[str]:
-    """What a source file mentions that opens, replaces or removes files, by whatever alias; `files` may."""
+    """Names in a source file, by whatever alias, that open, replace or remove files as only `files` may."""
     tree = ast.parse(source)
     modules: set[str] = set()  # names in this file of FILE_MODULES
     functions = {"open"}  # names in this file of their functions
