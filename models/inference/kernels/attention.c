@@ -148,7 +148,7 @@ static void attend(const attention_args *a, long h) {
             long stride;
             const char *left = left_rows(&key, s, type, q.units, buffer, &stride);
             const long rows = min_long(BLOCK_ROWS, key.n_rows - s);
-            multiply(type, rows, left, stride, q.data, q.units, scores + s * PANEL, vectors, (fetch){0});
+            multiply(type, rows, left, stride, q.data, q.units, scores + s * PANEL, vectors, 0, (fetch){0});
             if (type == INT16) scale_rows(scores + s * PANEL, rows, a->key_scale + s, q.scale);
         }
         weights.units = units_of(key.n_rows, type);
@@ -157,7 +157,7 @@ static void attend(const attention_args *a, long h) {
         for (long d = 0; d < D; d += BLOCK_ROWS) {
             long stride, rows = min_long(BLOCK_ROWS, D - d);
             const char *left = left_rows(&value, d, type, weights.units, buffer, &stride);
-            multiply(type, rows, left, stride, weights.data, weights.units, sums, vectors, (fetch){0});
+            multiply(type, rows, left, stride, weights.data, weights.units, sums, vectors, 0, (fetch){0});
             if (type == INT16) scale_rows(sums, rows, value_scale + d, NULL);
             for (long r = 0; r < rows; r++)
                 for (long i = 0; i < PANEL; i += LANES)
