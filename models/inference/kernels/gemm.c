@@ -242,19 +242,21 @@ static const char *left_rows(const matrix *w, long row, long type, long units, c
 
 // --- all rows times all panels ---
 
-// What becomes of a matmul's result: features of y from `first` on
+// What becomes of a matmul's result: features of y from `first` on, or units of an operand in bfloat16
 typedef struct {
     activations *y;
+    operand *packed;
     long first;
     int add, gelu;  // add to what y holds; apply GELU to the sum, of several tokens
 } result;
 
-INLINE void finish_block(const matrix *w, long row, long rows, const operand *x, long panel, const void *sums,
-                         long vectors, const result *out) {
-    float *y = panel_of(out->y, panel) + (out->first + row) * PANEL;
+// sums becomes scratch memory
+INLINE void finish_block(const matrix *w, long row, long rows, const operand *x, long panel, float *sums, long vectors,
+                         const result *out) {
+    float *y = out->packed ? sums : panel_of(out->y, panel) + (out->first + row) * PANEL;
     for (long r = 0; r < rows; r++)
         for (long v = 0; v < vectors; v++) {
-            vec value = load((const float *)sums + r * PANEL + v * LANES);
+            vec value = load(sums + r * PANEL + v * LANES);
             if (x->type == INT8) {
                 ivec exact = (ivec)value - INT8_OFFSET * load_int(x->sum + panel * PANEL + v * LANES);
                 if (!INT8_IN_FLOAT32) value = __builtin_convertvector(exact, vec);
@@ -265,6 +267,13 @@ INLINE void finish_block(const matrix *w, long row, long rows, const operand *x,
             float *at = y + r * PANEL + v * LANES;
             if (out->add) value += load(at);
             store(at, out->gelu ? gelu_vec(value) : value);
+        }
+    if (!out->packed) return;
+    char *units = out->packed->data + panel * out->packed->panel_bytes + (out->first + row) / 2 * PANEL * 4;
+    for (long r = 0; r < rows; r += 2)
+        for (long i = 0; i < vectors * LANES; i += LANES) {
+            const vec high = r + 1 < rows ? load(sums + (r + 1) * PANEL + i) : (vec){0};
+            store_int(units + (r / 2 * PANEL + i) * 4, pack_bf16(load(sums + r * PANEL + i), high));
         }
 }
 
