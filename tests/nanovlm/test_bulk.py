@@ -54,6 +54,7 @@ CASES = {  # files before, settings, files after, (captioned, skipped)
     "extension": ({"a.txt": "mine"}, {"extension": "caption"}, {"a.txt": "mine"} | CAPTIONS, (2, 0)),
     "prefix": ({}, {"prefix": "{folder}: "}, {"a.txt": f"photos: {TEXT}\n", "sub/b.txt": f"sub: {TEXT}\n"}, (2, 0)),
     "thumbnails, hidden files and models are no images": (dict.fromkeys(NO_IMAGES.split(), "?"), {}, BOTH, (2, 0)),
+    "killed in a row of the hidden table": ({".captions.jsonl": made("z.png") + '{"file_na'}, {}, BOTH, (2, 0)),
     "a text in a link": ({"mine": "x"}, {"link": {"a.txt": "gone"}}, BOTH, (2, 0)),
 }
 B = made("sub/b.png")
@@ -104,8 +105,9 @@ def run(captioner, folder, settings, again=False):
     overwrite = settings.pop("overwrite", False)
     overwrite = overwrite if not again else False
     table, extension = settings.pop("table", None), settings.pop("extension", ".txt")
+    model = settings.pop("model", "m")
     output = Table(folder / table, overwrite) if table else Sidecars(extension, overwrite)
-    return caption_files(captioner, [folder], output, CaptionOptions(**settings), model="m")
+    return caption_files(captioner, [folder], output, CaptionOptions(**settings), model=model)
 
 
 def write(photos, files):
@@ -156,12 +158,12 @@ def test_texts_of_people_are_kept(name, photos, embedded):
 
 
 def test_hidden_tables_have_a_row_an_image_and_each_extension_its_own(photos, embedded):
-    for settings in ({}, {"overwrite": "all"}, X | {"extension": "caption"}):
+    for settings in ({}, {"overwrite": "all", "model": "n"}, X | {"extension": "caption"}):
         run(embedded, photos, settings)
     assert [row["file_name"] for row in hidden()] == ["a.png", "bad.jpg"]
     assert hidden()[1]["finish_reason"].startswith("failed: not an image")
     assert {path.name for path in photos.glob(".*")} == {".captions.jsonl", ".captions.caption.jsonl"}
-    assert not run(embedded, photos, {}).others
+    assert dict(run(embedded, photos, {}).others) == {"model 'n'": 2}
 
 
 def test_rows_say_what_was_asked_and_a_run_what_others_were_asked(photos, embedded):

@@ -207,9 +207,14 @@ def test_the_best_joined_model_is_that_of_the_lowest_loss_by_default():
     scenes(2)
     _, held_out = open_data(["mine"], ReadOptions(), "1")
     processor = Captioner.from_pretrained(EMBEDDED, "cpu").processor
-    for options, metric in (({}, "f1"), (BACKBONES, "loss"), (BACKBONES | {"metric": "f1"}, "f1")):
+    for options, metric in (
+        ({}, "f1"),
+        (BACKBONES, "loss"),
+        (BACKBONES | {"metric": "f1"}, "f1"),
+        ({"metric": "-anls"}, "anls"),
+    ):
         task = made.held_out_task(FinetuneOptions(**options), TrainConfig(), held_out, processor)
-        assert task["metric"] == metric
+        assert (task["metric"], task["is_error_rate"]) == (metric, metric == "anls")
 
 
 @pytest.mark.full
