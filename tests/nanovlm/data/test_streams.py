@@ -7,14 +7,12 @@ from functools import partial
 from itertools import islice
 
 import pytest
-import torch
 
-from nanovlm.data import ExampleBatches, ExampleError, Mixture, ReadOptions, StreamedSource, open_data, open_source
+from nanovlm.data import ExampleError, ReadOptions, StreamedSource, open_data, open_source
 from nanovlm.data.mixture import source_lines, split
 from nanovlm.data.rows import example_of_table
 from nanovlm.data.source import keys_of
 from nanovlm.errors import DataError, TrainingError
-from nanovlm.training.loader import load_batches
 from support.data import OPTIONS, pairs_of, png, write, write_tar
 
 pytestmark = pytest.mark.full
@@ -215,17 +213,3 @@ def test_rows_that_cannot_be_used_or_are_of_another_split_are_told(library):
     stream = open_source("a.parquet", ReadOptions(stream=True))
     assert len(list(stream.usable(errors := []))) == 149
     assert errors == ["a.parquet[120] is of the split 'test' among others; write each split to a file of its own"]
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_batches_resume_by_the_state_of_their_loader(tiled, workers):
-    def batches():
-        return ExampleBatches(Mixture([stream(100, 2)], 0), tiled[1], 4, n_parts=max(1, workers))
-
-    with load_batches(batches(), range(14), workers) as (loaded, reached):
-        first = [next(loaded)["input_ids"] for _ in range(6)]
-        state = json.loads(json.dumps(reached))
-        rest = [batch["input_ids"] for batch in loaded]
-    with load_batches(batches(), range(6, 14), workers, state) as (loaded, _):
-        again = [batch["input_ids"] for batch in loaded]
-    assert len(first) == 6 and all(map(torch.equal, rest, again)) and len(again) == 8
