@@ -14,10 +14,10 @@ import pytest
 
 from models.common import files
 from nanovlm import SAMPLE, Captioner
-from nanovlm.bulk import Sidecars, Table, caption_files, caption_rows
+from nanovlm.bulk import caption_files, caption_rows
 from nanovlm.errors import OutputError, UsageError
 from nanovlm.options import CaptionOptions
-from nanovlm.outputs import is_torn_row
+from nanovlm.outputs import Sidecars, Table, is_torn_row
 from support import ROOT, noise_image
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
