@@ -166,8 +166,7 @@ class Trainer:
         with accelerated(model, cfg):
             loss = self.backward(inputs)
         if self.step == FIRST_STEPS and context.is_main and model.device.type == "cpu":
-            note = busy_note(time.perf_counter() - wall, time.process_time() - cpu)
-            if note:
+            if note := busy_note(time.perf_counter() - wall, time.process_time() - cpu):
                 logger.info(note)
         context.sum_gradients(model)
         loss, tokens = context.sum(loss, sum(int((batch["attention_mask"] != 0).sum()) for batch in inputs))
