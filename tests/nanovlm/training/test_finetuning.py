@@ -29,14 +29,9 @@ from nanovlm.training.finetuning import FinetuneOptions, choose_settings, prepar
 from nanovlm.training.loop import Trainer
 from support.cli import assert_usage_error
 
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
 QUICK = ["--max-steps", "3", "--batch-size", "4", "--num-workers", "0", "--device", "cpu", "--out", "out"]
 LABEL = "A photograph of my cat."
-
-
-@pytest.fixture(autouse=True)
-def workdir(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("mine").mkdir()
 
 
 def prepared(*argv):
@@ -48,6 +43,7 @@ def prepared(*argv):
 
 def scenes(n, text=None):
     """n drawn scenes with their captions, or one text for all."""
+    Path("mine").mkdir()
     for i in range(n):
         scene = random_scene(random.Random(i))
         draw(scene, 96, 96).save(f"mine/{i}.png")
