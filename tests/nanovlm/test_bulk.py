@@ -166,7 +166,7 @@ def test_hidden_tables_have_a_row_an_image_and_each_extension_its_own(photos, em
     assert dict(run(embedded, photos, {}).others) == {"model 'n'": 2}
 
 
-def test_rows_say_what_was_asked_and_a_run_what_others_were_asked(photos, embedded):
+def test_rows_say_what_was_asked_and_why_answers_ended(photos, embedded):
     Path("photos/bad.jpg").unlink()
     for settings, columns in (
         ({"choices": ("red", "green")}, {"probability", "log_probability", "prompt"}),
@@ -179,8 +179,6 @@ def test_rows_say_what_was_asked_and_a_run_what_others_were_asked(photos, embedd
         if "prompts" in settings:
             assert json.loads(rows[0]["text"]) == {name: rows[0][name] for name in columns}
     assert report.cut == {"length": ["photos/a.png", "photos/sub/b.png"]} and rows[0]["finish_reason"] == "length"
-    report = caption_files(embedded, [photos], Table("photos/m.jsonl"), CaptionOptions(prompts=("What?",)), model="n")
-    assert dict(report.others) == {f"model 'm', prompt {PROMPT!r}": 2}
 
 
 def hidden(folder="photos"):
