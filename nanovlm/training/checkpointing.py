@@ -1,8 +1,5 @@
-"""Training checkpoints: folder/checkpoints/step-N holds a complete model and what a resumed run needs beside it.
-
-That is the optimizer's state (optimizer.safetensors), the adapters of a LoRA run, and trainer.json: the step, the
-settings, the scores so far and the gradient scaler's state.
-"""
+"""Training checkpoints: folder/checkpoints/step-N holds a complete model and what a resumed run needs beside it:
+the optimizer's state (optimizer.safetensors), the adapters of a LoRA run, and trainer.json, see `Trainer.save`."""
 
 import errno
 import json

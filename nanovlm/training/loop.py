@@ -36,8 +36,7 @@ logger = logging.getLogger(__name__)
 class TrainingTask:
     """Batches and held-out questions of a run, and where its files go.
 
-    get_batch must be a pure function of the batch's number. answer_questions(model, everything) returns scored answers
-    to held-out questions, to all of them or to some.
+    get_batch must be a pure function of the batch's number. answer_questions(model, everything) answers held-out ones.
     """
 
     get_batch: Callable[[int], Batch]
@@ -99,10 +98,9 @@ class Trainer:
     def run(self) -> VisionLanguageModel:
         """Train until cfg.max_steps, write the best model to task.folder and return it.
 
-        The best is the checkpoint with the best score, the last of equals; without held-out examples the last one. With
-        cfg.lora_rank the model returned is a new one, merged from the first, which is then of no use.
-        SIGINT and SIGTERM end the run after a checkpoint, with the best model so far and TrainingInterrupted.
-        TrainingError if the run diverges or files cannot be written.
+        The best is the checkpoint with the best score, the last of equals; without held-out examples the last one. A
+        model with adapters is of no use afterwards: the one returned is merged from it. SIGINT and SIGTERM end the run
+        after a checkpoint, with the best model so far and TrainingInterrupted. TrainingError if the run diverges.
         """
         with self.context.lock:
             stopped = self._train()
@@ -166,7 +164,8 @@ class Trainer:
         with accelerated(model, cfg):
             loss = self.backward(inputs)
         if self.step == FIRST_STEPS and context.is_main and model.device.type == "cpu":
-            if note := busy_note(time.perf_counter() - wall, time.process_time() - cpu):
+            note = busy_note(time.perf_counter() - wall, time.process_time() - cpu)
+            if note:
                 logger.info(note)
         context.sum_gradients(model)
         loss, tokens = context.sum(loss, sum(int((batch["attention_mask"] != 0).sum()) for batch in inputs))

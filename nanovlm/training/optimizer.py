@@ -40,8 +40,7 @@ def freeze(model: VisionLanguageModel, cfg: TrainConfig) -> None:
 def make_optimizer(model: VisionLanguageModel, cfg: TrainConfig) -> torch.optim.AdamW:
     """AdamW (Loshchilov and Hutter 2019) with weight decay on matrices only: not on norms, biases and embeddings.
 
-    With cfg.optimizer "muon" the matrices of the Linear layers are trained by Muon. The "lr_scale" of a parameter group
-    multiplies the step's learning rate.
+    With cfg.optimizer "muon" matrices of Linear layers learn by Muon. A group's "lr_scale" multiplies the step's rate.
     """
     embeddings = {id(model.decoder.token_embedding.weight), id(model.vision_encoder.patch_embedding.position_embedding)}
     is_muon = cfg.optimizer == "muon"
@@ -68,8 +67,7 @@ def make_optimizer(model: VisionLanguageModel, cfg: TrainConfig) -> torch.optim.
 class Muon(torch.optim.AdamW):
     """Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon) for groups with "orthogonal": True.
 
-    It orthogonalizes the momentum of matrices, and is for models trained from scratch, and for fine-tuning models that
-    it trained. Groups of other parameters are trained by AdamW.
+    It orthogonalizes the momentum of matrices; other groups learn by AdamW. For models that it trained from the start.
     """
 
     @torch.no_grad()
