@@ -395,6 +395,7 @@ REFUSED = {
     "broken json": (table(b'[{"a": 1}', "d.json"), "cannot be read"),
     "no such file": ({}, "no such file or folder", {"path": "gone"}),
     "other files": ({"a.xml": "x"}, "no known extension", {"path": "a.xml"}),
+    "nothing in a folder": ({"a.xml": "x"}, "no images found in .; data is images with a .txt beside each"),
     "a model": ({"config.json": {}, "model.safetensors": b""}, "holds a model, not data"),
     "a name that no file can have": (rows({"image": "x" * 5000, "text": "A."}),
         "names the image xxxxxxxxxxxxxxxxxxxx..., of 5,000 letters; name a file of at most 4,096"),
