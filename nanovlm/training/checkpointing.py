@@ -128,32 +128,32 @@ def save_checkpoint(
 
 
 def restore_newest(
-    folder: Path, model: VisionLanguageModel, cfg: TrainConfig, empty: Mapping[str, Tensor]
-) -> tuple[dict[str, Any], dict] | None:
+    folder: Path, model: VisionLanguageModel, cfg: TrainConfig, optimizer: torch.optim.Optimizer
+) -> dict[str, Any] | None:
     """`restore` the newest of folder/checkpoints that is not damaged; CheckpointError if all are, None without any."""
     damaged: list[str] = []
     for step in reversed(checkpoint_steps(folder)):
         path = checkpoint_path(folder, step)
         try:
-            restored = restore(path, model, cfg, empty)
+            state = restore(path, model, cfg, optimizer)
         except (OSError, CheckpointError) as error:
             damaged.append(f"{path} is damaged: {error}")
             continue
         for message in damaged:
             logger.warning(f"{message}; resuming from {path} instead")
-        return restored
+        return state
     if damaged:
         raise CheckpointError(f"{damaged[0]}; move it away to start over")
     return None
 
 
 def restore(
-    path: Path, model: VisionLanguageModel, cfg: TrainConfig, empty: Mapping[str, Tensor]
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Load a checkpoint's weights into model, and return trainer.json and the optimizer's tensors.
+    path: Path, model: VisionLanguageModel, cfg: TrainConfig, optimizer: torch.optim.Optimizer
+) -> dict[str, Any]:
+    """Load a checkpoint's weights into model and its tensors into optimizer, and return its trainer.json.
 
-    These must have the names, shapes and dtypes of empty. UsageError for a checkpoint of another model or of other
-    settings, CheckpointError for files that cannot be read, or hold what no run writes.
+    UsageError for a checkpoint of another model or of other settings, CheckpointError for files that cannot be read,
+    or hold what no run writes.
     """
     state = read_state(path)
     before = load_config(path).to_dict() | state["config"]
@@ -166,18 +166,21 @@ def restore(
                 "resume with the same, or train in another folder"
             )
     weights = load_model(path, model.cfg, model.image_token_id, device=model.device).state_dict()
-    optimizer = read_optimizer(path / OPTIMIZER, empty)
-    if not adapters(model):
+    tensors = optimizer_state(model, optimizer)
+    stored = read_optimizer(path / OPTIMIZER, tensors)
+    if adapters(model):
+        read_adapters(path, model)
+        for name, tensor in merged_state(model):
+            if not torch.allclose(tensor, weights[name].to(tensor.device), rtol=1e-3, atol=1e-5):
+                raise UsageError(
+                    f"{path} holds adapters of a model with another {name}; "
+                    "start from the same model as before, or train in another folder"
+                )
+    else:
         model.load_state_dict(weights)
-        return state, optimizer
-    read_adapters(path, model)
-    for name, tensor in merged_state(model):
-        if not torch.allclose(tensor, weights[name].to(tensor.device), rtol=1e-3, atol=1e-5):
-            raise UsageError(
-                f"{path} holds adapters of a model with another {name}; "
-                "start from the same model as before, or train in another folder"
-            )
-    return state, optimizer
+    for name, tensor in tensors.items():
+        tensor.copy_(stored[name])
+    return state
 
 
 def read_state(path: Path) -> dict[str, Any]:

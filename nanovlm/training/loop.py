@@ -88,11 +88,10 @@ class Trainer:
             if self.context.is_main:
                 for folder in (task.folder, task.folder / "checkpoints"):
                     files.remove_parts(folder, seconds=0)  # nobody else writes there
-            empty = checkpointing.optimizer_state(model, self.optimizer)
-            restored = checkpointing.restore_newest(task.folder, model, cfg, empty)
+            state = checkpointing.restore_newest(task.folder, model, cfg, self.optimizer)
             self.context.broadcast_weights(model)
-            if restored:
-                self._resume(*restored)
+            if state:
+                self._resume(state)
             self.context.lock = lock.pop_all()
 
     def run(self) -> VisionLanguageModel:
@@ -108,8 +107,7 @@ class Trainer:
             self.model.eval()
             if best != self.step:
                 path = checkpoint_path(self.task.folder, best)
-                empty = checkpointing.optimizer_state(self.model, self.optimizer)
-                checkpointing.restore(path, self.model, self.cfg, empty)
+                checkpointing.restore(path, self.model, self.cfg, self.optimizer)
             if self.context.is_main:
                 self._write_results(best, stopped)
         if stopped:
@@ -267,11 +265,9 @@ class Trainer:
         keep = self.cfg.keep_checkpoints
         checkpointing.save_checkpoint(task, self.model, self.optimizer, state, keep, self.best)
 
-    def _resume(self, state: dict[str, Any], optimizer: dict[str, Tensor]) -> None:
-        """Take up optimizer, step, scores and the model's origin from a checkpoint, and say what has changed."""
+    def _resume(self, state: dict[str, Any]) -> None:
+        """Take up step, scores and the model's origin from a checkpoint's trainer.json, and say what has changed."""
         task = self.task
-        for name, tensor in checkpointing.optimizer_state(self.model, self.optimizer).items():
-            tensor.copy_(optimizer[name])
         if self.scaler.is_enabled() and state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
         self.step = state["step"]
