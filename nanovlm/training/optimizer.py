@@ -51,7 +51,7 @@ def make_optimizer(model: VisionLanguageModel, cfg: TrainConfig) -> torch.optim.
             decay = cfg.weight_decay if p.ndim >= 2 and id(p) not in embeddings else 0.0
             orthogonal = is_muon and p.ndim == 2 and id(p) not in embeddings
             scale = part_scale * (MUON_LR_SCALE if orthogonal else 1.0)
-            group = {"params": [], "weight_decay": decay, "lr_scale": scale, "orthogonal": orthogonal}
+            group: dict[str, Any] = {"params": [], "weight_decay": decay, "lr_scale": scale, "orthogonal": orthogonal}
             found.setdefault((part, decay, orthogonal), group)["params"].append(p)
     groups = list(found.values())
     optimizer = (Muon if is_muon else torch.optim.AdamW)(groups, lr=cfg.lr, betas=(0.9, cfg.beta2), fused=True)
