@@ -57,14 +57,6 @@ def tar():
     return ["--data", "mine.tar", "--stream"]
 
 
-def test_data_and_model_may_be_paths():
-    scenes(2)
-    kinds = (str, Path, os.path.abspath)
-    named = [FinetuneOptions([kind("mine")], Path("out"), model=kind(EMBEDDED)) for kind in kinds]
-    prints = {(prepare(one, FINETUNING)[1].data_fingerprint, made.base_model(one)) for one in named}
-    assert len(prints) == 1
-
-
 def test_each_held_out_example_of_a_stream_is_asked_once_and_counts_once_in_the_loss():
     scenes(12)
     model, task, _ = prepared(*tar(), "--validation", 0.5, "--out", "out")
@@ -280,11 +272,14 @@ def test_adapters_of_another_model_are_refused(train):
     assert code == 2 and "holds adapters of a model with another vision_encoder" in err, err
 
 
-def test_data_are_known_by_their_contents():
-    def known():
-        return made.fingerprint(open_data(["mine@0.5", "scenes@0.5"], ReadOptions(), 0)[0])
+def test_data_are_known_by_their_contents_and_the_model_by_its_place():
+    def known(*data):
+        return made.fingerprint(open_data(data or ["mine@0.5", "scenes@0.5"], ReadOptions(), 0)[0])
 
     scenes(4)
+    kinds = (str, Path, os.path.abspath)
+    assert len({known(kind("mine")) for kind in kinds}) == 1
+    assert len({made.base_model(FinetuneOptions(model=kind(EMBEDDED))) for kind in kinds}) == 1
     before = known()
     for suffix in ("png", "txt"):
         Path(f"mine/3.{suffix}").rename(f"mine/4.{suffix}")
