@@ -18,7 +18,7 @@ from models.checkpoint import CONFIG, INDEX, WEIGHTS
 from models.common import files as file_gate
 from models.common.errors import FileError
 from nanovlm.data.examples import Example, ExampleError
-from nanovlm.data.records import FOLDER_NAME, IMAGE_FILE, MAX_VALUES, Record, is_image, options_for, to_example
+from nanovlm.data.records import FOLDER_NAME, IMAGE_FILE, Record, is_image, options_for, to_example
 from nanovlm.data.source import DESCRIBED, Source, StreamedSource
 from nanovlm.data.splits import Splits
 from nanovlm.data.values import has_names, parse_json, plain_value
@@ -35,10 +35,6 @@ KINDS = (
 )
 CAPTIONS = re.compile(r"\.(txt|text|cap\w*|tags?|prompts?|desc\w*)")  # extensions of texts beside images
 HUB_DATASET = re.compile(r"[\w-][\w.-]*/[\w.-]+(:[\w.,() -]+)?")  # owner/name or owner/name:subset
-JOIN_VQA = (  # VQA v1 and v2 keep them in two files
-    "join the files of questions and annotations by question_id, and write a list of records with image "
-    "(such as COCO_train2014_000000000009.jpg), question and answers"
-)
 Reader = Callable[[str, list[str], ReadOptions], Source]  # of the files at a path
 
 
@@ -104,8 +100,9 @@ def _open_folder(path: str, options: ReadOptions) -> Source:
         return _read_dataset(path, [], options)
     splits = Splits(found, is_image, _reader_of)
     named = {name: splits.of(name) for name in found}
-    has_training = "train" in named.values()
-    names = [name for name in found if not has_training or named[name] in ("", "train")]
+    wanted = {"", "train"} if "train" in named.values() else set(named.values())
+    names = [name for name in found if named[name] in wanted]
+    left_out = sorted(set(found).difference(names))
     images = list(filter(is_image, names))
     stems = {os.path.splitext(name)[0] for name in images}
     beside = [name for name in names if os.path.splitext(name)[0] in stems and not is_image(name)]
@@ -119,18 +116,17 @@ def _open_folder(path: str, options: ReadOptions) -> Source:
         raise DataError(f"no images found in {path}; data is {KINDS}")
     reader = _reader_of(files[0])
     if reader:  # the rows, not the folders, say which images are read
-        names = [name for name in found if is_image(name) or name in names]
-    others = sorted(set(found).difference(names))
+        left_out = [name for name in left_out if not is_image(name)]
     captions = [name for name in beside if CAPTIONS.fullmatch(suffix(name))]
     hint = f"; --extension {suffix(captions[0])} reads {captions[0]} and its like" if captions else ""
-    if unread := [name for name in here if suffix(name) == ".txt" and not beside]:
+    if unread := [name for name in sorted(here) if suffix(name) == ".txt" and not beside]:
         hint = f"; {unread[0]} stands beside no image: if it is a table, call it .csv"
     reader = reader or (_read_captions if texts else partial(_read_labels, splits=splits, hint=hint))
     source = reader(path, [os.path.join(path, name) for name in files], options)
-    read = set(files).difference(images)
-    source.listed = [os.path.join(path, name) for name in names if name not in read]
-    if others:
-        source.lines.append(f"reading the training split; not read: {len(others)} files, {others[0]} ...")
+    told = {*left_out, *files}.difference(images)
+    source.listed = [os.path.join(path, name) for name in found if name not in told]
+    if left_out:
+        source.lines.append(f"reading the training split; not read: {len(left_out)} files, {left_out[0]} ...")
     elif len(found := sorted({named[name] for name in files} - {""})) > 1:
         source.lines.append(f"there is no training split: reading {' and '.join(found)}")
     return source
@@ -193,8 +189,6 @@ def _read_records(path: str, files: list[str], options: ReadOptions) -> Source:
             f"{path} holds {len(files)} such files; name the one to read: {', '.join(files[:3])}; of records beside "
             "each image make one metadata.jsonl"
         )
-    if files[0].endswith(".parquet"):
-        return _read_dataset(path, files, options)
     rows: list[Record] = []
     lines: list[str] = []
     for file in files:
@@ -248,19 +242,9 @@ def read_csv(path: str) -> list[dict[str, str]]:
     delimiter = max(",;\t", key=first.count)  # Excel writes semicolons in half of Europe
     if named := re.fullmatch(r"sep=(.)", first):  # and a line of its own
         delimiter, text = named[1], "".join(rest)
+    csv.field_size_limit(2**31 - 1)  # a long cell is read, and refused where it is no text or image
     lines = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
-    try:
-        columns, *rows = [row for row in lines if row] or [[]]
-    except csv.Error as error:
-        if "field limit" not in str(error):
-            raise
-        place = f"{path}, line {lines.line_num}"
-        limit = f"{csv.field_size_limit():,} letters"
-        raise DataError(
-            f"{place}, has a cell of more than {limit}; close its quotes, or name an image by its file"
-        ) from None
-    if len(columns) > MAX_VALUES:
-        raise DataError(f"{path} has {len(columns):,} columns in its first line; at most {MAX_VALUES:,} are read")
+    columns, *rows = [row for row in lines if row] or [[]]
     if twice := [column for column, n in Counter(columns).items() if column and n > 1]:  # Excel leaves some unnamed
         raise DataError(f"{path} has several columns named {twice[0]!r}; rename or remove all but one")
     for number, row in enumerate(rows, start=1):
@@ -282,16 +266,7 @@ def _records_of(path: str, content: dict[str, Any], lines: list[str]) -> Any:
     """The records in an object: COCO's captions, or its only list of objects, about which a line goes to lines."""
     lists = {key: value for key, value in content.items() if isinstance(value, list) and value}
     lists = {key: value for key, value in lists.items() if isinstance(value[0], dict)}
-    annotation = lists.get("annotations", [{}])[0]
-    question = lists.get("questions", [{}])[0]
-    if "multiple_choice_answer" in annotation:
-        raise DataError(f"{path} holds VQA's answers without their questions; {JOIN_VQA}")
-    if "question_id" in question and not question.keys() & {"answer", "answers"}:
-        raise DataError(f"{path} holds VQA's questions without their answers; {JOIN_VQA}")
-    if {"images", "annotations"} <= content.keys():
-        if annotation and "caption" not in annotation:
-            remedy = "take captions_*.json, or put images into one folder per label"
-            raise DataError(f"{path} holds COCO's objects in images, without captions; {remedy}")
+    if "images" in content and "caption" in lists.get("annotations", [()])[0]:
         return _coco(path, content)
     if len(lists) != 1:
         return content
