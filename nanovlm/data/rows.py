@@ -18,7 +18,7 @@ from models.checkpoint import CONFIG, INDEX, WEIGHTS
 from models.common import files as file_gate
 from models.common.errors import FileError
 from nanovlm.data.examples import Example, ExampleError
-from nanovlm.data.records import FOLDER_NAME, IMAGE_FILE, Record, is_image, options_for, to_example
+from nanovlm.data.records import FOLDER_NAME, IMAGE_FILE, MAX_VALUES, Record, is_image, options_for, to_example
 from nanovlm.data.source import DESCRIBED, Source, StreamedSource
 from nanovlm.data.splits import Splits
 from nanovlm.data.values import has_names, parse_json, plain_value
@@ -35,6 +35,10 @@ KINDS = (
 )
 CAPTIONS = re.compile(r"\.(txt|text|cap\w*|tags?|prompts?|desc\w*)")  # extensions of texts beside images
 HUB_DATASET = re.compile(r"[\w-][\w.-]*/[\w.-]+(:[\w.,() -]+)?")  # owner/name or owner/name:subset
+JOIN_VQA = (  # VQA v1 and v2 keep them in two files
+    "join the files of questions and annotations by question_id, and write a list of records with image "
+    "(such as COCO_train2014_000000000009.jpg), question and answers"
+)
 Reader = Callable[[str, list[str], ReadOptions], Source]  # of the files at a path
 
 
@@ -242,9 +246,19 @@ def read_csv(path: str) -> list[dict[str, str]]:
     delimiter = max(",;\t", key=first.count)  # Excel writes semicolons in half of Europe
     if named := re.fullmatch(r"sep=(.)", first):  # and a line of its own
         delimiter, text = named[1], "".join(rest)
-    csv.field_size_limit(2**31 - 1)  # a long cell is read, and refused where it is no text or image
     lines = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
-    columns, *rows = [row for row in lines if row] or [[]]
+    try:
+        columns, *rows = [row for row in lines if row] or [[]]
+    except csv.Error as error:
+        if "field limit" not in str(error):
+            raise
+        place = f"{path}, line {lines.line_num}"
+        limit = f"{csv.field_size_limit():,} letters"
+        raise DataError(
+            f"{place}, has a cell of more than {limit}; close its quotes, or name an image by its file"
+        ) from None
+    if len(columns) > MAX_VALUES:
+        raise DataError(f"{path} has {len(columns):,} columns in its first line; at most {MAX_VALUES:,} are read")
     if twice := [column for column, n in Counter(columns).items() if column and n > 1]:  # Excel leaves some unnamed
         raise DataError(f"{path} has several columns named {twice[0]!r}; rename or remove all but one")
     for number, row in enumerate(rows, start=1):
@@ -266,7 +280,16 @@ def _records_of(path: str, content: dict[str, Any], lines: list[str]) -> Any:
     """The records in an object: COCO's captions, or its only list of objects, about which a line goes to lines."""
     lists = {key: value for key, value in content.items() if isinstance(value, list) and value}
     lists = {key: value for key, value in lists.items() if isinstance(value[0], dict)}
-    if "images" in content and "caption" in lists.get("annotations", [()])[0]:
+    annotation = lists.get("annotations", [{}])[0]
+    question = lists.get("questions", [{}])[0]
+    if "multiple_choice_answer" in annotation:
+        raise DataError(f"{path} holds VQA's answers without their questions; {JOIN_VQA}")
+    if "question_id" in question and not question.keys() & {"answer", "answers"}:
+        raise DataError(f"{path} holds VQA's questions without their answers; {JOIN_VQA}")
+    if {"images", "annotations"} <= content.keys():
+        if annotation and "caption" not in annotation:
+            remedy = "take captions_*.json, or put images into one folder per label"
+            raise DataError(f"{path} holds COCO's objects in images, without captions; {remedy}")
         return _coco(path, content)
     if len(lists) != 1:
         return content
