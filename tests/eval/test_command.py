@@ -37,6 +37,9 @@ without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a G
         ("captions --model no/where/at/all", "no/where/at/all"),
         ("captions --level amx-emulated", "this CPU has no level amx-emulated; use "),
         ("captions --digits --scenes 9", "not allowed with"),
+        ("captions --photos docs", "--out"),
+        ("captions --photos docs --out no", "docs/train has no folders of images"),
+        ("captions --scenes 9 --then x", "--then"),
         ("captions --text no/where.txt", "no/where.txt"),
         ("captions --text LICENSE --model nanovlm/assets --step 9999", "leaves nothing to predict from"),
         ("latency --baselines vllm", "vllm"),
@@ -94,7 +97,7 @@ def test_a_level_is_that_of_the_block_and_then_the_one_before(monkeypatch):
     for level in levels_here():
         with at_level(level):
             assert current_level() == level
-        assert current_level() == "none"
+    assert current_level() == "none"
     monkeypatch.delenv("NANOVLM_CPU_LEVEL")
     assert current_level() == (levels_here() or ["none"])[-1]
 
