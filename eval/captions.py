@@ -50,7 +50,7 @@ from eval.lib.command import Measured, environment, levels_here, positive, progr
 from eval.lib.dinov2 import check_encoder, write_dinov2
 from eval.lib.labels import calibration, classifiers, cpu_seconds, read_labeled, share, train, write_digits
 from eval.lib.precisions import Predictions, Rows, compare, comparison_table, in_every_precision
-from eval.lib.scenes import OBJECT_ROWS, SPLITS, Example, make_splits
+from eval.lib.scenes import SPLITS, Example, make_splits
 from eval.lib.smollm2 import join_with_random_vision, write_smollm2
 from eval.peers import Engine, NanoVLMEngine
 from eval.peers.llama_cpp_engine import LlamaCppEngine
@@ -72,8 +72,9 @@ N_TOKENS = 2048  # of a text, at most
 GGUF_TYPES = ("f32", "q8_0", "q4_0")  # of llama.cpp
 
 
-def counted(answer: Callable[[], Iterable[str]], truths: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+def counted(name: str, answer: Callable[[], Iterable[str]], truths: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
     """Answers; the share of them that is right, the CPU seconds that they took, and how many came per second."""
+    progress(name)
     cpu, started = cpu_seconds(), time.perf_counter()
     answers = list(answer())
     speed = {"cpu_seconds": cpu_seconds() - cpu, "per_second": len(answers) / (time.perf_counter() - started)}
@@ -87,18 +88,16 @@ def measure(
     shares: dict[str, Any] = {}
     missed = []
     for split, examples in splits.items():
-        progress(split)
         images, prompts, truths, rows = zip(*examples)
         asked = [prompt or captioner.prompt for prompt in prompts]
-        answers, whole = counted(partial(captioner.captions, images, asked, batch_size=BATCH_SIZE), truths)
-        ordered = [row for row in OBJECT_ROWS if row in rows] or [row for row, _ in Counter(rows).most_common()]
-        parts = {}
-        for row in ordered:
-            chosen = [pair for pair, other in zip(zip(answers, truths), rows) if other == row]
-            parts[row] = share(*zip(*chosen))
-        shares[split] = whole | {"rows": parts}
-        told = zip(asked, truths, answers)
-        missed += [(split, *one) for one in told if one[2].strip() != one[1]]
+        ask = partial(captioner.captions, images, asked, batch_size=BATCH_SIZE)
+        answers, shares[split] = counted(split, ask, truths)
+        told = [*zip(rows, asked, truths, answers)]
+        missed += [(split, *one) for _, *one in told if one[2].strip() != one[1]]
+        shares[split]["rows"] = parts = {}
+        for row in sorted(set(rows)):
+            of_row = [(answer, truth) for other, _, truth, answer in told if other == row]
+            parts[row] = share(*zip(*of_row))
     return shares, missed
 
 
@@ -248,8 +247,7 @@ def measure_labels(args: argparse.Namespace, folder: Path) -> Measured:
     ways: dict[str, Callable[[], list[str]]] = {"--choices": choose}
     ways |= {name: partial(classify, learned, paths) for name, classify in others.items()}
     for name, answer in ways.items():
-        progress(name)
-        _, shares[name] = counted(answer, truths)
+        _, shares[name] = counted(name, answer, truths)
     most = Counter(learned[1]).most_common(1)[0][0]
     shares[f"always {most}"] = share([most] * len(paths), truths)
     is_right = [choice.text == truth for choice, truth in zip(best, truths)]

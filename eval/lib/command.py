@@ -65,12 +65,6 @@ def add_device_flags(parser: Parser, dtype: str = "auto") -> None:
     parser.add_argument("--dtype", default=dtype, choices=("auto", *DTYPES), help=f"precision (default: {dtype})")
 
 
-def add_save_flag(parser: Parser) -> None:
-    """--save, None or the folder to append the output in."""
-    what = "append the output to FOLDER/CPU.txt (default: eval/results)"
-    parser.add_argument("--save", nargs="?", type=Path, const=RESULTS, metavar="FOLDER", help=what)
-
-
 def positive(text: str) -> int:
     """argparse type: an integer of at least 1."""
     if (n := int(text)) < 1:
@@ -201,7 +195,8 @@ def run(
     """Run a whole command: measure returns what `report` prints. A NanoVLMError is one line and its exit code."""
     parser = make_parser(name, doc)
     add_flags(parser)
-    add_save_flag(parser)
+    what = "append the output to FOLDER/CPU.txt (default: eval/results)"
+    parser.add_argument("--save", nargs="?", type=Path, const=RESULTS, metavar="FOLDER", help=what)
     args = parser.parse_args(argv)
     try:
         results, text, where, failures = measure(args)

@@ -132,8 +132,8 @@ def test_several_levels_are_compared_in_one_process(results_of):
 @pytest.mark.full
 def test_a_cold_start_is_a_whole_process(results_of, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    programs = cold_start(EMBEDDED, "float32")
-    assert [*cold_start(EMBEDDED, quantize="int4").values()][-1][-2:] == ["--quantize", "int4"]
+    programs = cold_start(EMBEDDED, "float32", "cpu", None)
+    assert [*cold_start(EMBEDDED, "auto", "cpu", "int4").values()][-1][-2:] == ["--quantize", "int4"]
     assert list(programs) == ["import torch", "generate.py"]
     done = subprocess.run(programs["generate.py"], capture_output=True, text=True)
     assert "ring" in done.stdout, "the sample's caption"
