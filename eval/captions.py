@@ -47,15 +47,13 @@ from torch import Tensor
 
 from eval.lib import command
 from eval.lib.command import Measured, environment, levels_here, positive, progress
-from eval.lib.dinov2 import check_encoder, write_dinov2
 from eval.lib.labels import calibration, classifiers, cpu_seconds, read_labeled, share, train, write_digits
 from eval.lib.precisions import Predictions, Rows, compare, comparison_table, in_every_precision
+from eval.lib.pretrained import check_encoder, join_with_random_vision, write_backbones, write_smollm2
 from eval.lib.scenes import SPLITS, Example, make_splits
-from eval.lib.smollm2 import join_with_random_vision, write_smollm2
 from eval.peers import Engine, NanoVLMEngine
 from eval.peers.llama_cpp_engine import LlamaCppEngine
 from models.checkpoint import snapshot_path
-from models.common import files
 from nanovlm import EMBEDDED
 from nanovlm.captioner import Captioner
 from nanovlm.choices import Choice
@@ -195,16 +193,6 @@ def measure_scenes(args: argparse.Namespace) -> Measured:
     shares, missed = measure(captioner, splits)
     where = environment(captioner.inference.device, captioner.inference.dtype)
     return shares | {"missed": missed}, accuracy_table(shares), where, ()
-
-
-def write_backbones(folder: Path) -> list[Path]:
-    """Folders of the pretrained encoder and language model, written unless they are there."""
-    writers = {folder / "vision": write_dinov2, folder / "language": write_smollm2}
-    for path, write in writers.items():
-        if not path.exists():
-            with files.filling(path) as new:
-                write(new)
-    return [*writers]
 
 
 def measure_labels(args: argparse.Namespace, folder: Path) -> Measured:

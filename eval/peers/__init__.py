@@ -1,8 +1,6 @@
 """Engines that run one model behind one interface: this project here, others beside it."""
 
 import importlib
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +12,7 @@ from models.inference.kernel_network import empty_cache
 from models.vision_language_model import empty_model
 from nanovlm import PROMPT
 from nanovlm.captioner import Captioner
-from nanovlm.errors import MissingExtraError, needs_extra
+from nanovlm.errors import needs_extra
 from nanovlm.request_runner import ImageInput
 
 QUANTIZED_BYTES = {"int8": (1, 1), "int4": (0.625, 1)}  # of an entry of the layers, and of the head
@@ -150,11 +148,3 @@ def import_peer(module: str, name: str, extra: str = "peers") -> Any:
     """A module of an extra, for what users call `name`; MissingExtraError if it is not installed."""
     with needs_extra(extra, name):
         return importlib.import_module(module)
-
-
-def package_file(package: str, pattern: str, extra: str) -> Path:
-    """A file of a package that is read and not imported; MissingExtraError if it is not installed."""
-    spec = find_spec(package)
-    if spec is None or spec.origin is None:
-        raise MissingExtraError(f"{package} is missing; pip install 'nanovlm[{extra}]'")
-    return next(Path(spec.origin).parent.glob(pattern))

