@@ -40,6 +40,7 @@ from copy import deepcopy
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain, groupby
+from operator import methodcaller
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -88,7 +89,7 @@ ISAS = {  # by level, read once, when oneDNN (in PyTorch and in OpenVINO), MKL a
 }
 
 Ids = dict[str, list[list[int]]]  # by engine, for each step those of all sequences
-Contestants = dict[str, Callable[[], float]]  # name -> a call that returns the seconds it took
+Contestants = Mapping[str, Callable[[], float]]  # name -> a call that returns the seconds it took
 
 
 @dataclass(frozen=True)
@@ -205,15 +206,12 @@ def greedy(engine: Engine, prompts: list[list[int]], tokens: int) -> tuple[list[
     return steps, median(seconds)
 
 
-def cold_start(
-    folder: Path, dtype: str = "auto", device: str = "cpu", quantize: str | None = None
-) -> dict[str, list[str]]:
+def cold_start(folder: Path, dtype: str, device: str, quantize: str | None) -> dict[str, list[str]]:
     """Command lines of generate.py on the model's folder, and of a process that imports torch only."""
     flags = ["--model", str(folder), "--max-new-tokens", str(ANSWER_TOKENS), "--dtype", dtype, "--device", device]
-    programs = {"import torch": ["-c", "import torch"], "generate.py": [str(GENERATE), *flags]}
-    if quantize:
-        programs[f"generate.py {quantize}"] = [*programs["generate.py"], "--quantize", quantize]
-    return {name: [sys.executable, *argv] for name, argv in programs.items()}
+    generate = [sys.executable, str(GENERATE), *flags]
+    programs = {"import torch": [sys.executable, "-c", "import torch"], "generate.py": generate}
+    return programs | ({f"generate.py {quantize}": [*generate, "--quantize", quantize]} if quantize else {})
 
 
 def run_process(argv: Sequence[str]) -> int | None:
@@ -242,9 +240,10 @@ def measure(engines: Sequence[Engine], plain: PlainEngine, folder: Path, args: A
     device = plain.model.device
     costs = stage_costs(plain, prompts, image) if args.device == "cpu" else {}  # whose limits are measured here
     by_name = {engine.name: engine for engine in engines}
+    ours = [engine for engine in engines if isinstance(engine, NanoVLMEngine)]
 
-    def timed(run: Callable[[Any], object], what: Mapping[str, Any] = by_name) -> Contestants:
-        return {name: partial(measure_seconds, partial(run, one), device) for name, one in what.items()}
+    def timed(run: Callable[[Any], object], some: Sequence[Engine] = engines) -> Contestants:
+        return {engine.name: partial(measure_seconds, partial(run, engine), device) for engine in some}
 
     def decode(engine: Engine) -> float:
         ids[engine.name], seconds = greedy(engine, prompts, args.tokens)
@@ -267,21 +266,17 @@ def measure(engines: Sequence[Engine], plain: PlainEngine, folder: Path, args: A
             results.append(Result(stage, name, *times, least, errors.get(name), memory.get(name)))
 
     for stage in args.stages:
-        if stage == "encode":
-            expected = plain.encode_image(image)
-            exact = [engine for engine in engines if not engine.resizes_images]
-            errors = {engine.name: relative_error(engine.encode_image(image), expected) for engine in exact}
-            add(stage, timed(lambda engine: engine.encode_image(image)), errors)
-        elif stage == "prefill":
-            expected = logits(plain).clone()
-            errors = {engine.name: relative_error(logits(engine), expected) for engine in engines}
-            add(stage, timed(logits), errors)
+        if stage in ("encode", "prefill"):
+            compute = methodcaller("encode_image", image) if stage == "encode" else logits
+            expected = compute(plain).clone()
+            exact = [engine for engine in engines if stage == "prefill" or not engine.resizes_images]
+            errors = {engine.name: relative_error(compute(engine), expected) for engine in exact}
+            add(stage, timed(compute), errors)
         elif stage == "decode":
-            contestants: Contestants = {engine.name: partial(decode, engine) for engine in engines}
+            contestants = {engine.name: partial(decode, engine) for engine in engines}
             if args.device == "cuda":
-                (*_, own) = (engine for engine in engines if isinstance(engine, NanoVLMEngine))
-                step = partial(graph_step, own.captioner.model, args.batch_size, args.tokens)
-                contestants[f"{own.name}, CUDA graph"] = step
+                step = partial(graph_step, ours[-1].captioner.model, args.batch_size, args.tokens)
+                contestants[f"{ours[-1].name}, CUDA graph"] = step
             add(stage, contestants)
             if plain.name not in ids:  # the reference, also where its time is not measured
                 ids[plain.name], _ = greedy(plain, prompts, args.tokens)
@@ -291,19 +286,18 @@ def measure(engines: Sequence[Engine], plain: PlainEngine, folder: Path, args: A
             models = {loop: deepcopy(plain.captioner.model) for loop in LOOPS}
             add(stage, {loop: partial(run, models[loop], name) for loop, run in LOOPS.items()}, warmup=0)
         elif stage == "proof":
-            ours = {name: engine.captioner for name, engine in by_name.items() if isinstance(engine, NanoVLMEngine)}
-            add(stage, timed(lambda captioner: captioner.inference.network, ours))
+            add(stage, timed(lambda engine: engine.captioner.inference.network, ours))
         elif stage == "first-token":
-            readers = {engine.name: engine.first_token for engine in engines if hasattr(engine, "first_token")}
+            readers = [engine for engine in engines if hasattr(engine, "first_token")]
             for side in args.image_size:
                 drawn = draw(random_scene(Random("images")), side, side)
                 title = f"first token, {side} px, {len(plain.captioner.prepare(drawn)[0]):,} tokens"
-                calls = {name: partial(read, drawn) for name, read in readers.items()}
-                add(title, timed(lambda call: call(), calls))
+                add(title, timed(methodcaller("first_token", drawn), readers))
         else:
             programs = cold_start(folder, args.dtype[0], args.device, args.quantize)
             memory = {name: run_process(argv) for name, argv in programs.items()}
-            add("cold start", timed(run_process, programs), memory=memory, warmup=0)
+            starts = {name: partial(measure_seconds, partial(run_process, argv)) for name, argv in programs.items()}
+            add("cold start", starts, memory=memory, warmup=0)
     return results, ids
 
 
@@ -320,9 +314,11 @@ def failures(engines: Sequence[Engine], results: Sequence[Result], ids: Ids) -> 
 
 def other_tokens(engines: Sequence[Engine], ids: Ids) -> list[str]:
     """Lines for the engines in float32 that decode other tokens than the plain model."""
-    exact = [engine.name for engine in engines if engine.weight_bytes == 4]
-    others = [name for name in exact if ids and ids[name] != ids[PlainEngine.name]]
-    return [f"{name} decodes other tokens than {PlainEngine.name}" for name in others]
+    return [
+        f"{engine.name} decodes other tokens than {PlainEngine.name}"
+        for engine in engines
+        if engine.weight_bytes == 4 and ids and ids[engine.name] != ids[PlainEngine.name]
+    ]
 
 
 def results_table(results: Sequence[Result], ids: Ids) -> str:
@@ -372,13 +368,8 @@ def add_flags(parser: Parser) -> None:
     levels = "avx2, avx2-vnni, vnni, bf16 or amx (default: the highest)"
     add("--level", nargs="+", type=command.level_here, metavar="LEVEL", help=levels)
     add("--baselines", nargs="*", default=["plain"], choices=BASELINES, help="other engines (default: plain)")
-    add(
-        "--stages",
-        nargs="+",
-        default=STAGES,
-        choices=("train", "proof", *STAGES),
-        help=f"(default: {' '.join(STAGES)})",
-    )
+    stages = " ".join(STAGES)
+    add("--stages", nargs="+", default=STAGES, choices=("train", "proof", *STAGES), help=f"(default: {stages})")
     add("--image-size", nargs="+", type=positive, default=[512], metavar="N", help="pixels of a side (default: 512)")
     add("--batch-size", type=positive, default=1, metavar="N", help="sequences of prefill and decode (default: 1)")
     add("--tokens", type=positive, default=32, metavar="N", help="decode steps in a round (default: 32)")
@@ -401,7 +392,8 @@ def measure_flags(args: argparse.Namespace, argv: Sequence[str]) -> command.Meas
     with folders[0] as folder, folders[1] as temporary:
         (files := args.cache or Path(temporary)).mkdir(parents=True, exist_ok=True)
         progress("loading engines")
-        plain = PlainEngine(Captioner.from_pretrained(folder, args.device, "float32"))
+        with command.at_level("none"):
+            plain = PlainEngine(Captioner.from_pretrained(folder, args.device, "float32"))
         engines = make_engines(plain, folder, files, args)
         results, ids = measure(engines, plain, folder, args)
     data: dict[str, Any] = {"model_size": args.model_size, "model": args.model, "ids": ids}

@@ -13,7 +13,6 @@ import argparse
 import hashlib
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from statistics import fmean, median, pstdev
@@ -74,7 +73,7 @@ def accuracy(model: GPT, inputs: Tensor) -> float:
     return float((answers == inputs.sort(1).values).all(1).double().mean())
 
 
-def learn(model: GPT, train: Tensor, test: Tensor, max_steps: int, log: Callable[[str], None]) -> int:
+def learn(model: GPT, train: Tensor, test: Tensor, max_steps: int) -> int:
     """Train until every test input is sorted, or for max_steps; returns the steps taken."""
     optimizer = model.configure_optimizers(TRAIN_CONFIG)
     for step in range(1, max_steps + 1):
@@ -90,7 +89,7 @@ def learn(model: GPT, train: Tensor, test: Tensor, max_steps: int, log: Callable
         optimizer.step()
         if step % EVAL_INTERVAL == 0 or step == max_steps:
             share = accuracy(model.eval(), test)
-            log(f"step {step}  loss {loss.item():.4f}  sorts {100 * share:.1f}% of {len(test)} held-out inputs")
+            progress(f"step {step}  loss {loss.item():.4f}  sorts {100 * share:.1f}% of {len(test)} held-out inputs")
             if share == 1:
                 return step
     return max_steps
@@ -124,7 +123,7 @@ def time_long_generation(rounds: int, n_tokens: int) -> tuple[list[float], list[
 
 def sort_task(
     max_steps: int = 5000, length: int = 6, n_digits: int = 3, *, seed: int = 0, threads: int = 1,
-    rounds: int = 10, n_tokens: int = N_TOKENS, log: Callable[[str], None] = progress,
+    rounds: int = 10, n_tokens: int = N_TOKENS,
 ) -> SortTask:  # fmt: skip
     """Train gpt-nano to sort, compare `generate` and `generate_kv` on every input, and time a long generation."""
     started = time.perf_counter()
@@ -135,14 +134,14 @@ def sort_task(
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             trained = GPT_kv(GPTConfig("gpt-nano", vocab_size=n_digits, block_size=2 * length - 1))
-            steps = learn(trained, train, test, max_steps, log)
+            steps = learn(trained, train, test, max_steps)
             model = GPT(trained.config).eval()
             model.load_state_dict(trained.state_dict())
             inputs = torch.cat([train, test])
-            log(f"comparing generate and generate_kv on {len(inputs)} inputs, greedily, then sampled")
+            progress(f"comparing generate and generate_kv on {len(inputs)} inputs, greedily, then sampled")
             n_identical, ms, kv_ms = compare(model, trained, inputs, sampled=False)
             n_sampled, *_ = compare(model, trained, inputs, sampled=True)
-            log(f"timing {n_tokens} tokens of gpt-mini with and without a cache, {rounds} rounds")
+            progress(f"timing {n_tokens} tokens of gpt-mini with and without a cache, {rounds} rounds")
             long = time_long_generation(rounds, n_tokens)
             share = accuracy(model, test)
     finally:

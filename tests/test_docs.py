@@ -139,19 +139,16 @@ def test_the_attention_figure_is_drawn_by_its_script(tmp_path):
     assert figure.read_bytes().startswith(b"\x89PNG")
 
 
+MEASURED = {
+    "speedup.json": '{"studies": [{"sizes": {"lengths": [2, 4]}, "rows": [{"design": "a", "total_ms": [1, 3]}]}]}',
+    "metrics.jsonl": '{"step": 1, "loss": 2.0}\n{"step": 1, "validation_f1": 0.5}',
+}
+
+
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "name, source",
-    [
-        (
-            "speedup.json",
-            '{"studies": [{"sizes": {"lengths": [2, 4]}, "rows": [{"design": "a", "total_ms": [1, 3]}]}]}',
-        ),
-        ("metrics.jsonl", '{"step": 1, "loss": 2.0}\n{"step": 1, "validation_f1": 0.5}'),
-    ],
-)
-def test_what_a_command_measured_is_drawn(name, source, tmp_path):
+@pytest.mark.parametrize("name", MEASURED)
+def test_what_a_command_measured_is_drawn(name, tmp_path):
     pytest.importorskip("matplotlib")
-    (tmp_path / name).write_text(source)
+    (tmp_path / name).write_text(MEASURED[name])
     subprocess.run([sys.executable, ROOT / "docs/images/plots.py", tmp_path / name, tmp_path / "a.png"], check=True)
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")

@@ -65,12 +65,6 @@ def add_device_flags(parser: Parser, dtype: str = "auto") -> None:
     parser.add_argument("--dtype", default=dtype, choices=("auto", *DTYPES), help=f"precision (default: {dtype})")
 
 
-def add_save_flag(parser: Parser) -> None:
-    """--save, None or the folder to append the output in."""
-    what = "append the output to FOLDER/CPU.txt (default: eval/results)"
-    parser.add_argument("--save", nargs="?", type=Path, const=RESULTS, metavar="FOLDER", help=what)
-
-
 def positive(text: str) -> int:
     """argparse type: an integer of at least 1."""
     if (n := int(text)) < 1:
@@ -201,23 +195,23 @@ def run(
     """Run a whole command: measure returns what `report` prints. A NanoVLMError is one line and its exit code."""
     parser = make_parser(name, doc)
     add_flags(parser)
-    add_save_flag(parser)
+    what = "append the output to FOLDER/CPU.txt (default: eval/results)"
+    parser.add_argument("--save", nargs="?", type=Path, const=RESULTS, metavar="FOLDER", help=what)
     args = parser.parse_args(argv)
     try:
-        results, text, where, failures = measure(args)
+        measured = measure(args)
     except NanoVLMError as error:
         print_error(f"{parser.prog}: {error}")
         parser.exit(exit_code(error))
-    return report(results, text, where, args.json, failures, args.save)
+    return report(*measured, args.json, args.save)
 
 
 def report(
-    results: dict, text: str, environment: str, as_json: bool, failures: Sequence[str] = (), save: Path | None = None
+    results: dict, text: str, environment: str, failures: Sequence[str], as_json: bool, save: Path | None = None
 ) -> int:
-    """Print results as JSON or as text, the environment once, and failed checks on stderr.
+    """Print results as JSON or as text, the environment once, and failed checks on stderr; 1 if there are some, else 0.
 
-    The command line and the text are also appended to the processor's file in the folder `save`. Returns the exit
-    code: 1 if a check failed, else 0.
+    The command line and the text are also appended to the processor's file in the folder `save`.
     """
     output = f"{text}\n{environment}"
     if save:

@@ -6,11 +6,11 @@ from random import Random
 from typing import NamedTuple
 
 from nanovlm import PROMPT
+from nanovlm.console import count
 from nanovlm.synthetic import Scene, caption, draw, questions, random_scene
 
 IMAGE_SIZES = (96, 512)  # pixels
 N_QUESTIONS = 3  # of all kinds about a scene, and of each of the two kinds about where shapes are
-OBJECT_ROWS = ("one object", "two objects", "three objects", "four objects")
 RELATIONS = "Is X left of Y?"
 NEIGHBORS = "What is left of X?"
 QUESTION_KINDS = {  # every other kind is named by its first two words
@@ -58,20 +58,19 @@ def make_splits(n_scenes: int, n_questions: int = N_QUESTIONS, seed: str = "eval
     withheld = [random_scene(rng, withheld=True) for _ in range(n_scenes)]
     others = [png(scene, rng) for scene in withheld]
     splits: dict[str, list[Example]] = {name: [] for name in SPLITS}
+
+    def n_objects(scene: Scene) -> str:
+        return count(len(scene.shapes), "object")
+
     for split, drawn in (("captions", zip(images, scenes)), ("withheld", zip(others, withheld))):
-        splits[split] = [Example(image, PROMPT, caption(scene), object_row(scene)) for image, scene in drawn]
+        splits[split] = [Example(image, PROMPT, caption(scene), n_objects(scene)) for image, scene in drawn]
     for image, scene in zip(images, scenes):
         asked = [Example(image, *pair, question_kind(pair[0])) for pair in questions(scene, rng)]
         splits["questions"] += asked[:n_questions]
         for split in ("relations", "neighbors"):
             compared = [example for example in asked if example.row == SPLITS[split]][:N_QUESTIONS]
-            splits[split] += [example._replace(row=object_row(scene)) for example in compared]
+            splits[split] += [example._replace(row=n_objects(scene)) for example in compared]
     return {split: examples for split, examples in splits.items() if examples}
-
-
-def object_row(scene: Scene) -> str:
-    """The name of the row for scenes of this many objects."""
-    return OBJECT_ROWS[len(scene.shapes) - 1]
 
 
 def question_kind(question: str) -> str:

@@ -144,7 +144,7 @@ def with_head(layers: float, head: float, cfg: VLMConfig) -> float:
     return layers + (head - layers) * share
 
 
-def import_peer(module: str, name: str) -> Any:
-    """A module of the extra peers, for what users call `name`; MissingExtraError if it is not installed."""
-    with needs_extra("peers", name):
+def import_peer(module: str, name: str, extra: str = "peers") -> Any:
+    """A module of an extra, for what users call `name`; MissingExtraError if it is not installed."""
+    with needs_extra(extra, name):
         return importlib.import_module(module)

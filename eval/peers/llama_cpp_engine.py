@@ -53,7 +53,6 @@ class LlamaCppEngine(Engine):
         # switch turns off repacked weights, too, so it stays on where there is no AMX.
         params.use_extra_bufts = gguf_type not in ("q8_0", "q4_0") or "amx_int8" not in cpu_info("flags")
         self.model = _loaded(self.lib.llama_model_load_from_file(str(text).encode(), params), text)
-        self.vocab = self.lib.llama_model_get_vocab(self.model)
 
         params = self.lib.llama_context_default_params()
         params.n_ctx = CONTEXT_TOKENS * batch_size
@@ -89,11 +88,11 @@ class LlamaCppEngine(Engine):
             tiles = [chunk for chunk in every if self.mtmd.mtmd_input_chunk_get_type(chunk) == kind]
             return self.mtmd.mtmd_input_chunk_copy(tiles[-1])
 
-    def first_token(self, image: ImageInput, prompt: str = PROMPT) -> int:
-        """Preprocess an image, encode it and prefill a prompt, all in llama.cpp."""
+    def first_token(self, image: ImageInput) -> int:
+        """Preprocess an image, encode it and prefill the default prompt, all in llama.cpp."""
         self.clear()
         end = self.lib.llama_pos(0)
-        with self.tokenized([image], prompt) as chunks:
+        with self.tokenized([image], PROMPT) as chunks:
             code = self.mtmd.mtmd_helper_eval_chunks(
                 self.vision, self.context, chunks, 0, 0, BATCH_TOKENS, True, ctypes.byref(end)
             )
@@ -122,14 +121,7 @@ class LlamaCppEngine(Engine):
         pixels = (ctypes.c_uint8 * (3 * image.width * image.height)).from_buffer_copy(image.tobytes())
         return self.mtmd.mtmd_bitmap_init(image.width, image.height, pixels)
 
-    def caption(self, image: ImageInput, prompt: str = PROMPT, max_new_tokens: int = 64) -> list[int]:
-        """The greedy answer's token ids, without the end token."""
-        ids = [self.first_token(image, prompt)]
-        while not self.lib.llama_vocab_is_eog(self.vocab, ids[-1]) and len(ids) < max_new_tokens:
-            ids += self.decode(ids[-1:])
-        return ids[:-1] if self.lib.llama_vocab_is_eog(self.vocab, ids[-1]) else ids
-
-    def chat_text(self, prompt: str, n_images: int = 1) -> str:
+    def chat_text(self, prompt: str, n_images: int) -> str:
         """The prompt by the file's own chat template, with a marker for each image, as llama.cpp renders it."""
         template = self.lib.llama_model_chat_template(self.model, None).decode()
         text = {"type": "text", "text": n_images * self.mtmd.mtmd_default_marker().decode() + prompt}

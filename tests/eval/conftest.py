@@ -23,6 +23,5 @@ def results_of(capsys):
 @pytest.fixture(scope="session")
 def small_230m():
     """The 230M model's layout with one image token per image, and a network that takes no time."""
-    cfg = small(SHAPES["230M"][0], 1000)
-    cfg = replace(cfg, vit_patch_size=64, mp_pixel_shuffle_factor=8, mp_image_token_length=1, max_img_size=1024)
-    return replace(cfg, lm_hidden_dim=64, lm_inter_dim=96, lm_n_heads=4)
+    layout = {"vit_patch_size": 64, "mp_pixel_shuffle_factor": 8, "mp_image_token_length": 1, "max_img_size": 1024}
+    return replace(small(SHAPES["230M"][0], 1000), **layout, lm_hidden_dim=64, lm_inter_dim=96, lm_n_heads=4)

@@ -37,6 +37,9 @@ without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a G
         ("captions --model no/where/at/all", "no/where/at/all"),
         ("captions --level amx-emulated", "this CPU has no level amx-emulated; use "),
         ("captions --digits --scenes 9", "not allowed with"),
+        ("captions --photos docs", "--out"),
+        ("captions --photos docs --out no", "docs/train has no folders of images"),
+        ("captions --scenes 9 --then x", "--then"),
         ("captions --text no/where.txt", "no/where.txt"),
         ("captions --text LICENSE --model nanovlm/assets --step 9999", "leaves nothing to predict from"),
         ("latency --baselines vllm", "vllm"),
@@ -62,7 +65,7 @@ def test_wrong_use_of_a_command_is_one_line_and_exit_code_2(line, message, capsy
 
 def test_results_are_text_or_one_object_and_saved_below_their_command(capsys, tmp_path):
     for text in ("half of it", "more"):
-        assert command.report({"share": 0.5}, text, "a machine", as_json=False, save=tmp_path / "new") == 0
+        assert command.report({"share": 0.5}, text, "a machine", (), False, tmp_path / "new") == 0
     (path,) = (tmp_path / "new").iterdir()
     out, err = capsys.readouterr()
     assert out == "half of it\na machine\nmore\na machine\n" and err == f"appended to {path}\n" * 2
@@ -71,7 +74,7 @@ def test_results_are_text_or_one_object_and_saved_below_their_command(capsys, tm
     lines = path.read_text().splitlines()
     assert lines[1:3] == ["half of it", "a machine"] and lines[5:] == ["more", "a machine", ""]
     assert lines[0] == lines[4] and lines[0].startswith("$ python ")
-    assert command.report({"share": 0.5}, "half", "a machine", as_json=True, failures=["too few"]) == 1
+    assert command.report({"share": 0.5}, "half", "a machine", ["too few"], as_json=True) == 1
     out, err = capsys.readouterr()
     assert json.loads(out) == {"share": 0.5, "failures": ["too few"], "environment": "a machine"} and err == "too few\n"
 
@@ -94,7 +97,7 @@ def test_a_level_is_that_of_the_block_and_then_the_one_before(monkeypatch):
     for level in levels_here():
         with at_level(level):
             assert current_level() == level
-        assert current_level() == "none"
+    assert current_level() == "none"
     monkeypatch.delenv("NANOVLM_CPU_LEVEL")
     assert current_level() == (levels_here() or ["none"])[-1]
 

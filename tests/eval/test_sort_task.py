@@ -46,8 +46,8 @@ def test_a_short_sorting_task_is_learned_on_its_threads_and_keeps_the_random_sta
     torch.manual_seed(5)
     expected = torch.rand(1)
     torch.manual_seed(5)
-    log = lambda line: counts.append(torch.get_num_threads())  # noqa: E731
-    result = sort_task(max_steps=300, length=3, n_digits=2, log=log, rounds=1, n_tokens=4, threads=1)
+    monkeypatch.setattr("eval.sort_task.progress", lambda line: counts.append(torch.get_num_threads()))
+    result = sort_task(max_steps=300, length=3, n_digits=2, rounds=1, n_tokens=4, threads=1)
     assert torch.equal(torch.rand(1), expected) and set(counts) == {1} and torch.get_num_threads() == 2
     assert result.accuracy == 1 and not result.failures
     assert result.n_inputs == result.n_identical == result.n_identical_sampled == 8

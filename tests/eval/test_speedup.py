@@ -124,7 +124,7 @@ def test_tokens_per_step_are_counted_after_the_prefill():
 
 def test_guesses_that_change_an_answer_fail_the_command(capsys, monkeypatch):
     row = {"task": "captions", "guess": "draft", "tokens_per_step": 2.0, "ms_per_token": 1.0, "identical": 1}
-    rows = [row | {"answers": 1}, row | {"answers": 2}]
+    rows = [row | {"answers": n} for n in (1, 2)]
     monkeypatch.setitem(speedup.QUALITY, "guess", (lambda *_: rows, cache_quality.speculation_table))
     assert main(["--quality", "guess", "--scenes", "1", "--device", "cpu"]) == 1
     out, err = capsys.readouterr()

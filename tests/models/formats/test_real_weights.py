@@ -25,7 +25,7 @@ ODD_TEXTS = [
 
 @pytest.fixture(scope="module")
 def language(tmp_path_factory):
-    from eval.lib.smollm2 import write_smollm2
+    from eval.lib.pretrained import write_smollm2
 
     write_smollm2(folder := tmp_path_factory.mktemp("smollm2"))
     return folder
@@ -33,7 +33,7 @@ def language(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def captioner(language, tmp_path_factory):
-    from eval.lib.smollm2 import join_with_random_vision
+    from eval.lib.pretrained import join_with_random_vision
 
     return join_with_random_vision(tmp_path_factory.mktemp("siglip"), language, "nanovlm")
 
@@ -67,7 +67,7 @@ def test_logits_and_greedy_text_are_those_of_transformers(captioner, reference):
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_llama_cpp_chooses_on_the_same_file_what_is_likeliest_here(captioner, monkeypatch, prompt):
     """Or what is almost as likely: llama.cpp rounds activations to 8 bits."""
-    from eval.lib.smollm2 import gguf_file
+    from eval.lib.pretrained import gguf_file
 
     params = llama_cpp.llama_cpp.llama_model_default_params()
     params.use_extra_bufts = False  # llama.cpp's AMX kernels for 4 bits end the process (llama-cpp-python 0.3.36)
