@@ -27,7 +27,7 @@ from models.kv_study.hook_cache import HookCache, install_kv_cache_hooks
 from models.kv_study.paged_cache import BlockPool, PagedKV
 from models.kv_study.quantized_cache import QuantizedKV
 from models.kv_study.sliding_window import SlidingWindowKV
-from models.kv_study.static_cache import LanguageModelStep, TextDecoderStep, language_model_cache, text_decoder_cache
+from models.kv_study.static_cache import LanguageModelStep, TextDecoderStep, static_cache
 from models.kv_study.static_export import export_language_model, export_text_decoder
 from models.vision_language_model import VisionLanguageModel
 from nanovlm.console import table
@@ -132,7 +132,7 @@ def language_model_designs(model: VisionLanguageModel, capacity: int, window: in
 
     def fixed(programs: Sequence[Callable], ids: Tensor, images: Tensor) -> Run:
         """Two programs, exported or not, on a static cache."""
-        kv = language_model_cache(decoder, len(ids), capacity)
+        kv = static_cache(decoder, len(ids), capacity)
         mask = ids.new_ones(len(ids), capacity)
         bound = [lambda x, start, program=program: program(x, mask, start, kv) for program in programs]
         return static(bound, model.embed(ids, images), kv)
@@ -194,7 +194,7 @@ def encoder_decoder_designs(model: EncoderDecoder, capacity: int, export: bool) 
 
     def fixed(programs: Sequence[Callable], ids: Tensor, images: Tensor) -> Run:
         """Three programs, exported or not, on a static cache; the first projects the encoded images."""
-        kv = text_decoder_cache(decoder, len(ids), capacity)
+        kv = static_cache(decoder, len(ids), capacity)
         cross = programs[0](model.encode(images))
         bound = [lambda x, start, program=program: program(x, start, cross, kv) for program in programs[1:]]
         return static(bound, ids, kv, cross)

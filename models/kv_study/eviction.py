@@ -87,13 +87,10 @@ class EvictingKV:
         """Add the new tokens' key and value, (B, n_kv_heads, T_new, head_dim); `attend` then evicts."""
         longer = self.length + key.size(-2)
         positions = torch.arange(self.length, longer, device=key.device).expand(key.shape[:-1])
-        if not self.length:  # an empty cache has no shape
-            self.key, self.value = key[:, :, :0], value[:, :, :0]
-            self.positions = positions[..., :0]
-            self.scores = key[:, :, :0, 0]
-        self.key, self.value = torch.cat([self.key, key], 2), torch.cat([self.value, value], 2)
-        self.positions = torch.cat([self.positions, positions], 2)
-        self.scores = F.pad(self.scores, (0, key.size(-2)))
+        new = key, value, positions, key.new_zeros(key.shape[:-1])
+        old = self.key, self.value, self.positions, self.scores
+        both = [torch.cat(pair, 2) for pair in zip(old, new)] if self.length else new
+        self.key, self.value, self.positions, self.scores = both
         self.length = longer
         return self
 

@@ -71,25 +71,17 @@ class TextDecoderStep(nn.Module):
         return self.decoder.logits(x[:, -1])
 
 
-def new_cache(n_blocks: int, batch: int, n_heads: int, capacity: int, head_dim: int, like: Tensor) -> list[KVPair]:
-    """Allocate empty caches of like's dtype and device, as zeros: attention multiplies unwritten values by 0."""
-    shape = (batch, n_heads, capacity, head_dim)
-    return [(like.new_zeros(shape), like.new_zeros(shape)) for _ in range(n_blocks)]
-
-
-def language_model_cache(decoder: LanguageModel, batch: int, capacity: int) -> list[KVPair]:
-    """Allocate a static cache of capacity tokens for a batch of sequences; InputError beyond the model's positions."""
-    cfg = decoder.cfg
-    limit = cfg.lm_max_position_embeddings
+def static_cache(decoder: LanguageModel | TextDecoder, batch: int, capacity: int) -> list[KVPair]:
+    """Allocate a cache of capacity tokens for a batch of sequences; InputError beyond the decoder's positions."""
+    if isinstance(decoder, LanguageModel):
+        limit, name = decoder.cfg.lm_max_position_embeddings, "lm_max_position_embeddings"
+        n_heads, head_dim = decoder.cfg.lm_n_kv_heads, decoder.cfg.lm_head_dim
+    else:
+        limit, name = len(decoder.positional_embedding), "the decoder's n_ctx"
+        n_heads = decoder.blocks[0].attn.n_head
+        head_dim = decoder.positional_embedding.size(1) // n_heads
     if capacity > limit:
-        raise InputError(f"capacity={capacity} exceeds lm_max_position_embeddings={limit}")
-    return new_cache(cfg.lm_n_blocks, batch, cfg.lm_n_kv_heads, capacity, cfg.lm_head_dim, decoder.norm.weight)
-
-
-def text_decoder_cache(decoder: TextDecoder, batch: int, capacity: int) -> list[KVPair]:
-    """Allocate a static cache of capacity tokens for a batch of sequences; InputError beyond the decoder's n_ctx."""
-    n_ctx, n_state = decoder.positional_embedding.shape
-    if capacity > n_ctx:
-        raise InputError(f"capacity={capacity} exceeds the decoder's n_ctx={n_ctx}")
-    n_head = decoder.blocks[0].attn.n_head
-    return new_cache(len(decoder.blocks), batch, n_head, capacity, n_state // n_head, decoder.ln.weight)
+        raise InputError(f"capacity={capacity} exceeds {name}={limit}")
+    like = next(decoder.parameters())
+    shape = (batch, n_heads, capacity, head_dim)
+    return [(like.new_zeros(shape), like.new_zeros(shape)) for _ in decoder.blocks]  # unwritten values times 0 are 0

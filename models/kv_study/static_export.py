@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram, export
 
 from models.kv_study.cross_attention import KVPair
-from models.kv_study.static_cache import LanguageModelStep, TextDecoderStep, language_model_cache, text_decoder_cache
+from models.kv_study.static_cache import LanguageModelStep, TextDecoderStep, static_cache
 from models.kv_study.text_decoder import TextDecoder
 from models.language_model import LanguageModel
 
@@ -32,7 +32,7 @@ def export_language_model(decoder: LanguageModel, capacity: int) -> Programs:
     Inputs are those of LanguageModelStep. `torch.export.save` stores the weights with each program.
     """
     step = LanguageModelStep(decoder).eval()
-    cache = language_model_cache(decoder, EXAMPLE_BATCH, capacity)
+    cache = static_cache(decoder, EXAMPLE_BATCH, capacity)
     mask = torch.ones(EXAMPLE_BATCH, capacity, dtype=torch.long)
     start = torch.tensor(0)
     x = cache[0][0].new_zeros(EXAMPLE_BATCH, 3, decoder.cfg.lm_hidden_dim)
@@ -54,7 +54,7 @@ def export_text_decoder(decoder: TextDecoder, capacity: int) -> Programs:
     TextDecoderStep.
     """
     step = TextDecoderStep(decoder).eval()
-    cache = text_decoder_cache(decoder, EXAMPLE_BATCH, capacity)
+    cache = static_cache(decoder, EXAMPLE_BATCH, capacity)
     xa = cache[0][0].new_zeros(EXAMPLE_BATCH, 5, decoder.positional_embedding.size(1))
     cross_kv = decoder.project_cross_kv(xa)
     start = torch.tensor(0)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from models.decoding import TokenSampler, generate_tokens
-from models.kv_study.static_cache import LanguageModelStep, language_model_cache, text_decoder_cache
+from models.kv_study.static_cache import LanguageModelStep, static_cache
 from models.kv_study.static_export import export_language_model, export_text_decoder
 
 CAPACITY = 24
@@ -52,7 +52,7 @@ def test_language_model_steps_generate_the_same_ids(tiny_model, request, kind):
         mask = torch.ones(batch, CAPACITY, dtype=torch.long)
         ids[0, :padding], mask[0, :padding] = 0, 0
         expected = model.generate(ids, images, mask[:, :9], max_new_tokens=12)
-        cache, x = language_model_cache(model.decoder, batch, CAPACITY), model.embed(ids, images)
+        cache, x = static_cache(model.decoder, batch, CAPACITY), model.embed(ids, images)
         for _ in range(2):  # the second run must ignore what the first left in the cache
             found = generate(lambda name, x, start, mask=mask, cache=cache: steps[name](x, mask, start, cache), x, 12)
             assert torch.equal(found, expected)
@@ -74,7 +74,7 @@ def test_graphs_do_not_branch_on_data_and_write_the_cache_in_place(programs, tex
 def test_exported_text_decoder_generates_the_same_ids(encoder_decoder, text_programs, batch, patches):
     decoder, module = encoder_decoder.decoder, save_and_load(text_programs)
     xa, whole = torch.randn(batch, patches, 24), torch.randint(0, 40, (batch, 4))
-    cache, cross_kv = text_decoder_cache(decoder, batch, CAPACITY), module["cross"](xa)
+    cache, cross_kv = static_cache(decoder, batch, CAPACITY), module["cross"](xa)
     output = generate(lambda name, ids, start: module[name](ids, start, cross_kv, cache), whole, 10)
     for _ in range(10):
         whole = torch.cat([whole, decoder(whole, xa)[:, -1:].argmax(-1)], 1)
