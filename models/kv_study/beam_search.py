@@ -1,13 +1,12 @@
 """Beam search on a cache: keep the n most likely sequences, and choose among them by likelihood per length.
 
-The rules are those of openai/whisper's decoding.py (BeamSearchDecoder with patience 1, MaximumLikelihoodRanker). At
-each step all continuations of all beams are sorted by their log-probability; those that end before n others are found
-are finished, and the n others are the next beams. The search ends when n sequences are finished. The beams of the next
-step may continue any beam of this one, several of them the same: the cache must follow, which is what `rows(index)`
-is for (Whisper: rearrange_kv_cache).
+The rules are those of openai/whisper's decoding.py (BeamSearchDecoder with patience 1, MaximumLikelihoodRanker). Each
+step sorts the continuations of all beams by log-probability. Those that end before n others are found are finished, the
+n others are the next beams, and the search ends with n finished sequences. Several of the next beams may continue the
+same one: the cache follows by `rows(index)` (Whisper: rearrange_kv_cache). Greedy search is n_beams=1.
 
-Greedy search is n_beams=1. A plain sum of log-probabilities favors short sequences, so it is divided by the length, or
-by ((5 + length) / 6) ^ length_penalty, which is GNMT's (Wu et al. 2016, equation 14; they use 0.6 to 0.7).
+A sum of log-probabilities favors short sequences, so it is divided by the length, or by GNMT's
+((5 + length) / 6) ^ length_penalty (Wu et al. 2016, equation 14; they use 0.6 to 0.7).
 """
 
 from collections.abc import Callable
@@ -92,7 +91,7 @@ def cached_step(model: Model, state: Any) -> Step:
 
 
 @torch.inference_mode()
-def generate(model: Model, input_ids: Tensor, images: Tensor | None = None, **options) -> list[Hypothesis]:
+def generate(model: Model, input_ids: Tensor, images: Any = None, **options) -> list[Hypothesis]:
     """`beam_search` with these options after one prompt, ids (1, T), about its images."""
     logits, state = model.prefill(input_ids, images)
     return beam_search(logits, cached_step(model, state), **options)

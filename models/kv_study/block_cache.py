@@ -1,8 +1,8 @@
 """Contract of a block's cache: other designs take the place of `models.cache.KVCache`.
 
-`Attention.forward` calls `append` once per step and reads `key` and `value` of what it returns, and the model reads
-`length`; nothing else. A new design is therefore a class with these four names, and the blocks stay as they are. Give
-a VisionLanguageModel (not an InferenceModel, which has a cache of its own) one empty cache per block:
+`Attention.forward` calls `append` once per step and reads `key` and `value` of the result, and the model reads
+`length`: a design is a class with these names, and the blocks stay as they are. Give a VisionLanguageModel (not an
+InferenceModel, which has a cache of its own) one empty cache per block:
 `model.prefill(ids, images, prefix=prefill_state([PagedKV(p) for p in pools]))`.
 """
 

@@ -78,10 +78,7 @@ class Block(EncoderBlock):
     def forward(  # type: ignore[override]  # reads and extends caches
         self, x: Tensor, cross_kv: KVPair, self_kv: KVCache | None = None, mask: Tensor | None = None
     ) -> tuple[Tensor, KVCache]:
-        """Compute x (B, T, C) behind the cached tokens self_kv, with the image's keys and values cross_kv.
-
-        Returns x and the extended cache. Without a mask, the last T keys are those of x, and attention is causal.
-        """
+        """Compute x (B, T, C) behind the cached tokens self_kv: x and the longer cache; causal without a mask."""
         y = self.attn_ln(x)
         k, v = self.attn.project_kv(y)  # with the past, if hooks put it there
         self_kv = KVCache(k, v) if self_kv is None else self_kv.append(k, v)

@@ -1,7 +1,6 @@
 """An encoder-decoder captioner: nanoVLM's vision transformer, and Whisper's text decoder with cross-attention.
 
-The keys and values of cross-attention are computed once per image and shared by all tokens and by all sequences about
-that image.
+All tokens of all sequences about an image share the keys and values of cross-attention, which are computed once.
 """
 
 from abc import ABC, abstractmethod

@@ -1,8 +1,8 @@
 """Eviction: keep the tokens of a cache that a policy chooses, by the attention they have received, and forget the rest.
 
-A policy is a function `keep(scores, n)`: from scores (B, n_kv_heads, S), the attention that each cached token received
-from the queries that count, to the indices (B, n_kv_heads, n) of the tokens that stay, in order. Each head of a block
-chooses. Keys stay rotated by their positions in the text, so the output is as if the other tokens were masked.
+A policy is a function `keep(scores, n)`, for each head of a block: from scores (B, n_kv_heads, S), the attention that
+each cached token received, to the indices (B, n_kv_heads, n) of the tokens that stay, in order. Keys stay rotated by
+their positions in the text, so the output is as if the other tokens were masked.
 
 - "heavy hitters" is H2O (Zhang et al. 2023): half the places for the newest tokens, half for the highest scores so far.
 - "SnapKV" is its paper's (Li et al. 2024): the prompt's last queries choose once, after the prefill; neighbors of what

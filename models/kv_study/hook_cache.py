@@ -60,9 +60,9 @@ def store_projections(decoder: nn.Module, cache: Callable[[], dict[nn.Module, Te
 def install_kv_cache_hooks(decoder: nn.Module, past: HookCache | None = None) -> Iterator[HookCache]:
     """`with install_kv_cache_hooks(decoder, past) as cache: logits = decoder(ids, xa)`
 
-    Each call of the decoder, by one thread, continues `cache`, which starts as a copy of `past`. A call that fails
-    leaves it as it was. InputError for another start_pos than cache.length, another xa, or two tokens of
-    openai-whisper's own decoder, whose mask has no past.
+    Each call of the decoder, by one thread, continues `cache`, a copy of `past` at first; one that fails leaves it as
+    it was. InputError for a start_pos or an xa that does not continue it, and for two tokens of openai-whisper's own
+    decoder, whose mask has no past.
     """
     past = past or HookCache()
     cache = HookCache(dict(past.self_kv), dict(past.cross_kv), past.xa)

@@ -3,8 +3,8 @@
 This is the memory manager of vLLM's PagedAttention (Kwon et al. 2023), in PyTorch. A sequence owns a table of block
 numbers; blocks count their references. vLLM's kernel reads blocks in place; `key` and `value` here copy them.
 
-Copy-on-write: the first sequence that continues a half-full block writes into it; another one copies this block. So a
-cache is a value, like KVCache. After a rollback by `first`, a block that no other cache refers to is written again.
+Copy-on-write makes a cache a value, like KVCache: the first sequence that continues a half-full block writes into it,
+another one copies it. After a rollback by `first`, a block that no other cache refers to is written again.
 """
 
 from itertools import chain
@@ -27,13 +27,6 @@ class BlockPool:
         self.filled = [0] * n_blocks
         self.free = list(reversed(range(n_blocks)))
         self.key = self.value = torch.empty(0)
-
-    def reserve(self, like: Tensor) -> None:
-        """Allocate the memory at the first write, when shape, dtype and device are known; like is (B, H, T, D)."""
-        if not self.key.numel():
-            shape = (like.size(1), self.n_blocks, self.block_size, like.size(-1))
-            with torch.inference_mode(False):  # so that it may be written inside and outside of that mode
-                self.key, self.value = (torch.zeros(shape, dtype=like.dtype, device=like.device) for _ in range(2))
 
     def take(self) -> int:
         """A free block, with one reference."""
@@ -91,23 +84,27 @@ class PagedKV:
 
     def append(self, key: Tensor, value: Tensor) -> "PagedKV":
         """This cache and then the new tokens' key and value, (B, n_kv_heads, T_new, D), without gradient."""
-        self.pool.reserve(key)
-        longer = PagedKV(self.pool, [list(table) for table in self.tables or [[]] * len(key)], self.length)
+        pool = self.pool
+        if not pool.key.numel():  # the first write knows shape, dtype and device
+            shape = (key.size(1), pool.n_blocks, pool.block_size, key.size(-1))
+            with torch.inference_mode(False):  # so that it may be written inside and outside of that mode
+                pool.key, pool.value = (torch.zeros(shape, dtype=key.dtype, device=key.device) for _ in range(2))
+        longer = PagedKV(pool, [list(table) for table in self.tables or [[]] * len(key)], self.length)
         for table in longer.tables:
             longer._make_room(table, key.size(2))
         positions = torch.arange(self.length, self.length + key.size(2), device=key.device)
         longer.length += len(positions)
         longer._index = torch.tensor(longer.tables, device=key.device)
-        blocks = longer._index[:, positions // self.pool.block_size]  # (B, T_new)
-        slots = (positions % self.pool.block_size).expand_as(blocks)
-        self.pool.key[:, blocks, slots] = key.detach().transpose(0, 1)
-        self.pool.value[:, blocks, slots] = value.detach().transpose(0, 1)
+        blocks = longer._index[:, positions // pool.block_size]  # (B, T_new)
+        slots = (positions % pool.block_size).expand_as(blocks)
+        pool.key[:, blocks, slots] = key.detach().transpose(0, 1)
+        pool.value[:, blocks, slots] = value.detach().transpose(0, 1)
         return longer
 
     def _make_room(self, table: list[int], n: int) -> None:
         """Extend the table by room for n tokens, and copy its last block if another cache continued that."""
         pool = self.pool
-        size = self.pool.block_size
+        size = pool.block_size
         start, stop = self.length, self.length + n
         is_continued = start % size and pool.filled[table[-1]] != start % size
         if is_continued and pool.references[table[-1]] > 2:  # by more than this cache and its new continuation

@@ -1,14 +1,11 @@
 """Quantized caches: keys and values as integers of 8, 4 or 2 bits, with scales; attention reads them multiplied back.
 
-Numbers that share a scale are stored as (x - lowest) / scale, rounded, where the scale is their range divided by
-2^bits - 1. In float32 an error is at most half a scale; in bfloat16 the rounding of scale and lowest value adds to it.
-Nothing that is cached is quantized again, and nothing is calibrated.
+Numbers that share a scale are stored as (x - lowest) / scale, rounded; the scale is their range over 2^bits - 1. An
+error is at most half a scale, and in bfloat16 the rounding of scale and lowest value. Nothing is quantized twice.
 
-- `group=1`: one scale for each token and head, of keys and of values alike (ZeroQuant's token-wise scales, Yao et al.
-  2022, per head). It is enough for 8 bits.
-- `group=32` is KIVI (Liu et al. 2024): a few channels of the keys are large for all tokens, so that a scale per token
-  leaves few levels for the others. Keys have one scale per channel and group of 32 tokens, values still one per token.
-  Tokens that do not fill a group yet are kept as they are.
+- `group=1`: a scale for each token and head, enough for 8 bits (ZeroQuant's token-wise scales, Yao et al. 2022).
+- `group=32` is KIVI (Liu et al. 2024): a few channels of the keys are large for all tokens, and leave few levels for
+  the others. So keys have a scale per channel and 32 tokens; those of no whole group stay as they are.
 
 In PyTorch that saves memory, not time: each step makes a float copy; a fused kernel would dequantize in registers.
 """

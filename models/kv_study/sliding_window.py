@@ -1,14 +1,12 @@
 """A sliding window: each token attends to the last `window` tokens, so that the cache stops growing.
 
 The buffer is Mistral's (Jiang et al. 2023, "rolling buffer cache"): once it is full, a new token overwrites the oldest.
-`sinks` tokens at the beginning stay visible to all, as in StreamingLLM (Xiao et al. 2024); for a vision-language model
-they can be the image. Unlike StreamingLLM, keys keep the rotary positions they were computed at; the distance to every
-token of the window stays below `window`, however long the text.
+The first `sinks` tokens, of which an image may be, stay visible to all, as in StreamingLLM (Xiao et al. 2024), but keys
+keep the rotary positions they were computed at: the distance to every token of the window stays below `window`.
 
 The output equals that of a window mask without a cache, `forward(decoder, x, window)`, not that of recomputing the last
 `window` tokens alone: a cached key of block 2 has seen, through block 1, tokens that have left the window since.
-`GPT.generate` recomputes beyond block_size, because its positions are learned and absolute: when the window moves,
-every key changes. So `GPT_kv.generate_kv` drops its cache there; a rolling buffer needs positions such as RoPE's.
+Learned, absolute positions, as `GPT`'s, have no rolling buffer: when the window moves, every key changes.
 """
 
 from collections.abc import Sequence
@@ -93,8 +91,7 @@ def forward(
 ) -> Tensor:
     """Hidden states (B, T, C) of embeddings x (B, T, C) under a window mask, after the tokens in caches, if given.
 
-    The caches, one per block, grow by x; a prompt may come in chunks of any length. There is no limit of positions.
-    After a prompt, `decoder` itself decodes with them: one token needs no mask.
+    The caches, one per block, grow by x, chunks of any length; afterwards `decoder` decodes without a mask.
     """
     past = caches[0].length if caches else 0
     new = torch.arange(past, past + x.size(1))

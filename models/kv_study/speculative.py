@@ -1,15 +1,13 @@
 """Speculative decoding: a cheap guess at the next tokens, which the model checks in one step, and a cache rolled back.
 
-A step reads the last token and the guessed ones behind the cache, which costs little more than one token alone where
-decoding is bound by reading the weights. Guesses count up to the first that differs from the model's own choice; that
-choice is the step's last token, so each step yields at least one. `first(n)` then rolls the cache back to the tokens
-that count. The output is the model's greedy output (Leviathan et al. 2023; Chen et al. 2023); sampling needs their
-rejection rule.
+A step reads the last token and the guessed ones, which costs little more than one token where decoding is bound by
+reading the weights. Guesses count up to the first that differs from the model's own choice, which is the step's last
+token; `first(n)` rolls the cache back to the tokens that count. The output is the model's greedy output (Leviathan et
+al. 2023; Chen et al. 2023); sampling needs their rejection rule.
 
-A guess is a function from all ids so far to the ids that may follow, any number of them:
+A guess is a function from all ids so far to any number of ids that may follow:
 
-- `prompt_lookup`: what followed the last time that the last few tokens occurred (Saxena 2023). It costs nothing, and
-  pays where answers copy from the prompt or repeat themselves.
+- `prompt_lookup`: what followed the last time that the last few tokens occurred (Saxena 2023), for answers that copy.
 - `DraftModel`: a small language model's greedy continuation, with a cache of its own that is rolled back likewise.
 """
 

@@ -27,10 +27,7 @@ class CrossProjection(nn.Module):
 
 @torch.no_grad()
 def export_language_model(decoder: LanguageModel, capacity: int) -> Programs:
-    """Export `prefill`, of 2 to capacity embeddings, and `decode`, of one id per sequence, for any batch.
-
-    Inputs are those of LanguageModelStep. `torch.export.save` stores the weights with each program.
-    """
+    """Export the LanguageModelSteps `prefill`, of 2 to capacity embeddings, and `decode`, of one id, for any batch."""
     step = LanguageModelStep(decoder).eval()
     cache = static_cache(decoder, EXAMPLE_BATCH, capacity)
     mask = torch.ones(EXAMPLE_BATCH, capacity, dtype=torch.long)
@@ -48,10 +45,9 @@ def export_language_model(decoder: LanguageModel, capacity: int) -> Programs:
 
 @torch.no_grad()
 def export_text_decoder(decoder: TextDecoder, capacity: int) -> Programs:
-    """Export `cross`, of encoded images, `prefill`, of 2 to capacity ids, and `decode`, of one id per sequence.
+    """Export `cross`, a CrossProjection, and TextDecoderSteps: `prefill`, of 2 to capacity ids, and `decode`, of one.
 
-    All take any batch, one sequence per image, and any number of patches. Inputs are those of CrossProjection and
-    TextDecoderStep.
+    All take any batch, one sequence per image, and any number of patches.
     """
     step = TextDecoderStep(decoder).eval()
     cache = static_cache(decoder, EXAMPLE_BATCH, capacity)

@@ -26,10 +26,7 @@ class TextPrefillState:
         return self.self_kv[0].length if self.self_kv else 0
 
     def rows(self, index: Tensor) -> "TextPrefillState":
-        """Select sequences by index (B_new,), as beam search does; each must stay with its image.
-
-        The keys and values of the images are shared, not copied.
-        """
+        """Select sequences by index (B_new,), as beam search does; each must stay with its image, which is shared."""
         return TextPrefillState(self.cross_kv, [kv.rows(index) for kv in self.self_kv or []])
 
 
@@ -47,10 +44,9 @@ class TextDecoder(nn.Module):
         nn.init.normal_(self.token_embedding.weight, std=0.02)
 
     def forward(self, x: Tensor, xa: Tensor, start_pos: int = 0, kv_cache: HookedKV | None = None) -> Tensor:
-        """Logits (B, T, n_vocab) float32 of ids x (B, T) at positions start_pos, start_pos + 1, ...
+        """Logits (B, T, n_vocab) float32 of ids x (B, T) from position start_pos on, about encoded inputs xa (N, S, C).
 
-        xa (N, S, n_state) are the encoded images or recordings. kv_cache is that of `Whisper.install_kv_cache_hooks`,
-        whose tokens come before x.
+        kv_cache is that of `Whisper.install_kv_cache_hooks`, whose tokens come before x.
         """
         if kv_cache:
             start_pos = kv_cache[self.blocks[0].attn.key].size(1)

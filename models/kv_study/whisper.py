@@ -1,7 +1,6 @@
 """Whisper (Radford et al. 2022): its audio encoder, before the decoder of encoder_decoder.py.
 
-Parameter names are those of openai/whisper's model.py, whose checkpoints load unchanged. Audio needs no cache of its
-own: the encoder runs once, and its keys and values for cross-attention are computed once per recording.
+Parameter names are those of openai/whisper's model.py, whose checkpoints load unchanged.
 """
 
 import math
