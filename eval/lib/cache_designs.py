@@ -27,8 +27,7 @@ from models.kv_study.hook_cache import HookCache, install_kv_cache_hooks
 from models.kv_study.paged_cache import BlockPool, PagedKV
 from models.kv_study.quantized_cache import QuantizedKV
 from models.kv_study.sliding_window import SlidingWindowKV
-from models.kv_study.static_cache import LanguageModelStep, TextDecoderStep, static_cache
-from models.kv_study.static_export import export_language_model, export_text_decoder
+from models.kv_study.static_cache import LanguageModelStep, export_language_model, static_cache
 from models.vision_language_model import VisionLanguageModel
 from nanovlm.console import table
 
@@ -80,21 +79,6 @@ def continued(model: VisionLanguageModel | EncoderDecoder, logits: Tensor, state
     return Run(logits, step, lambda: sum(kv.bytes_used for kv in getattr(state, caches)), cross)
 
 
-def static(programs: Sequence[Callable], x: Tensor, kv: list[KVPair], cross: Sequence[KVPair] = ()) -> Run:
-    """Prefill x and decode ids by two programs of (tokens, position ()) on a cache of fixed capacity, kv."""
-    prefill, decode = programs
-    length = x.size(1)
-    bytes_per_token = sum(tensor.nbytes for pair in kv for tensor in pair) // kv[0][0].size(2)
-
-    def step(new: Tensor) -> Tensor:
-        nonlocal length
-        logits = decode(new[:, None], torch.tensor(length, device=x.device))
-        length = length + 1
-        return logits
-
-    return Run(prefill(x, torch.tensor(0, device=x.device)), step, lambda: bytes_per_token * length, cross)
-
-
 def embedded(
     model: VisionLanguageModel, read: NextLogits, ids: Tensor, images: Tensor | None, caches: Sequence[BlockCache] = ()
 ) -> Run:
@@ -131,11 +115,21 @@ def language_model_designs(model: VisionLanguageModel, capacity: int, window: in
         return embedded(model, uncached(lambda x: model.prefill_embeds(x)[0]), ids, images)
 
     def fixed(programs: Sequence[Callable], ids: Tensor, images: Tensor) -> Run:
-        """Two programs, exported or not, on a static cache."""
+        """Prefill and decode by two programs, exported or not, on a static cache."""
+        prefill, decode = programs
         kv = static_cache(decoder, len(ids), capacity)
         mask = ids.new_ones(len(ids), capacity)
-        bound = [lambda x, start, program=program: program(x, mask, start, kv) for program in programs]
-        return static(bound, model.embed(ids, images), kv)
+        bytes_per_token = sum(tensor.nbytes for pair in kv for tensor in pair) // capacity
+        length = ids.size(1)
+
+        def step(new: Tensor) -> Tensor:
+            nonlocal length
+            logits = decode(new[:, None], mask, torch.tensor(length, device=new.device), kv)
+            length += 1
+            return logits
+
+        logits = prefill(model.embed(ids, images), mask, torch.tensor(0, device=ids.device), kv)
+        return Run(logits, step, lambda: bytes_per_token * length)
 
     def paged(ids: Tensor, images: Tensor) -> Run:
         n_blocks = len(ids) * -(-capacity // BLOCK_SIZE)
@@ -165,8 +159,8 @@ def language_model_designs(model: VisionLanguageModel, capacity: int, window: in
     return designs
 
 
-def encoder_decoder_designs(model: EncoderDecoder, capacity: int, export: bool) -> list[Design]:
-    """The designs of the encoder-decoder, one image per sequence, for sequences of up to capacity tokens."""
+def encoder_decoder_designs(model: EncoderDecoder) -> list[Design]:
+    """The designs of the encoder-decoder, one image per sequence."""
     decoder = model.decoder
 
     def plain(ids: Tensor, images: Tensor) -> Run:
@@ -192,23 +186,7 @@ def encoder_decoder_designs(model: EncoderDecoder, capacity: int, export: bool) 
         logits, state = model.prefill(ids, images)
         return continued(model, logits, state, "self_kv", state.cross_kv)
 
-    def fixed(programs: Sequence[Callable], ids: Tensor, images: Tensor) -> Run:
-        """Three programs, exported or not, on a static cache; the first projects the encoded images."""
-        kv = static_cache(decoder, len(ids), capacity)
-        cross = programs[0](model.encode(images))
-        bound = [lambda x, start, program=program: program(x, start, cross, kv) for program in programs[1:]]
-        return static(bound, ids, kv, cross)
-
-    designs = [
-        Design(UNCACHED, plain),
-        Design("hooks", hooked),
-        Design("cross-attention once", crossed),
-        Design("static cache", partial(fixed, [decoder.project_cross_kv, *[TextDecoderStep(decoder)] * 2])),
-    ]
-    if export:
-        programs = [program.module() for program in export_text_decoder(decoder, capacity).values()]
-        designs.append(Design("static, exported", partial(fixed, programs)))
-    return designs
+    return [Design(UNCACHED, plain), Design("hooks", hooked), Design("cross-attention once", crossed)]
 
 
 @dataclass(frozen=True)
@@ -292,7 +270,7 @@ def measure_designs(
     if isinstance(model, EncoderDecoder):
         name = "encoder-decoder of the same size"
         encode = partial(model.encode, images)
-        designs = encoder_decoder_designs(model, capacity, export)
+        designs = encoder_decoder_designs(model)
     else:
         name = "language model on image and text"
         encode = partial(model.encode_images, images)

@@ -76,13 +76,13 @@ class Block(EncoderBlock):
         self.cross_attn_ln = nn.LayerNorm(n_state)
 
     def forward(  # type: ignore[override]  # reads and extends caches
-        self, x: Tensor, cross_kv: KVPair, self_kv: KVCache | None = None, mask: Tensor | None = None
+        self, x: Tensor, cross_kv: KVPair, self_kv: KVCache | None = None
     ) -> tuple[Tensor, KVCache]:
-        """Compute x (B, T, C) behind the cached tokens self_kv: x and the longer cache; causal without a mask."""
+        """Compute x (B, T, C) behind the cached tokens self_kv: x and the longer cache."""
         y = self.attn_ln(x)
         k, v = self.attn.project_kv(y)  # with the past, if hooks put it there
         self_kv = KVCache(k, v) if self_kv is None else self_kv.append(k, v)
-        mask = causal_mask(x.size(1), self_kv.length, x.device) if mask is None else mask
+        mask = causal_mask(x.size(1), self_kv.length, x.device)
         x = x + self.attn.attend(y, self_kv.key, self_kv.value, mask)
         x = x + self.cross_attn.attend(self.cross_attn_ln(x), *cross_kv)
         return x + self.mlp(self.mlp_ln(x)), self_kv

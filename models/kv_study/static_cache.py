@@ -1,18 +1,21 @@
-"""Static caches: prefill and decode over caches of fixed capacity, for programs without branches.
+"""A static cache: prefill and decode over caches of fixed capacity, for programs without branches.
 
-The blocks are the models' own; StaticKV takes the place of their KVCache. A step writes its keys and values in place
+The blocks are the model's own; StaticKV takes the place of their KVCache. A step writes its keys and values in place
 into tensors that the caller owns, so one cache serves one batch of sequences. Masks are computed from start_pos, a
-tensor. No branch depends on data, so that `static_export` can export the steps.
+tensor. No branch depends on data, so `torch.export` makes programs of the steps that run without this code.
 """
 
 import torch
 from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram, export
 
 from models.cache import KVCache
 from models.common.errors import InputError
 from models.kv_study.cross_attention import KVPair
-from models.kv_study.text_decoder import TextDecoder
 from models.language_model import LanguageModel, rope_cos_sin
+
+BATCH = Dim("batch", min=1, max=2**20)  # torch 2.6 refuses a dimension without a limit
+EXAMPLE_BATCH = 2  # any other but 1, which export would take as a constant
 
 
 class StaticKV(KVCache):
@@ -52,36 +55,30 @@ class LanguageModelStep(nn.Module):
         return self.decoder.head(self.decoder.norm(x[:, -1]))
 
 
-class TextDecoderStep(nn.Module):
-    """One step of the text decoder on a static cache: token ids to the next token's logits."""
-
-    def __init__(self, decoder: TextDecoder):
-        super().__init__()
-        self.decoder = decoder
-
-    def forward(self, ids: Tensor, start_pos: Tensor, cross_kv: list[KVPair], kv_cache: list[KVPair]) -> Tensor:
-        """Compute ids (B, T) at position start_pos () int64: logits (B, n_vocab).
-
-        kv_cache holds a pair of (B, n_head, capacity, D) per block and is written in place.
-        """
-        positions = start_pos + torch.arange(ids.size(1), device=ids.device)
-        mask = (torch.arange(kv_cache[0][0].size(2), device=ids.device) <= positions[:, None])[None, None]
-        self_kv = [StaticKV(k, v, positions) for k, v in kv_cache]
-        x, _ = self.decoder.run_blocks(self.decoder.embed(ids, positions), cross_kv, self_kv, mask)
-        return self.decoder.logits(x[:, -1])
-
-
-def static_cache(decoder: LanguageModel | TextDecoder, batch: int, capacity: int) -> list[KVPair]:
-    """Allocate a cache of capacity tokens for a batch of sequences; InputError beyond the decoder's positions."""
-    if isinstance(decoder, LanguageModel):
-        limit, name = decoder.cfg.lm_max_position_embeddings, "lm_max_position_embeddings"
-        n_heads, head_dim = decoder.cfg.lm_n_kv_heads, decoder.cfg.lm_head_dim
-    else:
-        limit, name = len(decoder.positional_embedding), "the decoder's n_ctx"
-        n_heads = decoder.blocks[0].attn.n_head
-        head_dim = decoder.positional_embedding.size(1) // n_heads
+def static_cache(decoder: LanguageModel, batch: int, capacity: int) -> list[KVPair]:
+    """Allocate a cache of capacity tokens for a batch of sequences; InputError beyond the model's positions."""
+    cfg = decoder.cfg
+    limit = cfg.lm_max_position_embeddings
     if capacity > limit:
-        raise InputError(f"capacity={capacity} exceeds {name}={limit}")
-    like = next(decoder.parameters())
-    shape = (batch, n_heads, capacity, head_dim)
+        raise InputError(f"capacity={capacity} exceeds lm_max_position_embeddings={limit}")
+    shape = (batch, cfg.lm_n_kv_heads, capacity, cfg.lm_head_dim)
+    like = decoder.norm.weight
     return [(like.new_zeros(shape), like.new_zeros(shape)) for _ in decoder.blocks]  # unwritten values times 0 are 0
+
+
+@torch.no_grad()
+def export_language_model(decoder: LanguageModel, capacity: int) -> dict[str, ExportedProgram]:
+    """Export the LanguageModelSteps `prefill`, of 2 to capacity embeddings, and `decode`, of one id, for any batch."""
+    step = LanguageModelStep(decoder).eval()
+    cache = static_cache(decoder, EXAMPLE_BATCH, capacity)
+    mask = torch.ones(EXAMPLE_BATCH, capacity, dtype=torch.long)
+    start = torch.tensor(0)
+    x = cache[0][0].new_zeros(EXAMPLE_BATCH, 3, decoder.cfg.lm_hidden_dim)
+    ids = torch.zeros(EXAMPLE_BATCH, 1, dtype=torch.long)
+    batch = {0: BATCH}
+    length = Dim("length", min=2, max=capacity)
+    kv = [(batch, batch)] * len(cache)
+    return {
+        "prefill": export(step, (x, mask, start, cache), dynamic_shapes=({0: BATCH, 1: length}, batch, None, kv)),
+        "decode": export(step, (ids, mask, start, cache), dynamic_shapes=(batch, batch, None, kv)),
+    }

@@ -1,6 +1,5 @@
 """Whisper's text decoder (Radford et al. 2022), whose weights load unchanged, and what it caches."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -50,8 +49,7 @@ class TextDecoder(nn.Module):
         """
         if kv_cache:
             start_pos = kv_cache[self.blocks[0].attn.key].size(1)
-        x = self.embed(x, self.positions(start_pos, x.size(1)))
-        return self.logits(self.run_blocks(x, self.project_cross_kv(xa, kv_cache))[0])
+        return self.logits(self.run_blocks(x, start_pos, self.project_cross_kv(xa, kv_cache))[0])
 
     def project_cross_kv(self, xa: Tensor, kv_cache: HookedKV | None = None) -> list[KVPair]:
         """Each block's cross-attention keys and values of the encoded images xa (N, S, n_state)."""
@@ -59,17 +57,17 @@ class TextDecoder(nn.Module):
 
     def forward_cached(self, x: Tensor, state: TextPrefillState) -> tuple[Tensor, TextPrefillState]:
         """Continue state by ids x (B, T): hidden states (B, T, C), which `logits` takes, and the extended state."""
-        x = self.embed(x, self.positions(state.length, x.size(1)))
-        x, self_kv = self.run_blocks(x, state.cross_kv, state.self_kv)
+        x, self_kv = self.run_blocks(x, state.length, state.cross_kv, state.self_kv)
         return x, TextPrefillState(state.cross_kv, self_kv)
 
     def run_blocks(
-        self, x: Tensor, cross_kv: list[KVPair], past: Sequence[KVCache] | None = None, mask: Tensor | None = None
+        self, ids: Tensor, start: int, cross_kv: list[KVPair], past: list[KVCache] | None = None
     ) -> tuple[Tensor, list[KVCache]]:
-        """Run embeddings x (B, T, C) through all blocks: hidden states and the extended caches, one per block."""
+        """Compute ids (B, T) from position start on: hidden states (B, T, C) and the extended caches, one per block."""
+        x = self.token_embedding(ids) + self.positional_embedding[self.positions(start, ids.size(1))]
         extended = []
         for i, block in enumerate(self.blocks):
-            x, kv = block(x, cross_kv[i], past[i] if past else None, mask)
+            x, kv = block(x, cross_kv[i], past[i] if past else None)
             extended.append(kv)
         return x, extended
 
@@ -79,10 +77,6 @@ class TextDecoder(nn.Module):
         if start + n > n_ctx:
             raise InputError(f"{start + n} tokens exceed the decoder's n_ctx={n_ctx}; shorten the prompt or the answer")
         return torch.arange(start, start + n, device=self.positional_embedding.device)
-
-    def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """Token plus position embeddings of ids (B, T) at positions (T,): (B, T, C)."""
-        return self.token_embedding(ids) + self.positional_embedding[positions]
 
     def logits(self, x: Tensor) -> Tensor:
         """Hidden states (..., C) to float32 logits (..., n_vocab)."""

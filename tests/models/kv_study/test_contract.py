@@ -243,7 +243,6 @@ REFUSALS = {
     "n_beams=0 and max_new_tokens=1 must be": lambda: beam_search(torch.zeros(1, 4), None, n_beams=0, max_new_tokens=1),
     "n_beams=1 and max_new_tokens=0 must be": lambda: beam_search(torch.zeros(1, 4), None, n_beams=1, max_new_tokens=0),
     "capacity=65 exceeds lm_max_pos": lambda: static_cache(language_model(), 1, 65),
-    "capacity=65 exceeds the decoder's n_ctx=64": lambda: static_cache(TextDecoder(40, 64, 8, 1, 1), 1, 65),
     "all 3 blocks of 2 tokens are in use": lambda: PagedKV(BlockPool(3, 2)).append(*torch.randn(2, 1, 1, 7, D)),
 }
 

@@ -1,14 +1,14 @@
 """Static caches match the models; so do their exported graphs, saved and loaded, which do not branch on data."""
 
 import io
+import re
 from itertools import count
 
 import pytest
 import torch
 
 from models.decoding import TokenSampler, generate_tokens
-from models.kv_study.static_cache import LanguageModelStep, static_cache
-from models.kv_study.static_export import export_language_model, export_text_decoder
+from models.kv_study.static_cache import LanguageModelStep, export_language_model, static_cache
 
 CAPACITY = 24
 
@@ -35,11 +35,6 @@ def programs(tiny_model):
     return export_language_model(tiny_model(seed=5).decoder, CAPACITY)
 
 
-@pytest.fixture(scope="module")
-def text_programs(encoder_decoder):
-    return export_text_decoder(encoder_decoder.decoder, CAPACITY)
-
-
 @pytest.mark.parametrize("kind", ["modules", pytest.param("exported", marks=pytest.mark.full)])
 def test_language_model_steps_generate_the_same_ids(tiny_model, request, kind):
     model = tiny_model(seed=5)
@@ -59,23 +54,8 @@ def test_language_model_steps_generate_the_same_ids(tiny_model, request, kind):
 
 
 @pytest.mark.full
-def test_graphs_do_not_branch_on_data_and_write_the_cache_in_place(programs, text_programs):
-    calls = [
-        " ".join(str(node.target) for node in program.graph.nodes if node.op == "call_function")
-        for program in (*programs.values(), *text_programs.values())
-    ]
-    for name in ("aten.item", "_local_scalar_dense", "nonzero", "higher_order.cond"):
-        assert not any(name in targets for targets in calls)
-    assert all("index_copy_" in targets for targets in calls[: len(programs)])
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("batch", "patches"), [(1, 16), (2, 1), (5, 100)])
-def test_exported_text_decoder_generates_the_same_ids(encoder_decoder, text_programs, batch, patches):
-    decoder, module = encoder_decoder.decoder, save_and_load(text_programs)
-    xa, whole = torch.randn(batch, patches, 24), torch.randint(0, 40, (batch, 4))
-    cache, cross_kv = static_cache(decoder, batch, CAPACITY), module["cross"](xa)
-    output = generate(lambda name, ids, start: module[name](ids, start, cross_kv, cache), whole, 10)
-    for _ in range(10):
-        whole = torch.cat([whole, decoder(whole, xa)[:, -1:].argmax(-1)], 1)
-    assert torch.equal(output, whole[:, 4:])
+def test_graphs_do_not_branch_on_data_and_write_the_cache_in_place(programs):
+    for program in programs.values():
+        calls = " ".join(str(node.target) for node in program.graph.nodes if node.op == "call_function")
+        assert not re.search(r"aten\.item|_local_scalar_dense|nonzero|higher_order\.cond", calls)
+        assert "index_copy_" in calls
