@@ -108,11 +108,9 @@ def read_backbones(
     dtype: torch.dtype = torch.float32,
     unit_pixels: bool = True,
 ) -> VisionLanguageModel:
-    """Load both backbones into a new model in eval mode; its projector is randomly initialized.
+    """Load both backbones into a new model in eval mode.
 
-    SigLIP was trained on pixels in [-1, 1]. With unit_pixels the model reads them in [0, 1], as nanoVLM's layout gives
-    them: the difference is folded into its patch convolution.
-
+    With unit_pixels the patch convolution is changed to read pixels in [0, 1], as nanoVLM's layout gives them.
     image_token_id is the tokenizer's id of the image token, by default its index behind the base vocabulary. The
     projector and the rows of extra tokens, N(0, 0.02), are drawn from torch's global generator.
     """

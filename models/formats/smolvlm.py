@@ -15,10 +15,10 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor
 
-from models.checkpoint import CONFIG, TOKENIZER, TOKENIZER_CONFIG, parse_object
+from models.checkpoint import CONFIG, TOKENIZER, TOKENIZER_CONFIG, Format, parse_object
 from models.common.errors import CheckpointError
 from models.config import VLMConfig
-from models.formats.base import LLAMA_CONFIG, SIGLIP_CONFIG, SIGLIP_ONLY, Format, llama_settings, settings
+from models.formats.base import LLAMA_CONFIG, SIGLIP_CONFIG, SIGLIP_ONLY, llama_settings, settings
 
 PREPROCESSOR = "preprocessor_config.json"
 PROCESSOR = "processor_config.json"

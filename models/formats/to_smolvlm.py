@@ -1,7 +1,4 @@
-"""Write a model under the names and settings of transformers' SmolVLM, which are Idefics3's (Laurençon et al. 2024).
-
-The network is the same; only the scale of the pixels differs, which the patch convolution absorbs.
-"""
+"""Write a model under the names and settings of transformers' SmolVLM, which are Idefics3's (Laurençon et al. 2024)."""
 
 import json
 from collections.abc import Mapping
@@ -9,12 +6,12 @@ from typing import Any
 
 from torch import Tensor
 
-from models.checkpoint import CONFIG, TOKENIZER_CONFIG
+from models.checkpoint import CONFIG, TOKENIZER_CONFIG, format_of
 from models.checkpoint.format import EMBEDDING, HEAD, MODEL_INPUT_NAMES
 from models.common.errors import InputError
 from models.config import VLMConfig
 from models.formats.backbones import CONVOLUTION, grow
-from models.formats.base import LLAMA_CONFIG, SIGLIP_CONFIG, format_of
+from models.formats.base import LLAMA_CONFIG, SIGLIP_CONFIG
 from models.formats.smolvlm import GENERATION, IMAGE_SETTINGS, PREPROCESSOR, PROCESSOR, TEMPLATE, TOKENS, SmolVLM
 from models.vision_language_model import VisionLanguageModel, empty_model
 

@@ -14,11 +14,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from models.checkpoint import open_tensors, read_object, why_unusable
+from models.checkpoint import format_of, open_tensors, read_object, why_unusable
 from models.checkpoint.format import TIED
 from models.common import files
 from models.common.errors import CheckpointError
-from models.formats.base import format_of
 from models.lora import LoRALinear, adapters, add_adapter, fully_trained
 from models.vision_language_model import VisionLanguageModel
 

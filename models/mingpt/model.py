@@ -130,10 +130,7 @@ class GPT(nn.Module):
 
     @classmethod
     def from_pretrained(cls, folder_or_name: str) -> "GPT":
-        """Load GPT-2 weights from a folder or the Hugging Face Hub ("gpt2-xl"), as float32 and in eval mode.
-
-        Raises ValueError if the checkpoint is not a GPT-2 that this class computes exactly.
-        """
+        """Load GPT-2 from a folder or the Hub ("gpt2-xl"), in float32 and eval mode; ValueError for a variant of it."""
         from models.mingpt.gpt2 import find_gpt2, read_gpt2  # here, as a new model needs no files
 
         folder, settings = find_gpt2(folder_or_name)
@@ -154,10 +151,7 @@ class GPT(nn.Module):
         return self.transformer.drop(self.transformer.wte(idx[:, start:]) + self.transformer.wpe(pos))
 
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Return logits (B, T, vocab_size) for idx (B, T), and the mean loss if targets (B, T) are given.
-
-        A target of -1 is ignored.
-        """
+        """Return logits (B, T, vocab_size) for idx (B, T), and the mean loss given targets (B, T), -1 ignored."""
         x = self.embed(idx)
         for block in self.transformer.h:
             x = block(x)

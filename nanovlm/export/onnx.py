@@ -25,10 +25,9 @@ from torch import Tensor, nn
 
 from models.attention import grouped_attention
 from models.cache import KVCache
-from models.checkpoint import CONFIG, TOKENIZER_CONFIG, read_model_text, read_object
+from models.checkpoint import CONFIG, TOKENIZER_CONFIG, format_of, read_model_text, read_object
 from models.common import files
 from models.common.errors import InputError
-from models.formats.base import format_of
 from models.formats.smolvlm import PREPROCESSOR, PROCESSOR, TEMPLATE
 from models.language_model import build_attention_mask, inverse_frequencies, rope_cos_sin
 from models.vision_language_model import VisionLanguageModel
@@ -68,10 +67,7 @@ def check_onnx_extra() -> None:
 
 
 def export_onnx(captioner: Captioner, folder: str | Path, dtypes: Sequence[str] = ("float32",)) -> None:
-    """Add the folder onnx, to what `export_smolvlm` wrote; MissingExtraError without onnx.
-
-    dtypes are float32, float16 and int8.
-    """
+    """Add the folder onnx to what `export_smolvlm` wrote; MissingExtraError without onnx."""
     check_onnx_extra()
     folder = Path(folder)
     model = captioner.model
