@@ -59,7 +59,7 @@ from models.checkpoint import format_of, snapshot_path
 from models.common.options import QUANTIZATIONS
 from models.config import VLMConfig
 from models.inference.kernels.load import WITHOUT_BF16_DOT
-from models.kv_study.static_cache import LanguageModelStep, static_cache
+from models.kv_study.static_cache import LanguageModelStep, language_model_cache
 from models.vision_language_model import VisionLanguageModel
 from nanovlm import EMBEDDED
 from nanovlm.captioner import Captioner
@@ -178,7 +178,7 @@ def stage_costs(plain: PlainEngine, prompts: list[list[int]], image: Tensor) -> 
 def graph_step(model: VisionLanguageModel, rows: int, tokens: int) -> float:
     """Seconds of a decode step over a static cache, replayed from a CUDA graph."""
     step = LanguageModelStep(model.decoder).eval()
-    cache = static_cache(model.decoder, rows, GRAPH_CAPACITY)
+    cache = language_model_cache(model.decoder, rows, GRAPH_CAPACITY)
     mask = torch.ones(rows, GRAPH_CAPACITY, dtype=torch.long, device=model.device)
     ids = torch.ones(rows, 1, dtype=torch.long, device=model.device)
     start = torch.tensor(0, device=model.device)

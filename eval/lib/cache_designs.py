@@ -27,7 +27,8 @@ from models.kv_study.hook_cache import HookCache, install_kv_cache_hooks
 from models.kv_study.paged_cache import BlockPool, PagedKV
 from models.kv_study.quantized_cache import QuantizedKV
 from models.kv_study.sliding_window import SlidingWindowKV
-from models.kv_study.static_cache import LanguageModelStep, export_language_model, static_cache
+from models.kv_study.static_cache import LanguageModelStep, language_model_cache
+from models.kv_study.static_export import export_language_model
 from models.vision_language_model import VisionLanguageModel
 from nanovlm.console import table
 
@@ -117,7 +118,7 @@ def language_model_designs(model: VisionLanguageModel, capacity: int, window: in
     def fixed(programs: Sequence[Callable], ids: Tensor, images: Tensor) -> Run:
         """Prefill and decode by two programs, exported or not, on a static cache."""
         prefill, decode = programs
-        kv = static_cache(decoder, len(ids), capacity)
+        kv = language_model_cache(decoder, len(ids), capacity)
         mask = ids.new_ones(len(ids), capacity)
         bytes_per_token = sum(tensor.nbytes for pair in kv for tensor in pair) // capacity
         length = ids.size(1)

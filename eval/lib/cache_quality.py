@@ -27,7 +27,7 @@ from models.decoding import TokenSampler, collect_tokens, generate_tokens
 from models.kv_study.eviction import POLICIES
 from models.kv_study.quantized_cache import QuantizedKV
 from models.kv_study.sharing import CrossLayerModel, LatentAttention
-from models.kv_study.speculative import DraftModel, Guess, Read, prompt_lookup, reader, speculate
+from models.kv_study.speculative import DraftModel, Guess, Read, prompt_lookup, read_lm, read_vlm, speculate
 from models.language_model import LanguageModel
 from models.vision_language_model import IGNORE_INDEX, PrefillState
 from nanovlm import PROMPT, SAMPLE
@@ -237,7 +237,7 @@ def measure_speculation(captioner: Captioner, batches: Sequence[Batch]) -> list[
         for batch in batches:
             for ids, image in zip(batch.ids, batch.images) if batch.split == task else ():
                 prompts.append((ids.tolist(), partial(model.prefill, ids[None], image[None])))
-        results += speculation(task, prompts, reader(model), guesses, eos, MAX_NEW_TOKENS)
+        results += speculation(task, prompts, read_vlm(model), guesses, eos, MAX_NEW_TOKENS)
     data, test = splits(DIGITS, 3)
     rows = [(row.tolist(), row.sort().values.tolist()) for row in data]
     sorter = train_decoder(rows, 1500, small_config(3, 48, 3, 3))
@@ -249,7 +249,7 @@ def measure_speculation(captioner: Captioner, batches: Sequence[Batch]) -> list[
 
     inputs: list[PrefillCall] = [(row.tolist(), partial(prefill, row)) for row in test]
     guesses["draft model"] = DraftModel(draft)
-    return results + speculation("sorting task", inputs, reader(sorter), guesses, -1, DIGITS)
+    return results + speculation("sorting task", inputs, read_lm(sorter), guesses, -1, DIGITS)
 
 
 def speculation_table(title: str, rows: Sequence[Row]) -> str:

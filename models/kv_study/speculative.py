@@ -26,16 +26,19 @@ Guess = Callable[[Sequence[int]], Sequence[int]]
 Read = Callable[[Tensor, PrefillState], tuple[Tensor, PrefillState]]  # ids (1, T) to logits (T, V), all of them
 
 
-def reader(model: VisionLanguageModel | LanguageModel) -> Read:
-    """Read by a vision-language model, or by a language model with lm_use_tokens."""
+def read_vlm(model: VisionLanguageModel) -> Read:
+    def read(ids: Tensor, state: PrefillState) -> tuple[Tensor, PrefillState]:
+        hidden, kv_cache = model.decoder(model.embed_tokens(ids), None, list(state.kv_cache), state.length)
+        return model.decoder.head(hidden[0]), PrefillState(kv_cache)
+
+    return read
+
+
+def read_lm(decoder: LanguageModel) -> Read:
+    """Of a language model with lm_use_tokens, from ids to logits."""
 
     def read(ids: Tensor, state: PrefillState) -> tuple[Tensor, PrefillState]:
-        past = list(state.kv_cache), state.length
-        if isinstance(model, LanguageModel):
-            logits, kv_cache = model(ids, None, *past)
-        else:
-            hidden, kv_cache = model.decoder(model.embed_tokens(ids), None, *past)
-            logits = model.decoder.head(hidden)
+        logits, kv_cache = decoder(ids, None, list(state.kv_cache), state.length)
         return logits[0], PrefillState(kv_cache)
 
     return read

@@ -2,20 +2,16 @@
 
 The blocks are the model's own; StaticKV takes the place of their KVCache. A step writes its keys and values in place
 into tensors that the caller owns, so one cache serves one batch of sequences. Masks are computed from start_pos, a
-tensor. No branch depends on data, so `torch.export` makes programs of the steps that run without this code.
+tensor. No branch depends on data, so that `static_export` can export the steps.
 """
 
 import torch
 from torch import Tensor, nn
-from torch.export import Dim, ExportedProgram, export
 
 from models.cache import KVCache
 from models.common.errors import InputError
 from models.kv_study.cross_attention import KVPair
 from models.language_model import LanguageModel, rope_cos_sin
-
-BATCH = Dim("batch", min=1, max=2**20)  # torch 2.6 refuses a dimension without a limit
-EXAMPLE_BATCH = 2  # any other but 1, which export would take as a constant
 
 
 class StaticKV(KVCache):
@@ -55,7 +51,7 @@ class LanguageModelStep(nn.Module):
         return self.decoder.head(self.decoder.norm(x[:, -1]))
 
 
-def static_cache(decoder: LanguageModel, batch: int, capacity: int) -> list[KVPair]:
+def language_model_cache(decoder: LanguageModel, batch: int, capacity: int) -> list[KVPair]:
     """Allocate a cache of capacity tokens for a batch of sequences; InputError beyond the model's positions."""
     cfg = decoder.cfg
     limit = cfg.lm_max_position_embeddings
@@ -64,21 +60,3 @@ def static_cache(decoder: LanguageModel, batch: int, capacity: int) -> list[KVPa
     shape = (batch, cfg.lm_n_kv_heads, capacity, cfg.lm_head_dim)
     like = decoder.norm.weight
     return [(like.new_zeros(shape), like.new_zeros(shape)) for _ in decoder.blocks]  # unwritten values times 0 are 0
-
-
-@torch.no_grad()
-def export_language_model(decoder: LanguageModel, capacity: int) -> dict[str, ExportedProgram]:
-    """Export the LanguageModelSteps `prefill`, of 2 to capacity embeddings, and `decode`, of one id, for any batch."""
-    step = LanguageModelStep(decoder).eval()
-    cache = static_cache(decoder, EXAMPLE_BATCH, capacity)
-    mask = torch.ones(EXAMPLE_BATCH, capacity, dtype=torch.long)
-    start = torch.tensor(0)
-    x = cache[0][0].new_zeros(EXAMPLE_BATCH, 3, decoder.cfg.lm_hidden_dim)
-    ids = torch.zeros(EXAMPLE_BATCH, 1, dtype=torch.long)
-    batch = {0: BATCH}
-    length = Dim("length", min=2, max=capacity)
-    kv = [(batch, batch)] * len(cache)
-    return {
-        "prefill": export(step, (x, mask, start, cache), dynamic_shapes=({0: BATCH, 1: length}, batch, None, kv)),
-        "decode": export(step, (ids, mask, start, cache), dynamic_shapes=(batch, batch, None, kv)),
-    }

@@ -11,7 +11,7 @@ from eval.lib.cache_designs import Sizes, language_model_designs, measure_design
 from eval.lib.cache_quality import make_shared_model, small_config, sort_cached, speculation, train
 from eval.lib.scenes import make_splits
 from eval.speedup import main
-from models.kv_study.speculative import DraftModel, prompt_lookup, reader
+from models.kv_study.speculative import DraftModel, prompt_lookup, read_lm
 from models.vision_language_model import PrefillState
 from nanovlm import EMBEDDED
 from nanovlm.captioner import Captioner
@@ -115,7 +115,7 @@ def test_tokens_per_step_are_counted_after_the_prefill():
         return logits[:, -1], PrefillState(kv_cache)
 
     guesses = {"lookup": prompt_lookup, "itself": DraftModel(model, 3), "wrong": lambda ids: [0, 0]}
-    results = speculation("repeat", [([0, 3], prefill)] * 2, reader(model), guesses, -1, 9)
+    results = speculation("repeat", [([0, 3], prefill)] * 2, read_lm(model), guesses, -1, 9)
     assert all(row["identical"] == row["answers"] == 2 and row["ms_per_token"] > 0 for row in results)
     assert [row["tokens_per_step"] for row in results] == [1, 4, 4, 1], "8 tokens: steps of 6 and 2, of 4 and 4"
     assert "2 of 2" in cache_quality.speculation_table("", results)

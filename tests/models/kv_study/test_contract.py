@@ -19,7 +19,7 @@ from models.kv_study.paged_cache import BlockPool, PagedKV
 from models.kv_study.quantized_cache import QuantizedKV, dequantize, quantize
 from models.kv_study.sharing import CrossLayerModel, LatentAttention
 from models.kv_study.sliding_window import SlidingWindowKV, forward, window_mask
-from models.kv_study.static_cache import LanguageModelStep, static_cache
+from models.kv_study.static_cache import LanguageModelStep, language_model_cache
 from models.kv_study.text_decoder import TextDecoder, TextPrefillState
 from models.language_model import LanguageModel, apply_rope, rope_cos_sin
 from support import ROOT, TINY, randomize
@@ -91,7 +91,7 @@ def by_window(window, sinks):
 
 def by_static_step():
     model, capacity, start = language_model(), 24, 0
-    cache, mask = static_cache(model, B, capacity), torch.ones(B, capacity, dtype=torch.long)
+    cache, mask = language_model_cache(model, B, capacity), torch.ones(B, capacity, dtype=torch.long)
 
     def read(ids):
         nonlocal start
@@ -242,7 +242,7 @@ REFUSALS = {
     "n_blocks=0": lambda: BlockPool(0),
     "n_beams=0 and max_new_tokens=1 must be": lambda: beam_search(torch.zeros(1, 4), None, n_beams=0, max_new_tokens=1),
     "n_beams=1 and max_new_tokens=0 must be": lambda: beam_search(torch.zeros(1, 4), None, n_beams=1, max_new_tokens=0),
-    "capacity=65 exceeds lm_max_pos": lambda: static_cache(language_model(), 1, 65),
+    "capacity=65 exceeds lm_max_pos": lambda: language_model_cache(language_model(), 1, 65),
     "all 3 blocks of 2 tokens are in use": lambda: PagedKV(BlockPool(3, 2)).append(*torch.randn(2, 1, 1, 7, D)),
 }
 

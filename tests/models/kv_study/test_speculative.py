@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from models.kv_study.speculative import DraftModel, prompt_lookup, reader, speculate
+from models.kv_study.speculative import DraftModel, prompt_lookup, read_lm, read_vlm, speculate
 from models.language_model import LanguageModel
 from models.vision_language_model import PrefillState
 from support import randomize
@@ -50,7 +50,7 @@ def test_ids_are_those_of_plain_greedy_decoding(tiny_model, draft, kind):
                 twin.load_state_dict(model.decoder.state_dict())
                 guess = DraftModel(twin)
             guess = guess or oracle(ids, expected, share)
-            steps = speculate(*model.prefill(prompt, images), reader(model), guess, ids, N, eos)
+            steps = speculate(*model.prefill(prompt, images), read_vlm(model), guess, ids, N, eos)
             assert [token for step in steps for token in step] == plain
             if kind == "right":
                 assert all(len(step) == 6 for step in steps[1:-1]), "five guesses and the model's own token"
@@ -70,7 +70,7 @@ def test_a_draft_is_the_small_models_greedy_continuation_after_going_back(draft)
     too_long = [5, *[4] * 69]
     assert (guess(too_long), len(guess(too_long[:20]))) == ([], 4), "what is too long is not read"
     logits, kv_cache = draft(torch.tensor([[5, 6]]))
-    answer = speculate(logits[:, -1], PrefillState(kv_cache), reader(draft), DraftModel(draft), [5, 6], 13, -1)
+    answer = speculate(logits[:, -1], PrefillState(kv_cache), read_lm(draft), DraftModel(draft), [5, 6], 13, -1)
     assert [len(step) for step in answer] == [1, 6, 6], "a model drafts for itself without a mistake"
 
 

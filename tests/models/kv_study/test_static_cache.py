@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from models.decoding import TokenSampler, generate_tokens
-from models.kv_study.static_cache import LanguageModelStep, export_language_model, static_cache
+from models.kv_study.static_cache import LanguageModelStep, language_model_cache
+from models.kv_study.static_export import export_language_model
 
 CAPACITY = 24
 
@@ -47,7 +48,7 @@ def test_language_model_steps_generate_the_same_ids(tiny_model, request, kind):
         mask = torch.ones(batch, CAPACITY, dtype=torch.long)
         ids[0, :padding], mask[0, :padding] = 0, 0
         expected = model.generate(ids, images, mask[:, :9], max_new_tokens=12)
-        cache, x = static_cache(model.decoder, batch, CAPACITY), model.embed(ids, images)
+        cache, x = language_model_cache(model.decoder, batch, CAPACITY), model.embed(ids, images)
         for _ in range(2):  # the second run must ignore what the first left in the cache
             found = generate(lambda name, x, start, mask=mask, cache=cache: steps[name](x, mask, start, cache), x, 12)
             assert torch.equal(found, expected)
