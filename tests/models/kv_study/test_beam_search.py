@@ -5,9 +5,7 @@ import math
 import pytest
 import torch
 
-from models.kv_study.beam_search import Hypothesis, beam_search, cached_step, generate
-from models.kv_study.block_cache import prefill_state
-from models.kv_study.paged_cache import BlockPool, PagedKV
+from models.kv_study.beam_search import Hypothesis, beam_search, generate
 
 EOS = 7
 
@@ -67,24 +65,6 @@ def test_on_a_cache_it_equals_a_plain_search_without_one(captioner, encoder_deco
     if n_beams == 1:
         greedy = searched.generate(ids, images, max_new_tokens=12, eos_token_id=EOS)
         assert [*found[0].ids, EOS][:12] == greedy[0].tolist()
-
-
-def test_paged_blocks_store_what_beams_have_in_common_once(captioner):
-    model, ids, images = captioner
-    pools = [BlockPool(60, block_size=4) for _ in model.decoder.blocks]
-    options = {"n_beams": 5, "max_new_tokens": 16, "eos_token_id": None}
-    logits, state = model.prefill(ids, images, None, prefill_state([PagedKV(pool) for pool in pools]))
-    most = 0
-    step = cached_step(model, state)
-
-    def counted(new, rows):
-        nonlocal most
-        logits = step(new, rows)
-        most = max(most, pools[0].n_blocks - len(pools[0].free))
-        return logits
-
-    assert beam_search(logits, counted, **options) == generate(model, ids, images, **options)
-    assert most < 5 * math.ceil((ids.size(1) + 16) / 4), "less than five separate sequences take"
 
 
 @pytest.mark.parametrize("length_penalty", [None, 0.0, 1.0])
