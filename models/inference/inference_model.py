@@ -180,11 +180,14 @@ class InferenceModel:
 @torch.inference_mode(False)
 @torch.no_grad()
 def _quantized_copy(model: VisionLanguageModel, quantize: str, with_images: bool) -> VisionLanguageModel:
-    """A tree of new modules that share a model's parameters, but for those of quantized layers."""
-    for module in model.modules():
+    """A tree of new modules that share a model's parameters, buffers and hooks, but for those of quantized layers."""
+    modules = list(model.modules())
+    for module in modules:
         if isinstance(module, QuantizedLinear):
             module.check()
-    copied = _share_modules(model)
+    shared: list[Any] = [x for m in modules for x in (*m.parameters(False), *m.buffers(False))]
+    shared += [hook for m in modules for hook in (*m._forward_hooks.values(), *m._forward_pre_hooks.values())]
+    copied = copy.deepcopy(model, {id(x): x for x in (model.cfg, *shared)})
     quantize_linears(copied.decoder, quantize)
     if quantize == "int8" and with_images:  # elsewhere int8 saves memory, and costs time
         quantize_linears(copied.vision_encoder, quantize)
@@ -199,11 +202,3 @@ def check_memory(model: VisionLanguageModel) -> None:
         last = p.storage_offset() + sum((n - 1) * stride for n, stride in zip(p.shape, p.stride()))
         if p.numel() and (last + 1) * p.itemsize > p.untyped_storage().nbytes():
             raise InputError(f"the memory of {name} was freed by resizing its storage; load the model again")
-
-
-def _share_modules(model: VisionLanguageModel) -> VisionLanguageModel:
-    """A copy with new modules and the same parameters, buffers and hooks; its modules can be replaced."""
-    modules = list(model.modules())
-    shared: list[Any] = [x for m in modules for x in (*m.parameters(False), *m.buffers(False))]
-    shared += [hook for m in modules for hook in (*m._forward_hooks.values(), *m._forward_pre_hooks.values())]
-    return copy.deepcopy(model, {id(x): x for x in (model.cfg, *shared)})

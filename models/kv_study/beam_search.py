@@ -79,19 +79,15 @@ def beam_search(
     return sorted(candidates, key=lambda hypothesis: hypothesis.score(length_penalty), reverse=True)
 
 
-def cached_step(model: Model, state: Any) -> Step:
-    """A step that selects the rows of the prefilled state and appends one token to each."""
+@torch.inference_mode()
+def generate(model: Model, input_ids: Tensor, images: Any = None, **options) -> list[Hypothesis]:
+    """`beam_search` with these options after one prompt, ids (1, T), about its images."""
+    state: Any
+    logits, state = model.prefill(input_ids, images)
 
     def step(ids: Tensor, rows: Tensor) -> Tensor:
         nonlocal state
         logits, state = model.decode(ids, state.rows(rows))
         return logits
 
-    return step
-
-
-@torch.inference_mode()
-def generate(model: Model, input_ids: Tensor, images: Any = None, **options) -> list[Hypothesis]:
-    """`beam_search` with these options after one prompt, ids (1, T), about its images."""
-    logits, state = model.prefill(input_ids, images)
-    return beam_search(logits, cached_step(model, state), **options)
+    return beam_search(logits, step, **options)

@@ -87,7 +87,7 @@ class GPT(nn.Module):
     def __init__(self, config: Any):
         super().__init__()
         given = config
-        config = GPTConfig.from_attributes(config).complete()
+        config = GPTConfig.complete(config)
         given.n_layer = config.n_layer
         given.n_head = config.n_head
         given.n_embd = config.n_embd
