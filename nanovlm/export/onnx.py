@@ -217,15 +217,13 @@ def _write_graph(module: Any, path: Path) -> None:
     with _quiet():
         args = tuple(module.examples.values())
         program = torch.export.export(module.eval(), args, dynamic_shapes=tuple(shapes), strict=False)
-        onnx_program = torch.onnx.export(
+        onnx_program: Any = torch.onnx.export(
             program, dynamo=True, opset_version=OPSET, input_names=names, output_names=module.outputs, verbose=False,
             optimize=True,
         )  # fmt: skip
-    assert onnx_program is not None  # with dynamo=True
     graph_model = onnx_program.model
     for value in (*graph_model.graph.inputs, *graph_model.graph.outputs):
-        dimensions = _dimensions(str(value.name))
-        assert value.shape is not None  # traced
+        dimensions = _dimensions(value.name)
         value.shape = ir.Shape([dimensions.get(i, size) for i, size in enumerate(value.shape)])
     _save(graph_model, path)
 
