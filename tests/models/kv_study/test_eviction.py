@@ -68,6 +68,8 @@ def test_each_policy_keeps_what_its_paper_says():
     assert eviction.window(scores, 10).tolist() == [[[0, 1, 2, 3, 6, 7, 8, 9, 10, 11]]], "never more than 4 sinks"
     peaks = torch.zeros(1, 1, 20).index_fill(2, torch.tensor([1, 6]), 1)
     assert eviction.snap(peaks, 17).tolist() == [[[*range(9), *range(12, 20)]]], "peaks, two neighbors a side, and 8"
+    kept = eviction.snap(peaks, 6)[0, 0].tolist()
+    assert kept[2] < 9 and kept[3:] == [17, 18, 19], "half of few places are for the newest"
     torch.manual_seed(0)
     drawn = torch.cat([POLICIES["random"].keep(scores, 4) for _ in range(3000)]).flatten()
     assert (drawn.bincount() / 3000 - 4 / 12).abs().max() < 0.05, "all with the same probability"

@@ -14,9 +14,13 @@ from models.kv_study.static_export import export_language_model
 CAPACITY = 24
 
 
-def save_and_load(programs):
+def exported(decoder):
+    """Steps whose graphs were saved and loaded; they do not branch on data, and write the cache in place."""
     modules = {}
-    for name, program in programs.items():
+    for name, program in export_language_model(decoder, CAPACITY).items():
+        calls = " ".join(str(node.target) for node in program.graph.nodes if node.op == "call_function")
+        assert not re.search(r"aten\.item|_local_scalar_dense|nonzero|higher_order\.cond", calls)
+        assert "index_copy_" in calls
         torch.export.save(program, file := io.BytesIO())
         file.seek(0)
         modules[name] = torch.export.load(file).module()
@@ -31,17 +35,12 @@ def generate(run, prompt, max_new_tokens):
     return torch.stack(list(generate_tokens(logits, step, TokenSampler(), max_new_tokens)), 1)
 
 
-@pytest.fixture(scope="module")
-def programs(tiny_model):
-    return export_language_model(tiny_model(seed=5).decoder, CAPACITY)
-
-
 @pytest.mark.parametrize("kind", ["modules", pytest.param("exported", marks=pytest.mark.full)])
-def test_language_model_steps_generate_the_same_ids(tiny_model, request, kind):
+def test_language_model_steps_generate_the_same_ids(tiny_model, kind):
     model = tiny_model(seed=5)
     steps = dict.fromkeys(("prefill", "decode"), LanguageModelStep(model.decoder))
     if kind == "exported":
-        steps = save_and_load(request.getfixturevalue("programs"))
+        steps = exported(model.decoder)
     for batch, padding in ((1, 0), (5, 2)):
         images, ids = torch.rand(batch, 3, 16, 16), torch.randint(4, 40, (batch, 9))
         ids[:, 3:7] = 3
@@ -52,11 +51,3 @@ def test_language_model_steps_generate_the_same_ids(tiny_model, request, kind):
         for _ in range(2):  # the second run must ignore what the first left in the cache
             found = generate(lambda name, x, start, mask=mask, cache=cache: steps[name](x, mask, start, cache), x, 12)
             assert torch.equal(found, expected)
-
-
-@pytest.mark.full
-def test_graphs_do_not_branch_on_data_and_write_the_cache_in_place(programs):
-    for program in programs.values():
-        calls = " ".join(str(node.target) for node in program.graph.nodes if node.op == "call_function")
-        assert not re.search(r"aten\.item|_local_scalar_dense|nonzero|higher_order\.cond", calls)
-        assert "index_copy_" in calls
