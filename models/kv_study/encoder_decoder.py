@@ -46,21 +46,17 @@ class Seq2SeqModel(nn.Module, ABC):
         max_new_tokens: int = 64,
         sampling: SamplingParams = GREEDY,
         eos_token_id: int | None = None,
-        n_samples: int = 1,
         use_kv_cache: bool = True,
     ) -> Iterator[Tensor]:
-        """Yield ids (N * n_samples,) token by token, for prompts of equal length, ids (N, T), one per input."""
-        validate_counts(max_new_tokens, n_samples)
+        """Yield ids (N * n,) token by token, for prompts of equal length, ids (N * n, T), n for each of N inputs."""
+        validate_counts(max_new_tokens, 1)
         self.decoder.positions(0, input_ids.size(1) + max(0, max_new_tokens - 1))  # raises if they are too many
         if max_new_tokens == 0:
             return
-        rows = torch.arange(len(input_ids), device=input_ids.device).repeat_interleave(n_samples)
-        seen = input_ids[rows]
+        seen = input_ids
         sampler = TokenSampler(sampling, eos_token_id, seen)
         if use_kv_cache:
             logits, state = self.prefill(input_ids, inputs)
-            logits = logits[rows]
-            state = state.rows(rows)
         else:
             xa = self.encode(inputs)
             logits = self.decoder(seen, xa)[:, -1]
@@ -76,9 +72,8 @@ class Seq2SeqModel(nn.Module, ABC):
         yield from generate_tokens(logits, step, sampler, max_new_tokens)
 
     def generate(self, input_ids: Tensor, inputs: Tensor, **kwargs) -> Tensor:
-        """Return all tokens that `stream` yields, (N * n_samples, T_new)."""
-        n_rows = len(input_ids) * kwargs.get("n_samples", 1)
-        return collect_tokens(self.stream(input_ids, inputs, **kwargs), n_rows, input_ids)
+        """Return all tokens that `stream` yields, (N * n, T_new)."""
+        return collect_tokens(self.stream(input_ids, inputs, **kwargs), len(input_ids), input_ids)
 
 
 class EncoderDecoder(Seq2SeqModel):

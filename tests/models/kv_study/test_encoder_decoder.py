@@ -42,12 +42,11 @@ def test_reordered_beams_match_a_fresh_prefill_and_share_the_image(decoder, xa):
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 1}, {"repetition_penalty": 5.0}], ids=str)
 def test_generate_returns_the_same_ids_with_and_without_cache(encoder_decoder, sampling):
-    ids = torch.randint(0, 40, (3, 4))
-    options = {"max_new_tokens": 20, "sampling": SamplingParams(**sampling), "n_samples": 2, "eos_token_id": 7}
+    ids = torch.randint(0, 40, (6, 4))  # two about each image
+    options = {"max_new_tokens": 20, "sampling": SamplingParams(**sampling), "eos_token_id": 7}
     for images in torch.rand(2, 3, 3, 16, 16):  # of which nothing is carried over to the next
         cached = encoder_decoder.generate(ids, images, **options)
         assert torch.equal(cached, encoder_decoder.generate(ids, images, **options, use_kv_cache=False))
-        assert cached.size(0) == 6
     for _ in range(2):  # put into the prompt what is chosen; the choice depends on its last token
         ids[:, 0] = encoder_decoder.generate(ids, images, max_new_tokens=1)[:, 0]
     penalty = SamplingParams(repetition_penalty=1e9)  # counts the prompt, too
@@ -55,16 +54,16 @@ def test_generate_returns_the_same_ids_with_and_without_cache(encoder_decoder, s
     assert not (penalized == ids).any()
 
 
-@pytest.mark.parametrize("n_samples", [1, 4])
-def test_an_image_is_projected_once_for_any_number_of_tokens_and_samples(encoder_decoder, n_samples):
+@pytest.mark.parametrize("n", [1, 4])
+def test_an_image_is_projected_once_for_any_number_of_tokens_and_prompts(encoder_decoder, n):
     """Two images of 16 patches are 32 rows per cross-attention projection; each token but the last is one row."""
-    images, ids = torch.rand(2, 3, 16, 16), torch.randint(0, 40, (2, 4))
-    for attn, expected in (("cross_attn", 2 * 16), ("attn", 2 * 4 + 2 * n_samples * 9)):
+    images, ids = torch.rand(2, 3, 16, 16), torch.randint(0, 40, (2 * n, 4))
+    for attn, expected in (("cross_attn", 2 * 16), ("attn", 2 * n * (4 + 9))):
         for kind in ("key", "value"):
             rows = []
             linear = getattr(getattr(encoder_decoder.decoder.blocks[1], attn), kind)
             hook = linear.register_forward_hook(lambda linear, args, out, rows=rows: rows.append(out[..., 0].numel()))
-            encoder_decoder.generate(ids, images, max_new_tokens=10, n_samples=n_samples)
+            encoder_decoder.generate(ids, images, max_new_tokens=10)
             hook.remove()
             assert sum(rows) == expected
 
@@ -72,15 +71,11 @@ def test_an_image_is_projected_once_for_any_number_of_tokens_and_samples(encoder
 @pytest.mark.parametrize("use_kv_cache", [True, False])
 def test_counts_out_of_range_raise_with_their_numbers(encoder_decoder, use_kv_cache):
     images, ids = torch.rand(1, 3, 16, 16), torch.randint(0, 40, (1, 4))
-    for options, shape in (({"max_new_tokens": 61}, (1, 61)), ({"max_new_tokens": 0, "n_samples": 3}, (3, 0))):
-        assert encoder_decoder.generate(ids, images, **options, use_kv_cache=use_kv_cache).shape == shape
-    for options, message in (
-        ({"max_new_tokens": 62}, "65 tokens exceed the decoder's n_ctx=64"),
-        ({"max_new_tokens": -1}, "max_new_tokens=-1 is negative"),
-        ({"n_samples": 0}, "n_samples=0 is less than 1"),
-    ):
+    for n in (61, 0):
+        assert encoder_decoder.generate(ids, images, max_new_tokens=n, use_kv_cache=use_kv_cache).shape == (1, n)
+    for n, message in ((62, "65 tokens exceed the decoder's n_ctx=64"), (-1, "max_new_tokens=-1 is negative")):
         with pytest.raises(ValueError, match=message):  # before any work
-            next(encoder_decoder.stream(ids, images, **options, use_kv_cache=use_kv_cache))
+            next(encoder_decoder.stream(ids, images, max_new_tokens=n, use_kv_cache=use_kv_cache))
 
 
 @pytest.mark.parametrize("inference", [True, False])
