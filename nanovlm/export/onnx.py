@@ -251,6 +251,7 @@ def _quantize(path: Path, quantized: Path) -> None:
     from onnxruntime.quantization import QuantType, quantize_dynamic
     from onnxscript import ir
 
+    logger.info("writing %s", quantized.name)
     with files.scratch_folder(quantized.parent) as folder, _quiet():
         new = folder / path.name  # for large models with a second file, under a name of onnxruntime's own
         quantize_dynamic(
