@@ -263,9 +263,6 @@ def _write_errors(path: Path, new: Path) -> Iterator[None]:
         raise
 
 
-# ---------------------------------------------------------------------------------------------------------- removing
-
-
 def remove(path: PathLike) -> None:
     """Remove a file or a link of ours, if it is there."""
     with _errors(path):
@@ -288,9 +285,6 @@ def remove_parts(folder: PathLike, seconds: float = DAY) -> None:
             content = [] if part.is_symlink() else part.rglob("*")
             if time.time() - max(file.lstat().st_mtime for file in (part, *content)) >= seconds:
                 remove_folder(part) if part.is_dir() else remove(part)
-
-
-# ----------------------------------------------------------------------------------------------------------- locking
 
 
 @contextlib.contextmanager

@@ -105,9 +105,6 @@ def image_processor_settings(tile: int, longest_edge: int) -> dict:
     }
 
 
-# --------------------------------------------------------------------------------- from nanoVLM's layout to SmolVLM's
-
-
 def layout_tokens(longest_edge: int, tile: int) -> list[str]:
     """The tokens of SmolVLM's layout for images of up to longest_edge pixels, in tiles of `tile`."""
     side = range(1, -(-longest_edge // tile) + 1)

@@ -49,27 +49,22 @@ class TextDecoder(nn.Module):
         """
         if kv_cache:
             start_pos = kv_cache[self.blocks[0].attn.key].size(1)
-        return self.logits(self.run_blocks(x, start_pos, self.project_cross_kv(xa, kv_cache))[0])
+        x, _ = self.forward_cached(x, TextPrefillState(self.project_cross_kv(xa, kv_cache)), start_pos)
+        return self.logits(x)
 
     def project_cross_kv(self, xa: Tensor, kv_cache: HookedKV | None = None) -> list[KVPair]:
         """Each block's cross-attention keys and values of the encoded images xa (N, S, n_state)."""
         return [block.cross_attn.project_kv(xa, kv_cache) for block in self.blocks]
 
-    def forward_cached(self, x: Tensor, state: TextPrefillState) -> tuple[Tensor, TextPrefillState]:
+    def forward_cached(self, x: Tensor, state: TextPrefillState, start_pos: int = 0) -> tuple[Tensor, TextPrefillState]:
         """Continue state by ids x (B, T): hidden states (B, T, C), which `logits` takes, and the extended state."""
-        x, self_kv = self.run_blocks(x, state.length, state.cross_kv, state.self_kv)
-        return x, TextPrefillState(state.cross_kv, self_kv)
-
-    def run_blocks(
-        self, ids: Tensor, start: int, cross_kv: list[KVPair], past: list[KVCache] | None = None
-    ) -> tuple[Tensor, list[KVCache]]:
-        """Compute ids (B, T) from position start on: hidden states (B, T, C) and the extended caches, one per block."""
-        x = self.token_embedding(ids) + self.positional_embedding[self.positions(start, ids.size(1))]
+        positions = self.positions(state.length + start_pos, x.size(1))
+        x = self.token_embedding(x) + self.positional_embedding[positions]
         extended = []
         for i, block in enumerate(self.blocks):
-            x, kv = block(x, cross_kv[i], past[i] if past else None)
+            x, kv = block(x, state.cross_kv[i], state.self_kv[i] if state.self_kv else None)
             extended.append(kv)
-        return x, extended
+        return x, TextPrefillState(state.cross_kv, extended)
 
     def positions(self, start: int, n: int) -> Tensor:
         """Positions start ... start + n - 1, (n,) int64; InputError beyond n_ctx."""
