@@ -199,7 +199,7 @@ def append(path: PathLike, line: bytes) -> None:
     with os.fdopen(descriptor, "rb+", buffering=0) as file, _errors(path):
         size = os.fstat(descriptor).st_size
         try:
-            if file.write(line) < len(line):
+            if os.write(descriptor, line) < len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError:
             file.truncate(size)
