@@ -56,10 +56,9 @@ from eval.lib.training_step import LOOPS
 from eval.peers import Engine, NanoVLMEngine, PlainEngine
 from eval.peers.llama_cpp_engine import LlamaCppEngine
 from eval.peers.openvino_engine import OpenVINOEngine
-from models.checkpoint import snapshot_path
+from models.checkpoint import format_of, snapshot_path
 from models.common.options import QUANTIZATIONS
 from models.config import VLMConfig
-from models.formats.base import format_of
 from models.inference.kernels.load import WITHOUT_BF16_DOT
 from models.kv_study.static_cache import LanguageModelStep, language_model_cache
 from models.vision_language_model import VisionLanguageModel

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from eval.peers import Engine, import_peer
+from models.checkpoint import format_of
 from models.common import files
 from models.config import VLMConfig
-from models.formats.base import format_of
 from models.vision_language_model import VisionLanguageModel
 from nanovlm.captioner import Captioner
 from nanovlm.export.onnx import DECODER, VISION_ENCODER, check_onnx_extra, write_onnx

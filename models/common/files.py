@@ -37,17 +37,9 @@ logger = logging.getLogger(__name__)
 # ----------------------------------------------------------------------------------------------------------- reading
 
 
-@contextlib.contextmanager
-def opened(path: PathLike) -> Iterator[io.BufferedReader]:
+def opened(path: PathLike) -> io.BufferedReader:
     """Open a regular file to read. FileError for a folder, a pipe, a device, and where the system refuses."""
-    descriptor = _open(path, os.O_RDONLY)
-    try:
-        check_kind(path, os.fstat(descriptor).st_mode)
-    except FileError:
-        os.close(descriptor)
-        raise
-    with os.fdopen(descriptor, "rb") as file:
-        yield file
+    return os.fdopen(_open(path, os.O_RDONLY), "rb")
 
 
 def check_regular(path: PathLike) -> None:
@@ -107,17 +99,22 @@ def _errors(path: PathLike) -> Iterator[None]:
 
 
 def _open(path: PathLike, flags: int, mode: int = 0o666, follow: bool = True) -> int:
-    """Open a file; a link only if it may be followed, also where the system has no O_NOFOLLOW."""
+    """Open a regular file; a link only if it may be followed, also where the system has no O_NOFOLLOW."""
     options = ["O_CLOEXEC", "O_BINARY", "O_NONBLOCK", *([] if follow else ["O_NOFOLLOW"])]
     with _errors(path):
         if not follow and os.path.islink(path):
             raise FileError(f"{os.fspath(path)} is a link, which is not followed; remove it", errno.ELOOP)
-        try:
-            return os.open(path, flags | sum(getattr(os, name, 0) for name in options), mode)
-        except PermissionError:
-            if os.path.isdir(path):
-                check_kind(path, stat.S_IFDIR)  # Windows says only that it opens none
-            raise
+        with contextlib.ExitStack() as stack:
+            try:
+                descriptor = os.open(path, flags | sum(getattr(os, name, 0) for name in options), mode)
+            except PermissionError:
+                if os.path.isdir(path):
+                    check_kind(path, stat.S_IFDIR)  # Windows says only that it opens none
+                raise
+            stack.callback(os.close, descriptor)
+            check_kind(path, os.fstat(descriptor).st_mode)
+            stack.pop_all()
+            return descriptor
 
 
 # ----------------------------------------------------------------------------------------------------------- writing
@@ -198,32 +195,15 @@ def append(path: PathLike, line: bytes) -> None:
 
     FileError for a link, and for a write of which only a part was stored; that part is cut off.
     """
-    with _changed(path, os.O_APPEND | os.O_CREAT) as descriptor:
+    descriptor = _open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, follow=False)
+    with os.fdopen(descriptor, "rb+", buffering=0) as file, _errors(path):
         size = os.fstat(descriptor).st_size
         try:
             if os.write(descriptor, line) < len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError:
-            os.ftruncate(descriptor, size)
+            file.truncate(size)
             raise
-
-
-def truncate(path: PathLike, size: int) -> None:
-    """Cut a regular file that is no link to its first size bytes."""
-    with _changed(path) as descriptor:
-        os.ftruncate(descriptor, size)
-
-
-@contextlib.contextmanager
-def _changed(path: PathLike, flags: int = 0) -> Iterator[int]:
-    """Open a regular file that is no link, to change it in place."""
-    descriptor = _open(path, os.O_RDWR | flags, follow=False)
-    try:
-        with _errors(path):
-            check_kind(path, os.fstat(descriptor).st_mode)
-            yield descriptor
-    finally:
-        os.close(descriptor)
 
 
 def make_folder(path: PathLike) -> None:
@@ -283,9 +263,6 @@ def _write_errors(path: Path, new: Path) -> Iterator[None]:
         raise
 
 
-# ---------------------------------------------------------------------------------------------------------- removing
-
-
 def remove(path: PathLike) -> None:
     """Remove a file or a link of ours, if it is there."""
     with _errors(path):
@@ -308,9 +285,6 @@ def remove_parts(folder: PathLike, seconds: float = DAY) -> None:
             content = [] if part.is_symlink() else part.rglob("*")
             if time.time() - max(file.lstat().st_mtime for file in (part, *content)) >= seconds:
                 remove_folder(part) if part.is_dir() else remove(part)
-
-
-# ----------------------------------------------------------------------------------------------------------- locking
 
 
 @contextlib.contextmanager

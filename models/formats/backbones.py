@@ -108,11 +108,9 @@ def read_backbones(
     dtype: torch.dtype = torch.float32,
     unit_pixels: bool = True,
 ) -> VisionLanguageModel:
-    """Load both backbones into a new model in eval mode; its projector is randomly initialized.
+    """Load both backbones into a new model in eval mode.
 
-    SigLIP was trained on pixels in [-1, 1]. With unit_pixels the model reads them in [0, 1], as nanoVLM's layout gives
-    them: the difference is folded into its patch convolution.
-
+    With unit_pixels the patch convolution is changed to read pixels in [0, 1], as nanoVLM's layout gives them.
     image_token_id is the tokenizer's id of the image token, by default its index behind the base vocabulary. The
     projector and the rows of extra tokens, N(0, 0.02), are drawn from torch's global generator.
     """
@@ -123,21 +121,26 @@ def read_backbones(
     empty = model.state_dict()
     state = _read_siglip(backbones, empty, dtype) | _read_llama(backbones, empty, dtype)
     if unit_pixels:
-        state |= for_unit_pixels(state)
+        state |= rescaled(state, unit_pixels)
     state["MP.proj.weight"] = ModalityProjector(cfg).apply(init_weights).proj.weight.detach().to(dtype)
     model.load_state_dict(state, assign=True)
     model.decoder.tie_weights()
     return model.eval()
 
 
-def for_unit_pixels(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Patch convolution for pixels x in [0, 1] instead of y = 2x - 1: W y + b = 2W x + (b - sum W).
+def rescaled(state: Mapping[str, Tensor], unit_pixels: bool) -> dict[str, Tensor]:
+    """Patch convolution for pixels x in [0, 1], as nanoVLM's, instead of SigLIP's y = 2x - 1; without, the inverse.
 
-    `to_smolvlm.rescaled` is the inverse.
+    W y + b = 2W x + (b - sum W), and W x + b = (W / 2) y + (b + sum W / 2).
     """
-    weight = state[f"{CONVOLUTION}.weight"]
-    bias = state[f"{CONVOLUTION}.bias"] - weight.sum((1, 2, 3))
-    return {f"{CONVOLUTION}.weight": 2 * weight, f"{CONVOLUTION}.bias": bias}
+    weight, bias = (state[f"{CONVOLUTION}.{name}"] for name in ("weight", "bias"))
+    if unit_pixels:
+        bias = bias - weight.sum((1, 2, 3))
+        weight = 2 * weight
+    else:
+        weight = weight / 2
+        bias = bias + weight.sum((1, 2, 3))
+    return {f"{CONVOLUTION}.weight": weight, f"{CONVOLUTION}.bias": bias}
 
 
 def _siglip_settings(path: Path) -> dict:

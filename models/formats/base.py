@@ -1,12 +1,9 @@
-"""Base of the formats beside nanoVLM's own: `Format`, and transformers' settings of SigLIP and Llama."""
+"""Settings of SigLIP and Llama in transformers' config.json."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from models.checkpoint import NANOVLM, Format, format_of
 from models.common.errors import CheckpointError
-
-__all__ = ["LLAMA_CONFIG", "LLAMA_ONLY", "NANOVLM", "SIGLIP_CONFIG", "SIGLIP_ONLY", "Format", "format_of"]
 
 # Our field -> their key, and its default in transformers.
 SIGLIP_CONFIG = {

@@ -15,10 +15,10 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor
 
-from models.checkpoint import CONFIG, TOKENIZER, TOKENIZER_CONFIG, parse_object
+from models.checkpoint import CONFIG, TOKENIZER, TOKENIZER_CONFIG, Format, parse_object
 from models.common.errors import CheckpointError
 from models.config import VLMConfig
-from models.formats.base import LLAMA_CONFIG, SIGLIP_CONFIG, SIGLIP_ONLY, Format, llama_settings, settings
+from models.formats.base import LLAMA_CONFIG, SIGLIP_CONFIG, SIGLIP_ONLY, llama_settings, settings
 
 PREPROCESSOR = "preprocessor_config.json"
 PROCESSOR = "processor_config.json"
@@ -119,7 +119,7 @@ class SmolVLM(Format):
     std: tuple[float, ...]
     fake_image_token: str  # around images; may be empty
     global_image_token: str
-    end_token_ids: tuple[int, ...]  # from generation_config.json
+    end_token_ids: tuple[int, ...]  # from generation_config.json or, without that file, config.json
 
     @classmethod
     def read_config(cls, raw: dict, files: Mapping[str, str]) -> VLMConfig:
@@ -132,6 +132,10 @@ class SmolVLM(Format):
         fields["lm_vocab_size"] = fields["lm_base_vocab_size"]
         fields["lm_tie_weights"] = raw.get("tie_word_embeddings", False)
         tokens = _tokens(files, raw)
+        ends = (_parse(files, GENERATION) if GENERATION in files else raw).get("eos_token_id")
+        ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
+        if not all(type(id) is int and 0 <= id < 2**31 for id in ends):
+            raise CheckpointError(f"eos_token_id={ends} are not ids of tokens")
         image = _image_settings(files, fields["vit_img_size"])
         normalizes = image["do_normalize"]
         format = cls(
@@ -145,7 +149,7 @@ class SmolVLM(Format):
             std=tuple(image["image_std"]) if normalizes else (1.0, 1.0, 1.0),
             fake_image_token=tokens["fake_image_token"],
             global_image_token=tokens["global_image_token"],
-            end_token_ids=_end_token_ids(files, raw),
+            end_token_ids=tuple(ends),
         )
         cfg = VLMConfig(
             **fields,
@@ -283,15 +287,6 @@ def _tokens(files: Mapping[str, str], raw: dict) -> dict[str, str]:
             raise CheckpointError(f"{TOKENIZER_CONFIG}: {name}={text!r} is no text of at most {MAX_TOKEN} characters")
         tokens[name] = text
     return tokens
-
-
-def _end_token_ids(files: Mapping[str, str], raw: dict) -> tuple[int, ...]:
-    """eos_token_id of generation_config.json, one id or several; without that file, of config.json."""
-    ids = (_parse(files, GENERATION) if GENERATION in files else raw).get("eos_token_id")
-    ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
-    if not all(type(id) is int and 0 <= id < 2**31 for id in ids):
-        raise CheckpointError(f"eos_token_id={ids} are not ids of tokens")
-    return tuple(ids)
 
 
 def _chat_template(files: Mapping[str, str]) -> str:

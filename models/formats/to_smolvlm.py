@@ -1,7 +1,4 @@
-"""Write a model under the names and settings of transformers' SmolVLM, which are Idefics3's (Laurençon et al. 2024).
-
-The network is the same; only the scale of the pixels differs, which the patch convolution absorbs.
-"""
+"""Write a model under the names and settings of transformers' SmolVLM, which are Idefics3's (Laurençon et al. 2024)."""
 
 import json
 from collections.abc import Mapping
@@ -9,12 +6,12 @@ from typing import Any
 
 from torch import Tensor
 
-from models.checkpoint import CONFIG, TOKENIZER_CONFIG
+from models.checkpoint import CONFIG, TOKENIZER_CONFIG, format_of
 from models.checkpoint.format import EMBEDDING, HEAD, MODEL_INPUT_NAMES
 from models.common.errors import InputError
 from models.config import VLMConfig
-from models.formats.backbones import CONVOLUTION, grow
-from models.formats.base import LLAMA_CONFIG, SIGLIP_CONFIG, format_of
+from models.formats.backbones import grow, rescaled
+from models.formats.base import LLAMA_CONFIG, SIGLIP_CONFIG
 from models.formats.smolvlm import GENERATION, IMAGE_SETTINGS, PREPROCESSOR, PROCESSOR, TEMPLATE, TOKENS, SmolVLM
 from models.vision_language_model import VisionLanguageModel, empty_model
 
@@ -33,18 +30,9 @@ CHAT_TEMPLATE = (
 def smolvlm_tensors(model: VisionLanguageModel) -> dict[str, Tensor]:
     """The model's tensors under SmolVLM's names; of a tied pair only the embedding."""
     state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
-    return SmolVLM.tensors(model.cfg, rescaled(state) if format_of(model.cfg).unit_pixels else state)
-
-
-def rescaled(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A nanoVLM model's state dict for SmolVLM's pixels.
-
-    nanoVLM's encoder reads pixels x in [0, 1], SmolVLM's reads y = 2x - 1, as SigLIP does, and its processor would drop
-    an image of zeros. W x + b = (W / 2) y + (b + sum W / 2).
-    """
-    weight = state[f"{CONVOLUTION}.weight"] / 2
-    bias = state[f"{CONVOLUTION}.bias"] + weight.sum((1, 2, 3))
-    return {**state, f"{CONVOLUTION}.weight": weight, f"{CONVOLUTION}.bias": bias}
+    if format_of(model.cfg).unit_pixels:  # of which SmolVLM's processor would drop an image of zeros
+        state |= rescaled(state, unit_pixels=False)
+    return SmolVLM.tensors(model.cfg, state)
 
 
 def smolvlm_config(cfg: VLMConfig, image_token_id: int, eos_token_id: int) -> dict:
@@ -117,9 +105,6 @@ def image_processor_settings(tile: int, longest_edge: int) -> dict:
     }
 
 
-# --------------------------------------------------------------------------------- from nanoVLM's layout to SmolVLM's
-
-
 def layout_tokens(longest_edge: int, tile: int) -> list[str]:
     """The tokens of SmolVLM's layout for images of up to longest_edge pixels, in tiles of `tile`."""
     side = range(1, -(-longest_edge // tile) + 1)
@@ -146,7 +131,9 @@ def to_smolvlm_layout(
     texts = {name: json.dumps(value, indent=2) + "\n" for name, value in files.items()}
     cfg = SmolVLM.read_config(config, texts | {TEMPLATE: CHAT_TEMPLATE})
 
-    state = rescaled(model.state_dict()) if rescale else model.state_dict()
+    state: dict[str, Tensor] = model.state_dict()
+    if rescale:
+        state |= rescaled(state, unit_pixels=False)
     replaced = {END_TOKEN: old.end_token, TOKENS["global_image_token"]: old.special_tokens.get("global_image_token")}
     for name in (EMBEDDING, HEAD):
         weight = grow(state[name], cfg.lm_vocab_size)

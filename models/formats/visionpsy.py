@@ -11,10 +11,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from models.checkpoint import TOKENIZER
+from models.checkpoint import NANOVLM, TOKENIZER, Format
 from models.common.errors import CheckpointError
 from models.config import VLMConfig
-from models.formats.base import NANOVLM, Format
 
 FLASH_MIN_SIDE = 512  # pixels
 VARIANTS = {  # of older configs: True for Flash

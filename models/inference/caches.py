@@ -116,7 +116,7 @@ class CachedPrefix:
 
 
 class PrefixCache(LRUCache[CachedPrefix]):
-    """Keys and values of finished sequences, up to max_bytes, for prompts that begin alike, such as a chat's next turn.
+    """Keys and values of finished sequences, for prompts that begin alike, such as a chat's next turn.
 
     The model's weights must not change.
     """

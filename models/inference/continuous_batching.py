@@ -159,15 +159,9 @@ class ContinuousBatch:
 
     def cancel(self, request: Request) -> None:
         """Drop a request. One that has ended or is unknown is no error."""
-        if request in self._waiting:
-            self._waiting.remove(request)
+        if request in self._waiting + self._slots + self._streamed:
             request.finished = "cancelled"
-        elif request in self._slots:
-            request.finished = "cancelled"
-            self._compact()
-        elif request in self._streamed:
-            self._streamed.remove(request)
-            request.finished = "cancelled"
+        self._compact()
 
     @torch.inference_mode()
     def step(self) -> list[TokenOutput]:
@@ -194,7 +188,6 @@ class ContinuousBatch:
         if self._waiting and self.running < int(self._limit):
             self._start_requests()
         self._compact()
-        self._streamed = [request for request in self._streamed if request.finished is None]
         outputs = self._outputs
         self._outputs = []
         return outputs
@@ -391,7 +384,9 @@ class ContinuousBatch:
 
     @torch.inference_mode()
     def _compact(self) -> None:
-        """Free the slots of requests that have ended, and move the last requests there: a step computes no others."""
+        """Forget requests that have ended, and move the last ones to their slots: a step computes no others."""
+        self._waiting = [request for request in self._waiting if request.finished is None]
+        self._streamed = [request for request in self._streamed if request.finished is None]
         for slot in reversed(range(len(self._slots))):
             if (request := self._slots[slot]).finished is None:
                 continue

@@ -1,7 +1,4 @@
-"""LoRA (Hu et al. 2021): trainable low-rank matrices beside frozen weights.
-
-`models.lora.files` reads and writes them.
-"""
+"""LoRA (Hu et al. 2021): trainable low-rank matrices beside frozen weights."""
 
 import math
 from collections.abc import Collection, Iterator

@@ -14,11 +14,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from models.checkpoint import open_tensors, read_object, why_unusable
+from models.checkpoint import format_of, open_tensors, read_object, why_unusable
 from models.checkpoint.format import TIED
 from models.common import files
 from models.common.errors import CheckpointError
-from models.formats.base import format_of
 from models.lora import LoRALinear, adapters, add_adapter, fully_trained
 from models.vision_language_model import VisionLanguageModel
 
@@ -156,19 +155,15 @@ def _read_config(path: Path) -> dict:
     if type(rank) is not int or rank < 1 or type(alpha) not in (int, float) or not abs(alpha) <= MAX_ALPHA:
         raise CheckpointError(f"{path}: r={rank} and lora_alpha={alpha} are not a rank and a factor")
     for key in ("target_modules", "exclude_modules"):
-        _check_targets(config.get(key), f"{path}: {key}")
+        targets = config.get(key)
+        if isinstance(targets, str):
+            try:
+                re.compile(targets)
+            except (re.error, OverflowError, RecursionError) as error:
+                raise CheckpointError(f"{path}: {key}={targets!r} is no regular expression: {error}") from None
+        elif targets is not None and not (isinstance(targets, list) and all(isinstance(t, str) for t in targets)):
+            raise CheckpointError(f"{path}: {key}={targets!r} is neither a text nor a list of texts")
     return config
-
-
-def _check_targets(targets: Any, name: str) -> None:
-    """CheckpointError unless targets are None, a regular expression, or a list of modules' names."""
-    if isinstance(targets, str):
-        try:
-            re.compile(targets)
-        except (re.error, OverflowError, RecursionError) as error:
-            raise CheckpointError(f"{name}={targets!r} is no regular expression: {error}") from None
-    elif targets is not None and not (isinstance(targets, list) and all(isinstance(t, str) for t in targets)):
-        raise CheckpointError(f"{name}={targets!r} is neither a text nor a list of texts")
 
 
 def _read_tensors(path: Path, dtype: torch.dtype) -> dict[str, Tensor]:

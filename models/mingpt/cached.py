@@ -76,11 +76,7 @@ class GPT_kv(GPT):
     def hidden_states(
         self, idx: Tensor, kv_cache: Cache | EmptyCache | None = None, compute_first: bool = False
     ) -> tuple[Tensor, Cache]:
-        """Compute the tokens of idx (B, T) that kv_cache lacks: hidden states (B, T_new, C) and the cache of all T.
-
-        kv_cache holds one [k, v] per block; None or [None] * n_layer is an empty cache. compute_first ignores it and
-        computes the whole sequence.
-        """
+        """Compute the tokens of idx (B, T) that kv_cache lacks: hidden states (B, T_new, C) and the cache of all T."""
         cached = None if compute_first else self._check_cache(idx, kv_cache)
         x = self.embed(idx, cached[0][0].size(1) if cached else 0)
         new_cache = []
@@ -120,8 +116,8 @@ class GPT_kv(GPT):
         """Return logits (B, T_new, vocab_size) of the new tokens and their loss given targets (B, T).
 
         idx (B, T) is the whole sequence. Without kv_cache all of it is computed. With one, [k, v] per block, only the
-        tokens that it lacks are, and the new cache is returned, too; [None] * n_layer is an empty cache to begin
-        with, and compute_first ignores what the cache holds. The given cache is not changed and can be continued again.
+        tokens that it lacks are, and the new cache is returned, too; it can be continued again. [None] * n_layer is an
+        empty cache, and compute_first ignores what a cache holds.
         """
         x, new_cache = self.hidden_states(idx, kv_cache, compute_first)
         logits = self.lm_head(x)

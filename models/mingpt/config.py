@@ -1,6 +1,6 @@
 """The sizes of minGPT's models, and their config."""
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 SIZES = {  # n_layer, n_head, n_embd
@@ -33,24 +33,18 @@ class GPTConfig:
     attn_pdrop: float = 0.1
 
     @classmethod
-    def from_attributes(cls, config: Any) -> "GPTConfig":
-        """Copy the settings that config, such as minGPT's CfgNode, has; the others keep their defaults."""
-        settings: dict[str, Any] = {f.name: getattr(config, f.name) for f in fields(cls) if hasattr(config, f.name)}
-        return cls(**settings)
+    def complete(cls, config: Any) -> "GPTConfig":
+        """Copy config, such as minGPT's CfgNode, and fill in what it lacks.
 
-    def complete(self) -> "GPTConfig":
-        """Return a copy with every number filled in; ValueError if one is missing or contradicts model_type."""
-        sizes: dict[str, Any] = {}
-        if self.model_type is not None:
-            if self.model_type not in SIZES:
-                raise ValueError(f"model_type={self.model_type} is not one of {', '.join(SIZES)}")
-            sizes = dict(zip(("n_layer", "n_head", "n_embd"), SIZES[self.model_type]))
-        for name, size in sizes.items():
-            if getattr(self, name) not in (None, size):
-                raise ValueError(
-                    f"{name}={getattr(self, name)}, but {self.model_type} has {size}; remove one of the two"
-                )
-        cfg = replace(self, **sizes)
+        ValueError for a number that is still missing or contradicts model_type.
+        """
+        cfg = cls(**{f.name: getattr(config, f.name) for f in fields(cls) if hasattr(config, f.name)})
+        if cfg.model_type is not None and cfg.model_type not in SIZES:
+            raise ValueError(f"model_type={cfg.model_type} is not one of {', '.join(SIZES)}")
+        for name, size in zip(("n_layer", "n_head", "n_embd"), SIZES.get(cfg.model_type or "", ())):
+            if getattr(cfg, name) not in (None, size):
+                raise ValueError(f"{name}={getattr(cfg, name)}, but {cfg.model_type} has {size}; remove one of the two")
+            setattr(cfg, name, size)
         for name in ("n_layer", "n_head", "n_embd", "vocab_size", "block_size"):
             if (getattr(cfg, name) or 0) < 1:
                 raise ValueError(f"{name}={getattr(cfg, name)}; pass a positive number (model_type gives the sizes)")

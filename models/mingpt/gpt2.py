@@ -24,7 +24,19 @@ def find_gpt2(folder_or_name: str | os.PathLike[str]) -> tuple[Path, dict]:
         folder_or_name = f"openai-community/{folder_or_name}"
     folder = snapshot_path(folder_or_name, patterns=(CONFIG, "model*.safetensors*"))
     config = read_object(folder / CONFIG)
-    _check_config(folder, config)
+    supported = {  # the first value is GPT-2's default
+        "model_type": ("gpt2",),
+        "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+        "layer_norm_epsilon": (1e-5,),
+        "n_inner": (None, 4 * config.get("n_embd", 0)),
+        "scale_attn_weights": (True,),
+        "scale_attn_by_inverse_layer_idx": (False,),
+    }
+    for key, values in supported.items():
+        if config.get(key, values[0]) not in values:
+            raise CheckpointError(
+                f"{folder / CONFIG}: {key}={config[key]}, but minGPT's GPT supports only {values[-1]}"
+            )
     settings = {name: config[name] for name in SETTINGS if name in config}
     return folder, settings | {"block_size": config.get("n_positions")}
 
@@ -50,20 +62,3 @@ def _rename(name: str) -> str | None:
 
 def _transpose(name: str, tensor: Tensor) -> Tensor:
     return tensor.t() if name.endswith(TRANSPOSED) else tensor
-
-
-def _check_config(folder: Path, config: dict) -> None:
-    """Raise CheckpointError for a setting with which GPT would compute something else."""
-    supported = {  # the first value is GPT-2's default
-        "model_type": ("gpt2",),
-        "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
-        "layer_norm_epsilon": (1e-5,),
-        "n_inner": (None, 4 * config.get("n_embd", 0)),
-        "scale_attn_weights": (True,),
-        "scale_attn_by_inverse_layer_idx": (False,),
-    }
-    for key, values in supported.items():
-        if config.get(key, values[0]) not in values:
-            raise CheckpointError(
-                f"{folder / CONFIG}: {key}={config[key]}, but minGPT's GPT supports only {values[-1]}"
-            )

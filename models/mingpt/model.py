@@ -75,16 +75,6 @@ class Block(nn.Module):
         return x + self.mlp(self.ln_2(x))
 
 
-class Transformer(nn.ModuleDict):
-    """The parts of GPT below the output head, under minGPT's names."""
-
-    wte: nn.Embedding  # token embeddings
-    wpe: nn.Embedding  # position embeddings
-    drop: nn.Dropout
-    h: nn.ModuleList  # blocks
-    ln_f: nn.LayerNorm
-
-
 class GPT(nn.Module):
     """minGPT: recomputes the whole context for every generated token.
 
@@ -97,16 +87,16 @@ class GPT(nn.Module):
     def __init__(self, config: Any):
         super().__init__()
         given = config
-        config = GPTConfig.from_attributes(config).complete()
+        config = GPTConfig.complete(config)
         given.n_layer = config.n_layer
         given.n_head = config.n_head
         given.n_embd = config.n_embd
         self.config = config
         self.block_size = config.block_size
         self.n_layer = config.n_layer
-        self.transformer = Transformer({
-            "wte": nn.Embedding(config.vocab_size, config.n_embd),
-            "wpe": nn.Embedding(config.block_size, config.n_embd),
+        self.transformer: Any = nn.ModuleDict({
+            "wte": nn.Embedding(config.vocab_size, config.n_embd),  # of tokens
+            "wpe": nn.Embedding(config.block_size, config.n_embd),  # of positions
             "drop": nn.Dropout(config.embd_pdrop),
             "h": nn.ModuleList(self.block_class(config) for _ in range(config.n_layer)),
             "ln_f": nn.LayerNorm(config.n_embd),
@@ -130,10 +120,7 @@ class GPT(nn.Module):
 
     @classmethod
     def from_pretrained(cls, folder_or_name: str) -> "GPT":
-        """Load GPT-2 weights from a folder or the Hugging Face Hub ("gpt2-xl"), as float32 and in eval mode.
-
-        Raises ValueError if the checkpoint is not a GPT-2 that this class computes exactly.
-        """
+        """Load GPT-2 from a folder or the Hub ("gpt2-xl"), in float32 and eval mode; ValueError for a variant of it."""
         from models.mingpt.gpt2 import find_gpt2, read_gpt2  # here, as a new model needs no files
 
         folder, settings = find_gpt2(folder_or_name)
@@ -154,10 +141,7 @@ class GPT(nn.Module):
         return self.transformer.drop(self.transformer.wte(idx[:, start:]) + self.transformer.wpe(pos))
 
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Return logits (B, T, vocab_size) for idx (B, T), and the mean loss if targets (B, T) are given.
-
-        A target of -1 is ignored.
-        """
+        """Return logits (B, T, vocab_size) for idx (B, T), and the mean loss given targets (B, T), -1 ignored."""
         x = self.embed(idx)
         for block in self.transformer.h:
             x = block(x)

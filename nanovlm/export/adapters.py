@@ -4,9 +4,8 @@ from pathlib import Path
 
 import torch
 
-from models.checkpoint import checkpoint_dtype, snapshot_path
+from models.checkpoint import checkpoint_dtype, format_of, snapshot_path
 from models.common import files
-from models.formats.base import format_of
 from models.formats.smolvlm import SmolVLM
 from models.lora import fully_trained, merged_state
 from models.lora.files import ADAPTER, ADAPTER_CONFIG, read_adapters, recorded_base, write_adapter_files

@@ -25,12 +25,11 @@ from torch import Tensor, nn
 
 from models.attention import grouped_attention
 from models.cache import KVCache
-from models.checkpoint import CONFIG, TOKENIZER_CONFIG, read_model_text, read_object
+from models.checkpoint import CONFIG, TOKENIZER_CONFIG, format_of, read_model_text, read_object
 from models.common import files
 from models.common.errors import InputError
-from models.formats.base import format_of
 from models.formats.smolvlm import PREPROCESSOR, PROCESSOR, TEMPLATE
-from models.language_model import LanguageModel, build_attention_mask, inverse_frequencies, rope_cos_sin
+from models.language_model import build_attention_mask, inverse_frequencies, rope_cos_sin
 from models.vision_language_model import VisionLanguageModel
 from nanovlm.captioner import Captioner
 from nanovlm.errors import MissingExtraError
@@ -68,10 +67,7 @@ def check_onnx_extra() -> None:
 
 
 def export_onnx(captioner: Captioner, folder: str | Path, dtypes: Sequence[str] = ("float32",)) -> None:
-    """Add the folder onnx, to what `export_smolvlm` wrote; MissingExtraError without onnx.
-
-    dtypes are float32, float16 and int8.
-    """
+    """Add the folder onnx to what `export_smolvlm` wrote; MissingExtraError without onnx."""
     check_onnx_extra()
     folder = Path(folder)
     model = captioner.model
@@ -98,15 +94,13 @@ def _add_transformers_js_settings(folder: Path) -> None:
 class VisionEncoderGraph(nn.Module):
     """Vision encoder and projector, for pixels as SmolVLM's processor normalizes them; nanoVLM's are in [0, 1]."""
 
-    def __init__(self, model: VisionLanguageModel, dtype: torch.dtype):
+    def __init__(self, model: VisionLanguageModel):
         super().__init__()
         self.unit_pixels = format_of(model.cfg).unit_pixels
-        self.vision_encoder = _in_dtype(model.vision_encoder, dtype)
-        self.MP = _in_dtype(model.MP, dtype)
+        self.vision_encoder = model.vision_encoder
+        self.MP = model.MP
         self.outputs = ["image_features"]
-        B = 2
-        n = 3
-        S = model.cfg.vit_img_size
+        B, n, S = 2, 3, model.cfg.vit_img_size
         mask = torch.ones(B, n, S, S, dtype=torch.bool)
         self.examples = {"pixel_values": torch.zeros(B, n, 3, S, S), "pixel_attention_mask": mask}
 
@@ -123,9 +117,9 @@ class VisionEncoderGraph(nn.Module):
 
 
 class EmbedTokensGraph(nn.Module):
-    def __init__(self, model: VisionLanguageModel, dtype: torch.dtype):
+    def __init__(self, model: VisionLanguageModel):
         super().__init__()
-        self.token_embedding = _in_dtype(model.decoder.token_embedding, dtype)
+        self.token_embedding = model.decoder.token_embedding
         self.outputs = ["inputs_embeds"]
         self.examples = {"input_ids": torch.zeros(2, 5, dtype=torch.long)}
 
@@ -137,28 +131,25 @@ class EmbedTokensGraph(nn.Module):
 class DecoderGraph(nn.Module):
     """The language model from embeddings to logits, with the keys and values of earlier tokens as plain tensors."""
 
-    def __init__(self, model: VisionLanguageModel, dtype: torch.dtype):
+    def __init__(self, model: VisionLanguageModel):
         super().__init__()
         cfg = model.cfg
         self.cfg = cfg
-        self.dtype = dtype
-        decoder: LanguageModel = _in_dtype(model.decoder, dtype)
-        self.decoder = copy.deepcopy(decoder, {id(p): p for p in decoder.parameters()})  # shares the weights
+        self.dtype = model.dtype
+        self.decoder = copy.deepcopy(model.decoder, {id(p): p for p in model.parameters()})  # shares the weights
         for block in self.decoder.blocks:
             block.attn.attend = grouped_attention  # SDPA's graph would repeat the keys
         self.frequencies = inverse_frequencies(cfg.lm_head_dim, cfg.lm_re_base)  # a constant of the graph, in float32
         parts = [f"{i}.{part}" for i in range(cfg.lm_n_blocks) for part in ("key", "value")]
         self.outputs = ["logits", *(f"present.{part}" for part in parts)]
-        B = 2
-        T = 5
-        n_past = 7
+        B, T, n_past = 2, 5, 7
         self.examples = {
             "inputs_embeds": torch.zeros(B, T, cfg.lm_hidden_dim),
             "attention_mask": torch.ones(B, n_past + T - 3, dtype=torch.long),
             "position_ids": torch.arange(n_past, n_past + T).repeat(B, 1),
         }
         for part in parts:
-            past = torch.zeros(B, cfg.lm_n_kv_heads, n_past, cfg.lm_head_dim, dtype=dtype)
+            past = torch.zeros(B, cfg.lm_n_kv_heads, n_past, cfg.lm_head_dim, dtype=self.dtype)
             self.examples[f"past_key_values.{part}"] = past
 
     def forward(
@@ -196,14 +187,16 @@ def write_onnx(model: VisionLanguageModel, folder: Path, dtypes: Sequence[str] =
     """
     if unknown := [dtype for dtype in dtypes if dtype not in ONNX_TYPES]:
         raise InputError(f"no ONNX graphs in {', '.join(unknown)}; use {', '.join(ONNX_TYPES)}")
-    for name, graph in GRAPHS.items():
-        logger.info("writing %s in %s", name, ", ".join(dtypes))
-        if "float16" in dtypes:
-            _write_graph(graph(model, torch.float16), folder / f"{name}{ONNX_TYPES['float16']}.onnx")
-        if "float32" in dtypes or "int8" in dtypes:
+    if "float16" in dtypes:
+        half = _in_dtype(model, torch.float16)
+        for name, graph in GRAPHS.items():
+            _write_graph(graph(half), folder / f"{name}{ONNX_TYPES['float16']}.onnx")
+    if "float32" in dtypes or "int8" in dtypes:
+        exact = _in_dtype(model, torch.float32)
+        for name, graph in GRAPHS.items():
             with files.scratch_folder(folder) as scratch:
                 path = (folder if "float32" in dtypes else scratch) / f"{name}.onnx"
-                _write_graph(graph(model, torch.float32), path)
+                _write_graph(graph(exact), path)
                 if "int8" in dtypes:
                     _quantize(path, folder / f"{name}{ONNX_TYPES['int8']}.onnx")
 
@@ -216,6 +209,7 @@ def _write_graph(module: Any, path: Path) -> None:
     """
     from onnxscript import ir
 
+    logger.info("writing %s", path.name)
     names = [*module.examples]
     shapes: list[Any] = [dict.fromkeys(_dimensions(name), torch.export.Dim.DYNAMIC) for name in names]
     if "attention_mask" in names:  # the past is one argument of forward
@@ -223,15 +217,13 @@ def _write_graph(module: Any, path: Path) -> None:
     with _quiet():
         args = tuple(module.examples.values())
         program = torch.export.export(module.eval(), args, dynamic_shapes=tuple(shapes), strict=False)
-        onnx_program = torch.onnx.export(
+        onnx_program: Any = torch.onnx.export(
             program, dynamo=True, opset_version=OPSET, input_names=names, output_names=module.outputs, verbose=False,
             optimize=True,
         )  # fmt: skip
-    assert onnx_program is not None  # with dynamo=True
     graph_model = onnx_program.model
     for value in (*graph_model.graph.inputs, *graph_model.graph.outputs):
-        dimensions = _dimensions(str(value.name))
-        assert value.shape is not None  # traced
+        dimensions = _dimensions(value.name)
         value.shape = ir.Shape([dimensions.get(i, size) for i, size in enumerate(value.shape)])
     _save(graph_model, path)
 
@@ -247,12 +239,11 @@ def _dimensions(name: str) -> dict[int, str]:
     return DIMENSIONS[name.partition(".")[0]]
 
 
-def _in_dtype(module: nn.Module, dtype: torch.dtype) -> Any:
-    """The module in eval mode, in that dtype and on the CPU: itself if it is so, else a copy."""
-    parameter = next(module.parameters())
-    if parameter.dtype == dtype and parameter.device.type == "cpu" and not module.training:
-        return module
-    return copy.deepcopy(module).to("cpu", dtype).eval()
+def _in_dtype(model: VisionLanguageModel, dtype: torch.dtype) -> VisionLanguageModel:
+    """The model in eval mode, in that dtype and on the CPU: itself if it is so, else a copy."""
+    if (model.dtype, model.device.type, model.training) == (dtype, "cpu", False):
+        return model
+    return copy.deepcopy(model).to("cpu", dtype).eval()
 
 
 def _quantize(path: Path, quantized: Path) -> None:
@@ -260,6 +251,7 @@ def _quantize(path: Path, quantized: Path) -> None:
     from onnxruntime.quantization import QuantType, quantize_dynamic
     from onnxscript import ir
 
+    logger.info("writing %s", quantized.name)
     with files.scratch_folder(quantized.parent) as folder, _quiet():
         new = folder / path.name  # for large models with a second file, under a name of onnxruntime's own
         quantize_dynamic(

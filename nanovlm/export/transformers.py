@@ -11,10 +11,9 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
-from models.checkpoint import TOKENIZER, WEIGHTS
+from models.checkpoint import TOKENIZER, WEIGHTS, format_of
 from models.common import files
 from models.config import VLMConfig
-from models.formats.base import format_of
 from models.formats.smolvlm import TEMPLATE, SmolVLM
 from models.formats.to_smolvlm import smolvlm_settings, smolvlm_tensors
 from nanovlm.captioner import Captioner

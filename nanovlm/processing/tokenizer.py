@@ -166,7 +166,8 @@ class Tokenizer:
         There a special token is text, whoever wrote it, but its twin always counts, and takes the spaces around it as
         the token does (lstrip, rstrip). So a chat is encoded at once, as in transformers, whatever a user has typed.
         """
-        special = {id: token for id, token in self.backend.get_added_tokens_decoder().items() if token.special}
+        added = self.backend.get_added_tokens_decoder()
+        special = {id: token for id, token in added.items() if token.special}
         nonce = secrets.randbits(64)
         self.special = any_of(token.content for token in special.values())
         self._twins = {token.content: MARK.format(nonce, id) for id, token in special.items()}
@@ -175,7 +176,12 @@ class Tokenizer:
         for token in special.values():
             sides = {name: getattr(token, name) for name in ("lstrip", "rstrip", "single_word")}
             twins.append(tokenizers.AddedToken(self._twins[token.content], normalized=False, **sides))
-        self._encoder = tokenizers.Tokenizer.from_str(self.backend.to_str())
+        self._encoder = tokenizers.Tokenizer(self.backend.model)  # shared: to parse 49,152 tokens takes 0.2 seconds
+        for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+            setattr(self._encoder, part, getattr(self.backend, part))
+        self._encoder.add_tokens([added[id] for id in sorted(added)])
+        if self._encoder.get_added_tokens_decoder() != added:  # an unusual file gives them other ids
+            self._encoder = tokenizers.Tokenizer.from_str(self.backend.to_str())
         self._encoder.encode_special_tokens = True
         self._encoder.add_tokens(twins)
         self._ids = {self._encoder.token_to_id(self._twins[token.content]): id for id, token in special.items()}

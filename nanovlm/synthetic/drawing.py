@@ -133,20 +133,16 @@ def _heart(rng: Random) -> list[Point]:
         angles = [2 * math.pi * i / 48 for i in range(48)]
         heights = [13 * math.cos(t) - 5 * math.cos(2 * t) - 2 * math.cos(3 * t) - math.cos(4 * t) for t in angles]
         points = [(0.98 * math.sin(t) ** 3, -height / 16 - 0.1) for t, height in zip(angles, heights)]
-    else:
+    else:  # arcs around (center, -top) and its mirror image, and the tangents from them to (0, tip)
         center = rng.uniform(0.42, 0.5)
-        points = _heart_of_arcs(center, center * rng.uniform(1.03, 1.15))
+        radius = center * rng.uniform(1.03, 1.15)
+        top, tip = 0.35, 0.95
+        lean = math.atan2(center, tip + top) + math.asin(radius / math.hypot(center, tip + top))  # of the tangent
+        start, stop = -lean, math.pi - math.acos(center / radius)  # of the right arc, counterclockwise
+        angles = [start + (stop - start) * i / 24 for i in range(25)]
+        right = [(center + radius * math.cos(t), -top - radius * math.sin(t)) for t in angles]
+        points = [(0, tip), *right, *((-x, y) for x, y in reversed(right))]
     return [(width * x, height * y) for x, y in points]
-
-
-def _heart_of_arcs(center: float, radius: float, height: float = 0.35, tip: float = 0.95) -> list[Point]:
-    """Arcs around (center, -height) and its mirror image, and the tangents from them to (0, tip)."""
-    distance = math.hypot(center, tip + height)
-    lean = math.atan2(center, tip + height) + math.asin(radius / distance)  # of the tangent, from upright
-    start, stop = -lean, math.pi - math.acos(center / radius)  # of the right arc, counterclockwise
-    angles = [start + (stop - start) * i / 24 for i in range(25)]
-    right = [(center + radius * math.cos(t), -height - radius * math.sin(t)) for t in angles]
-    return [(0, tip), *right, *((-x, y) for x, y in reversed(right))]
 
 
 def _full_heart(rng: Random) -> list[Point]:

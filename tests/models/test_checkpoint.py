@@ -9,7 +9,6 @@ import os
 import struct
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import create_autospec
@@ -26,7 +25,6 @@ from safetensors.torch import load_model as load_strictly
 import models
 from models import checkpoint
 from models.checkpoint import checkpoint_dtype, find_image_token_id, load_config, save_checkpoint, snapshot_path
-from models.common import files
 from models.common.errors import CheckpointError, InputError
 from models.vision_language_model import VisionLanguageModel, load_model
 from nanovlm import EMBEDDED
@@ -217,34 +215,6 @@ def test_weights_stay_memory_mapped_through_the_check(folder):
         pytest.skip("this system does not tell what is mapped")
     for name, tensor in model.state_dict().items():
         assert any(int(start, 16) <= tensor.data_ptr() < int(end, 16) for start, end in spans), name
-
-
-def contents(folder):
-    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-@pytest.mark.parametrize("accident", [OSError("no space left"), KeyboardInterrupt()])
-def test_an_interrupted_write_leaves_no_trace(folder, tiny_model, monkeypatch, accident):
-    def fails(state, path, metadata):
-        path.write_bytes(b"half of it")
-        raise accident
-
-    before = contents(folder.parent)
-    monkeypatch.setattr(checkpoint, "save_file", fails)
-    for target in (folder, folder.parent / "new"):
-        with pytest.raises(type(accident)):
-            save_checkpoint(target, tiny_model(seed=1), "{}")
-    assert contents(folder.parent) == before and os.listdir(folder.parent) == ["model"]
-
-
-@pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
-def test_written_files_follow_the_umask(tmp_path, tiny_model, request, umask):
-    request.addfinalizer(partial(os.umask, os.umask(umask)))
-    save_checkpoint(tmp_path / "model", tiny_model(), TOKENIZER)
-    files.replace(tmp_path / "notes.json", "{}")
-    assert (tmp_path / "model").stat().st_mode & 0o777 == 0o777 & ~umask
-    for path in (tmp_path / "notes.json", *(tmp_path / "model").iterdir()):
-        assert path.stat().st_mode & 0o777 == 0o666 & ~umask, path
 
 
 @pytest.mark.parametrize("folder", [".", "", "there", "new/deeper"])

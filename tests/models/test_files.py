@@ -6,9 +6,12 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 
 import filelock
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from models.common import files
 from models.common.errors import FileError
@@ -61,13 +64,17 @@ def test_a_link_is_replaced_and_not_followed(tmp_path):
 
 def test_a_file_is_replaced_and_a_folder_filled_whole_or_not_at_all(tmp_path):
     (tmp_path / "a").write_text("old")
-    with pytest.raises(ZeroDivisionError), files.replacing(tmp_path / "a") as new:
-        new.write_text("half")
-        1 / 0  # noqa: B018
-    with pytest.raises(ZeroDivisionError), files.filling(tmp_path / "b") as new:
-        (new / "half").touch()
-        1 / 0  # noqa: B018
-    assert (tmp_path / "a").read_text() == "old" and len([*tmp_path.iterdir()]) == 1
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c/a").write_text("old")
+    for accident in (OSError("no space left"), KeyboardInterrupt()):
+        with pytest.raises(type(accident)), files.replacing(tmp_path / "a") as new:
+            new.write_text("half")
+            raise accident
+        for folder in ("b", "c"):
+            with pytest.raises(type(accident)), files.filling(tmp_path / folder) as new:
+                (new / "a").write_text("half")
+                raise accident
+    assert (tmp_path / "a").read_text() == (tmp_path / "c/a").read_text() == "old" and len([*tmp_path.rglob("*")]) == 3
     for content in ("one", "two"):
         with files.filling(tmp_path / "deep/out") as new:
             (new / "sub").mkdir()
@@ -219,20 +226,29 @@ def test_what_cannot_be_written_is_one_line_that_names_it(tmp_path, monkeypatch)
         assert files.PART not in str(error.value)
 
 
+@pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
 @pytest.mark.parametrize("given", [None, 0o700])
-def test_nobody_else_reads_a_private_file_while_it_is_written(tmp_path, given):
-    (tmp_path / "out").mkdir(mode=0o755)
+def test_new_files_follow_the_umask_and_nobody_else_reads_a_private_one_while_it_is_written(
+    tmp_path, request, given, umask
+):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out").chmod(0o755)
+    request.addfinalizer(partial(os.umask, os.umask(umask)))
     for name, mode in (("a", 0o600), ("out/a", 0o600), ("shared", 0o640)):
         (tmp_path / name).touch()
         (tmp_path / name).chmod(mode)
     with files.replacing(tmp_path / "a", given) as new, files.filling(tmp_path / "out") as folder:
         assert (new.stat().st_mode & 0o777, folder.stat().st_mode & 0o777) == (0o600, 0o700)
         (folder / "a").write_text("new")
-        (folder / "b").write_text("new")
+        save_file({"a": torch.zeros(9)}, folder / "b")  # private, too
     files.replace(tmp_path / "shared", b"new")
-    (tmp_path / "like").touch()
-    modes = [(tmp_path / name).stat().st_mode & 0o777 for name in ("a", "out/a", "shared", "out", "out/b")]
-    assert modes == [given or 0o600, 0o600, 0o640, 0o755, (tmp_path / "like").stat().st_mode & 0o777]
+    files.replace(tmp_path / "new", b"new")
+    with files.filling(tmp_path / "more") as folder:
+        (folder / "a").touch()
+    modes = [(tmp_path / name).stat().st_mode & 0o777 for name in ("a", "out/a", "shared", "out", "more")]
+    assert modes == [given or 0o600, 0o600, 0o640, 0o755, 0o777 & ~umask]
+    for name in ("out/b", "new", "more/a"):
+        assert (tmp_path / name).stat().st_mode & 0o777 == 0o666 & ~umask, name
 
 
 def test_without_fcntl_and_o_nofollow_a_link_is_not_followed(tmp_path, monkeypatch):
@@ -241,5 +257,4 @@ def test_without_fcntl_and_o_nofollow_a_link_is_not_followed(tmp_path, monkeypat
         monkeypatch.delattr(os, name)
     test_a_link_is_replaced_and_not_followed(tmp_path)
     files.append(tmp_path / "table", b"a\n")
-    files.truncate(tmp_path / "table", 0)
-    assert files.read_bytes(tmp_path / "table") == b""
+    assert files.read_bytes(tmp_path / "table") == b"a\n"

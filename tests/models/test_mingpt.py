@@ -33,12 +33,6 @@ def make_pair(seed=0, **changes):
     return gpt, gpt_kv
 
 
-def random_pair(rng):
-    n_head = rng.randint(1, 3)
-    sizes = {"n_layer": rng.randint(1, 3), "n_head": n_head, "n_embd": n_head * rng.randint(1, 4)}
-    return make_pair(rng.randint(0, 9), block_size=rng.randint(1, 12), **sizes)
-
-
 def read(gpt_kv, idx):
     return gpt_kv(idx, kv_cache=[None] * gpt_kv.n_layer)[2]
 
@@ -54,7 +48,10 @@ def assert_close(a, b, atol=1e-5):
 @pytest.mark.parametrize("seed", range(30))
 def test_a_cache_changes_neither_tokens_within_and_beyond_block_size_nor_logits_of_any_chunks(seed):
     rng = random.Random(seed)
-    (gpt, gpt_kv), B, T, n = random_pair(rng), rng.randint(1, 3), rng.randint(1, 15), rng.choice([0, 10, 10])
+    n_head = rng.randint(1, 3)
+    sizes = {"n_layer": rng.randint(1, 3), "n_head": n_head, "n_embd": n_head * rng.randint(1, 4)}
+    gpt, gpt_kv = make_pair(rng.randint(0, 9), block_size=rng.randint(1, 12), **sizes)
+    B, T, n = rng.randint(1, 3), rng.randint(1, 15), rng.choice([0, 10, 10])
     options = {"temperature": rng.choice([0.5, 1.0, 2.0]), "do_sample": rng.random() < 0.5}
     options["top_k"] = rng.choice([None, rng.randint(1, VOCAB_SIZE + 5)])
     outputs = []

@@ -29,8 +29,9 @@ SAMPLINGS = (
 )
 
 
-def random_case(seed):
-    """A source of chance, the sizes of a model, and a batch of up to three prompts of text (t) and images (i)."""
+@pytest.mark.parametrize("seed", CASES)
+def test_neither_cache_nor_padding_nor_chunks_change_a_token(tiny_model, seed):
+    """In batches of up to three prompts of text (t) and images (i)."""
     chance = Random(seed)
     n_kv_heads, group, head_dim = chance.randint(1, 3), chance.randint(1, 3), chance.choice([2, 4, 8])
     heads = {"lm_n_kv_heads": n_kv_heads, "lm_n_heads": n_kv_heads * group}
@@ -38,12 +39,7 @@ def random_case(seed):
     shape = heads | {"lm_n_blocks": chance.randint(1, 3), "lm_tie_weights": chance.random() < 0.5}
     shape["seed"] = chance.randint(0, 9)
     rows = ["".join(chance.choices("ttti", k=chance.randint(1, 10))) for _ in range(chance.randint(1, 3))]
-    return chance, shape, prompt(*rows)
-
-
-@pytest.mark.parametrize("seed", CASES)
-def test_neither_cache_nor_padding_nor_chunks_change_a_token(tiny_model, seed):
-    chance, shape, inputs = random_case(seed)
+    inputs = prompt(*rows)
     model, ids, mask = tiny_model(**shape), inputs["input_ids"], inputs["attention_mask"]
     n_samples, sampling = chance.randint(1, 3), chance.choice(SAMPLINGS)
     options = {"max_new_tokens": 10, "sampling": sampling, "n_samples": n_samples}

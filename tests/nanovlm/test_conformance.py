@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from models import checkpoint
-from models.checkpoint import load_config
-from models.formats.base import format_of
+from models.checkpoint import format_of, load_config
 from nanovlm import EMBEDDED, Captioner
 from nanovlm.cli.main import main
 from nanovlm.export.transformers import export_notes, export_smolvlm

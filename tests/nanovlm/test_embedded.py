@@ -83,7 +83,7 @@ def test_a_thousand_fresh_scenes_reach_the_required_shares(dtype):
     assert len(rows) == 3 and min(rows.values()) >= 0.97, rows
 
 
-def test_settings_that_are_no_file_or_no_object_are_one_line(tmp_path):
+def test_settings_that_are_no_file_or_no_object_are_one_line_and_without_a_prompt_it_is_the_usual_one(tmp_path):
     path = tmp_path / "nanovlm.json"
     for put in (os.mkfifo, lambda path: path.symlink_to("/dev/zero")):
         put(path)
@@ -94,14 +94,11 @@ def test_settings_that_are_no_file_or_no_object_are_one_line(tmp_path):
         path.write_text(text)
         with pytest.raises(CheckpointError, match=r"^[^\n]*nanovlm\.json [^\n]*$"):
             default_prompt(tmp_path)
+    for text in ("{}", '{"prompt": " "}', '{"prompt": 5}'):
+        path.write_text(text)
+        assert default_prompt(tmp_path) == PROMPT
     path.unlink()
+    assert default_prompt(tmp_path) == PROMPT
     path.mkdir()
     with pytest.raises(CheckpointError, match=r"nanovlm\.json is a folder"):
         default_prompt(tmp_path)
-
-
-def test_a_model_without_a_prompt_has_the_usual_one(tmp_path):
-    assert default_prompt(tmp_path) == PROMPT
-    for text in ("{}", '{"prompt": " "}', '{"prompt": 5}'):
-        (tmp_path / "nanovlm.json").write_text(text)
-        assert default_prompt(tmp_path) == PROMPT

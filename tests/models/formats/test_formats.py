@@ -12,25 +12,22 @@ from models.formats.smolvlm import SmolVLM
 from models.formats.to_smolvlm import smolvlm_config
 from models.formats.visionpsy import VisionPsy
 from nanovlm import SAMPLE, Captioner
-from nanovlm.processing.layouts.nanovlm import resized_size
 from nanovlm.processing.layouts.visionpsy import flash_size
 from support import Package
 from support.checkpoints import PSY, assert_same_state, write_visionpsy
 
 transformers = Package("transformers")
 
-SIZES = {  # image -> Standard, Flash
-    (256, 256): ((2048, 2048), (512, 512)), (640, 480): ((2048, 1536), (1024, 512)),
-    (640, 488): ((2048, 2048), (1024, 512)), (1024, 768): ((2048, 1536), (1024, 1024)),
-    (1200, 800): ((2048, 1536), (1536, 1024)), (3000, 1000): ((2048, 1024),) * 2, (300, 2000): ((512, 2048),) * 2,
-    (5000, 100): ((2048, 512),) * 2, (1920, 1080): ((2048, 1536),) * 2, (512, 511): ((2048, 2048), (1024, 512)),
-    (513, 512): ((2048, 2048), (1024, 1024)), (1092, 1092): ((2048, 2048), (1536, 2048)),
+FLASH_SIZES = {
+    (256, 256): (512, 512), (640, 480): (1024, 512), (640, 488): (1024, 512), (1024, 768): (1024, 1024),
+    (1200, 800): (1536, 1024), (3000, 1000): (2048, 1024), (300, 2000): (512, 2048), (5000, 100): (2048, 512),
+    (1920, 1080): (2048, 1536), (512, 511): (1024, 512), (513, 512): (1024, 1024), (1092, 1092): (1536, 2048),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_sizes(size):
-    assert (resized_size(*size, 512, 2048, True), flash_size(*size, 512, 2048, 512)) == SIZES[size]
+@pytest.mark.parametrize("size", FLASH_SIZES)
+def test_flash_enlarges_small_images_only(size):
+    assert flash_size(*size, 512, 2048, 512) == FLASH_SIZES[size]
 
 
 @pytest.mark.parametrize("joined", [True, False])

@@ -28,14 +28,12 @@ PROMPT = "Describe it."
 TYPE_ERRORS = {"f32": 0, "f16": 1e-3, "bf16": 1e-2, "q8_0": 1e-2, "q4_0": 0.13}  # of a weight, as a part of the largest
 
 
-TEXT = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
-VISION = {"hidden_size": 32, "intermediate_size": 64}
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder, text = tmp_path_factory.mktemp("gguf") / "tiny-vlm", TEXT | {"vocab_size": 400, "bos_token_id": 1}
-    write_folder(folder, image_size=32, patch_size=8, longest_edge=128, text=text, vision=VISION)
+    folder = tmp_path_factory.mktemp("gguf") / "tiny-vlm"
+    text = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "vocab_size": 400, "bos_token_id": 1}
+    vision = {"hidden_size": 32, "intermediate_size": 64}
+    write_folder(folder, image_size=32, patch_size=8, longest_edge=128, text=text, vision=vision)
     return folder
 
 
