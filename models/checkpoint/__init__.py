@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from models.checkpoint.folder import (  # noqa: F401 - names for other packages, as below
+from models.checkpoint.folder import (
     CONFIG,
     TOKENIZER,
     WEIGHTS,
@@ -24,8 +24,8 @@ from models.checkpoint.folder import (  # noqa: F401 - names for other packages,
     read_object,
     snapshot_path,
 )
-from models.checkpoint.format import FORMATS, HEAD, NANOVLM, TOKENIZER_CONFIG, Format, format_of  # noqa: F401
-from models.checkpoint.weights import (  # noqa: F401
+from models.checkpoint.format import FORMATS, HEAD, NANOVLM, TOKENIZER_CONFIG, Format, format_of
+from models.checkpoint.weights import (
     INDEX,
     checkpoint_dtype,
     open_tensors,
@@ -36,6 +36,13 @@ from models.checkpoint.weights import (  # noqa: F401
 from models.common import files
 from models.common.errors import CheckpointError, FileError, InputError
 from models.config import VLMConfig
+
+__all__ = [
+    "CONFIG", "FORMATS", "HEAD", "INDEX", "NANOVLM", "TOKENIZER", "TOKENIZER_CONFIG", "WEIGHTS", "Format",
+    "checkpoint_dtype", "find_image_token_id", "format_of", "load_config", "open_tensors", "parse_object",
+    "read_model_text", "read_object", "read_state_dict", "read_weights", "save_checkpoint", "snapshot_path",
+    "tensor_names", "why_unusable", "write_checkpoint_files",
+]  # fmt: skip
 
 
 def load_config(folder: str | os.PathLike[str]) -> VLMConfig:

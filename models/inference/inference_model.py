@@ -40,33 +40,45 @@ class PlainNetwork:
         T = max(lengths)
         x = torch.stack([F.pad(row, (0, 0, T - len(row), 0)) for row in rows])
         used = torch.arange(T, device=x.device) >= T - torch.tensor(lengths, device=x.device)[:, None]
-        return self._compute(x, used, cache, [start] * len(rows), slots)
+        mask = None if min(lengths) == T else used.long()
+        starts = [start] * len(rows)
+        logits, state = self.model.prefill_embeds(x, mask, self._prefix(cache, starts, slots))
+        self._write(cache, state, used, starts, slots)
+        return logits
 
     def decode_tokens(self, ids: Tensor, cache: Tensor, past: Sequence[int], slots: Sequence[int]) -> Tensor:
         """See `KernelNetwork.decode_tokens`."""
-        used = torch.ones_like(ids, dtype=torch.bool)
-        return self._compute(self.model.embed_tokens(ids), used, cache, past, slots)
-
-    def _compute(self, x: Tensor, used: Tensor, cache: Tensor, past: Sequence[int], slots: Sequence[int]) -> Tensor:
-        """Logits (B, vocabulary) after embeddings x (B, T, C), where used (B, T), behind `past` tokens in each slot."""
-        at, starts = (torch.tensor(numbers, device=x.device) for numbers in (slots, past))
-        span = max(past)
-        prefix = None
-        if span:
-            blocks = cache[:, :, at, :, :span]
-            mask = None
-            if min(past) < span:  # what lies behind a sequence's tokens is padding, and may be anything
-                held = torch.arange(span, device=x.device) < starts[:, None]
-                blocks = blocks.masked_fill(~held[:, None, :, None], 0)
-                mask = held.long()
-            prefix = PrefillState([KVCache(key, value) for key, value in blocks], mask)
-        logits, state = self.model.prefill_embeds(x, None if used.all() else used.long(), prefix)
-        rows, columns = used.nonzero(as_tuple=True)
-        places = starts[rows] + used.cumsum(1)[rows, columns] - 1
-        for (key, value), kv in zip(cache, state.kv_cache):
-            key[at[rows], :, places] = kv.key[rows, :, columns + span]
-            value[at[rows], :, places] = kv.value[rows, :, columns + span]
+        if ids.size(1) > 1:
+            return self.prefill([*self.model.embed_tokens(ids)], cache, past[0], slots)
+        prefix = self._prefix(cache, past, slots)
+        assert prefix is not None  # a prompt has tokens
+        logits, state = self.model.decode(ids[:, 0], prefix)
+        self._write(cache, state, torch.ones_like(ids, dtype=torch.bool), past, slots)
         return logits
+
+    def _prefix(self, cache: Tensor, past: Sequence[int], slots: Sequence[int]) -> PrefillState | None:
+        """What the slots hold; what lies behind a sequence's tokens is padding, and may be anything."""
+        if not (span := max(past)):
+            return None
+        blocks = cache[:, :, torch.tensor(slots, device=cache.device), :, :span]
+        mask = None
+        if min(past) < span:
+            used = torch.arange(span, device=cache.device) < torch.tensor(past, device=cache.device)[:, None]
+            blocks = blocks.masked_fill(~used[:, None, :, None], 0)
+            mask = used.long()
+        return PrefillState([KVCache(key, value) for key, value in blocks], mask)
+
+    def _write(
+        self, cache: Tensor, state: PrefillState, used: Tensor, past: Sequence[int], slots: Sequence[int]
+    ) -> None:
+        """Put the keys and values of new tokens, those of used (B, T), behind the `past` ones of each slot."""
+        rows, columns = used.nonzero(as_tuple=True)
+        at = torch.tensor(slots, device=rows.device)[rows]
+        places = torch.tensor(past, device=rows.device)[rows] + used.cumsum(1)[rows, columns] - 1
+        columns = columns + max(past)
+        for (key, value), kv in zip(cache, state.kv_cache):
+            key[at, :, places] = kv.key[rows, :, columns]
+            value[at, :, places] = kv.value[rows, :, columns]
 
 
 Network = KernelNetwork | PlainNetwork

@@ -75,6 +75,16 @@ class Block(nn.Module):
         return x + self.mlp(self.ln_2(x))
 
 
+class Transformer(nn.ModuleDict):
+    """The parts of GPT below the output head, under minGPT's names."""
+
+    wte: nn.Embedding  # token embeddings
+    wpe: nn.Embedding  # position embeddings
+    drop: nn.Dropout
+    h: nn.ModuleList  # blocks
+    ln_f: nn.LayerNorm
+
+
 class GPT(nn.Module):
     """minGPT: recomputes the whole context for every generated token.
 
@@ -94,9 +104,9 @@ class GPT(nn.Module):
         self.config = config
         self.block_size = config.block_size
         self.n_layer = config.n_layer
-        self.transformer: Any = nn.ModuleDict({
-            "wte": nn.Embedding(config.vocab_size, config.n_embd),  # of tokens
-            "wpe": nn.Embedding(config.block_size, config.n_embd),  # of positions
+        self.transformer = Transformer({
+            "wte": nn.Embedding(config.vocab_size, config.n_embd),
+            "wpe": nn.Embedding(config.block_size, config.n_embd),
             "drop": nn.Dropout(config.embd_pdrop),
             "h": nn.ModuleList(self.block_class(config) for _ in range(config.n_layer)),
             "ln_f": nn.LayerNorm(config.n_embd),
