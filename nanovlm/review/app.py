@@ -32,7 +32,7 @@ from nanovlm.serving.options import ServeOptions
 if TYPE_CHECKING:
     from nanovlm.captioner import Captioner
 
-PAGE = Path(__file__).parent / "review_page"
+PAGE = Path(__file__).parent / "page"
 SIDES = {"thumbnails": 256, "pictures": 640, "images": 1600}  # the longest sides, by the beginning of the address
 QUALITY = 80
 N_THUMBNAILS = 4_000  # that are kept, some 10 kB each

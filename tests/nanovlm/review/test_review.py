@@ -21,7 +21,7 @@ from nanovlm.bulk import caption_files
 from nanovlm.errors import UsageError
 from nanovlm.options import CaptionOptions
 from nanovlm.outputs import Sidecars, Table, text_hash
-from nanovlm.serving.review import Review, make_review_app, marks
+from nanovlm.review.app import Review, make_review_app, marks
 from support import noise_image
 from support.serving import until
 
