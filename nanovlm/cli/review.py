@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"{args.target} is neither a folder nor a .jsonl table; name one that exists")
     with needs_extra("serve", "review"):
         from nanovlm.review.app import Review, serve_review
-        from nanovlm.serving.app import listen
+        from nanovlm.serving.web import listen
 
     def load() -> "Captioner":
         return load_captioner(model, images=[args.target])

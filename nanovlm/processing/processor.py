@@ -61,6 +61,11 @@ class Processor:
         """Tiles of an RGB image, (n, 3, S, S) float32, and their grid; whatever the format adds to them is in n."""
         return self.layout.preprocess(image, max_tiles or self.max_tiles)
 
+    def tiled(self, image: Image.Image, max_tiles: int | None = None, **key: Any) -> TiledImage:
+        """An image as a request takes it."""
+        tiles, grid = self.preprocess(image, max_tiles)
+        return TiledImage(tiles, grid=grid, **key)
+
     def prepare(self, images: "Sequence[Image.Image | Video]") -> list[Any]:
         """The parts of a turn that shows images, a `TiledImage` for each, or a video.
 
@@ -68,18 +73,14 @@ class Processor:
         """
         videos = [image for image in images if not isinstance(image, Image.Image)]
         if not videos:
-            return [self._tiled(image) for image in images]  # type: ignore[arg-type]
+            return [self.tiled(image) for image in images]  # type: ignore[arg-type]
         if len(images) > 1:
             raise InputError(f"{len(images)} images and videos together; ask about one video, or about images")
-        frames = [self._tiled(frame, 1) for frame in videos[0].frames]
+        frames = [self.tiled(frame, 1) for frame in videos[0].frames]
         if not self.layout.images_in_turns:
             return frames
         *before, last = videos[0].texts()
         return [*chain.from_iterable(zip(before, frames)), last]
-
-    def _tiled(self, image: Image.Image, max_tiles: int | None = None) -> TiledImage:
-        tiles, grid = self.preprocess(image, max_tiles)
-        return TiledImage(tiles, grid=grid)
 
     def __call__(self, images: Sequence[Sequence[Image.Image]], questions: Sequence[str]) -> dict[str, Tensor | None]:
         """Inputs of `VisionLanguageModel.generate`: row i asks questions[i] about images[i], padded on the left.

@@ -25,9 +25,8 @@ from nanovlm.errors import ImageError, NanoVLMError, UsageError
 from nanovlm.options import CaptionOptions, with_changes
 from nanovlm.outputs import EDITED, ORIGIN, Row, Sidecars, Table, edited, reasons, relative_name, text_hash, text_of
 from nanovlm.processing.image_loading import thumbnail
-from nanovlm.serving.app import STATIC, Gate, Server, add_page, read_body
-from nanovlm.serving.openai_api import APIError
 from nanovlm.serving.options import ServeOptions
+from nanovlm.serving.web import STATIC, APIError, Gate, Server, add_page, read_body
 
 if TYPE_CHECKING:
     from nanovlm.captioner import Captioner
@@ -258,7 +257,7 @@ def make_review_app(review: Review, token: str) -> FastAPI:
     api.add_api_route("/status", review.status)
     add_page(api, PAGE, STATIC / "base.css")
     app.include_router(api, prefix=f"/{token}")
-    app.add_middleware(Gate, options=ServeOptions(quiet=True))
+    app.add_middleware(Gate)
     for kind in (NanoVLMError, APIError, Exception):
         app.add_exception_handler(kind, send_error)
     return app
@@ -270,7 +269,7 @@ async def send_error(request: Request, error: Exception) -> JSONResponse:
     elif not isinstance(error, APIError):
         logger.error("a request failed", exc_info=error)
         error = APIError(500, "a bug; the terminal shows more")
-    return JSONResponse(error.body, error.status)
+    return error.response
 
 
 async def read_json(request: Request, kind: type) -> Any:

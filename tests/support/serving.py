@@ -11,8 +11,9 @@ import httpx
 from PIL import Image
 
 from nanovlm import SAMPLE
-from nanovlm.serving.app import Server, make_app
+from nanovlm.serving.app import make_app
 from nanovlm.serving.options import ServeOptions
+from nanovlm.serving.web import Server
 
 # One for all tests: each new client would read all certificates. It keeps no connection: ports change their servers.
 http = httpx.Client(timeout=60, verify=False, trust_env=False, limits=httpx.Limits(max_keepalive_connections=0))
