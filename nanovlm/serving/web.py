@@ -45,10 +45,12 @@ class APIError(Exception):
     def __init__(
         self, status: int, message: str, code: str | None = None, param: str | None = None, headers: Any = None
     ):
-        super().__init__(encodable(shortened(message)))
+        texts = (shortened(text).encode(errors="backslashreplace").decode() for text in (message, param or ""))
+        message, param = texts  # a client may have escaped half a character
+        super().__init__(message)
         self.status = status
         self.code = code
-        self.param = None if param is None else encodable(shortened(param))
+        self.param = param or None
         self.headers = headers
 
     @property
@@ -174,8 +176,3 @@ class Server(uvicorn.Server):
             logger.info("finishing %s; press ctrl-c again to stop at once", count(len(self.active), "answer"))
         self.force_exit = self.should_exit
         self.should_exit = True
-
-
-def encodable(text: str) -> str:
-    """A text as UTF-8 can hold it, in which a client may have escaped half a character."""
-    return text.encode(errors="backslashreplace").decode()
