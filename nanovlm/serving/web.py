@@ -163,9 +163,9 @@ def listen(options: ServeOptions) -> socket.socket:
 class Server(uvicorn.Server):
     """Finishes active answers at the first signal, and stops at once at the second. `run` returns, and raises none."""
 
-    def __init__(self, app: FastAPI, port: int = 0, active: Collection[object] = ()):
+    def __init__(self, app: FastAPI, active: Collection[object] = ()):
         config = uvicorn.Config(
-            app, port=port, http="h11", ws="none", log_level="critical", server_header=False,
+            app, port=0, http="h11", ws="none", log_level="critical", server_header=False,
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
         )  # fmt: skip
         super().__init__(config)

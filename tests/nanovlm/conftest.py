@@ -35,12 +35,13 @@ def workdir(tmp_path, monkeypatch):
 
 @pytest.fixture
 def run_script(monkeypatch, capsys):
-    """Run a root script of one verb in this process: exit code, stdout, stderr."""
+    """Run a root script of one verb, or `nanovlm` (None), in this process: exit code, stdout, stderr."""
 
     def run_script(script, verb, *argv):
         monkeypatch.setattr(sys, "argv", [script])
         try:
-            code = cli.run_verb(verb, list(map(str, argv)))
+            argv = list(map(str, argv))
+            code = cli.main(argv) if verb is None else cli.run_verb(verb, argv)
         except SystemExit as end:
             code = end.code
         return code, *capsys.readouterr()
