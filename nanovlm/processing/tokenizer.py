@@ -83,12 +83,12 @@ class Tokenizer:
             ) from None
 
     @classmethod
-    def from_backbone(cls, name_or_folder: str | Path, cfg: VLMConfig, revision: str | None = None) -> "Tokenizer":
+    def from_backbone(cls, name_or_folder: str | Path, cfg: VLMConfig) -> "Tokenizer":
         """Load a language model's tokenizer.json, from a Hub id or a folder, and add cfg.vlm_extra_tokens.
 
         Tokens it does not have yet get the ids after its last, in the config's order.
         """
-        folder = snapshot_path(name_or_folder, revision, [TOKENIZER])
+        folder = snapshot_path(name_or_folder, None, [TOKENIZER])
         return cls._read(folder / TOKENIZER, cfg, cfg.special_tokens.values())
 
     @classmethod
@@ -237,8 +237,8 @@ class Tokenizer:
         plain = self.typed.sub(self._twin, self.answer_prefix + text)
         return [*self._encode(self._start_of_answer + plain), self.eos_token_id]
 
-    def encode_chat(self, chat: Chat, markups: Sequence[str] = (), add_generation_prompt: bool = True) -> list[int]:
-        """Ids of a rendered conversation, in which markups stand for the images.
+    def encode_chat(self, chat: Chat, markups: Sequence[str] = ()) -> list[int]:
+        """Ids of a rendered conversation up to where the answer begins, in which markups stand for the images.
 
         Special tokens count as such in the template and in markups; in texts they are plain text. A model without a
         template, as those before June 2025, was trained on single questions: a chat raises InputError.
@@ -261,7 +261,7 @@ class Tokenizer:
         for turn in chat:
             parts = [self.special.sub(hide, part) if isinstance(part, str) else part for part in turn.parts]
             escaped.append(Turn(turn.role, parts))
-        text = self.special.sub(self._twin, self.render(escaped, add_generation_prompt, markups))
+        text = self.special.sub(self._twin, self.render(escaped, True, markups))
         for mark, token in hidden.items():
             text = text.replace(mark, token)
         return self.begin(self._encode(text))
