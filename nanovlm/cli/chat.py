@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from models.common import files
 from nanovlm.cli.options import MODEL_FLAGS, add_record_flags, from_args, load_captioner, model_options, report_missing
-from nanovlm.console import bold, is_terminal, print_error, print_text
+from nanovlm.console import is_terminal, print_error, print_text
 from nanovlm.errors import ImageError, NanoVLMError, UsageError, is_out_of_memory
 from nanovlm.options import CHAT_MAX_NEW_TOKENS, GenerationOptions, ModelOptions
 from nanovlm.outputs import relative_name
@@ -162,15 +162,11 @@ def read_lines(interactive: bool) -> Iterator[str]:
     """Lines typed at a prompt, or piped in."""
     if sys.stdin is None or sys.stdout is None:  # closed
         return
-    prompt = ""
-    if interactive:
-        start, end = (f"\001{code}\002" if code else "" for code in bold(" ", sys.stdout).split(" "))
-        prompt = f"{start}> {end}"  # \001 and \002 tell readline that a code takes no room on the screen
-    elif isinstance(sys.stdin, io.TextIOWrapper):
+    if not interactive and isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")  # invalid UTF-8 is reported later, with its line
     while True:
         try:
-            yield input(prompt)
+            yield input("> " if interactive else "")
         except EOFError:
             if interactive:
                 print()

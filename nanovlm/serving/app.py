@@ -17,7 +17,7 @@ from starlette.datastructures import State
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from nanovlm.embedded import SAMPLE
 from nanovlm.errors import ImageError, MissingExtraError, NanoVLMError, PromptTooLongError, SchemaError
@@ -108,14 +108,9 @@ class RequestLog:
         started = time.monotonic()
         status = CLIENT_LEFT
         state = scope.setdefault("state", {})
-
-        async def send_and_see(message: Message) -> None:
-            nonlocal status
-            status = message.get("status", status)
-            await send(message)
-
         try:
-            await self.app(scope, receive, send_and_see)
+            await self.app(scope, receive, send)
+            status = 200
         finally:
             response: Response | None = state.get("response")
             problem: APIError | None = state.get("problem")
