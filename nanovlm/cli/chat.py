@@ -7,7 +7,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -55,9 +55,13 @@ def run(args: argparse.Namespace) -> int:
         print_error(f"{COMMANDS}; ctrl-c stops an answer, {end} leaves")
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401 (gives input() its arrow keys)
-    for line in read_lines(interactive):
+    elif isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # invalid UTF-8 is reported later, with its line
+    line: str | None = ""
+    while line is not None:
         try:
-            chat.handle(line)
+            line = read_line("> " if interactive else "")
+            chat.handle(line or "")
         except KeyboardInterrupt:
             if not interactive:
                 raise
@@ -158,20 +162,12 @@ class TerminalChat:
         print_error(f"{name}: {len(history)} questions and answers as {kind}")
 
 
-def read_lines(interactive: bool) -> Iterator[str]:
-    """Lines typed at a prompt, or piped in."""
-    if sys.stdin is None or sys.stdout is None:  # closed
-        return
-    if not interactive and isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="surrogateescape")  # invalid UTF-8 is reported later, with its line
-    while True:
-        try:
-            yield input("> " if interactive else "")
-        except EOFError:
-            if interactive:
-                print()
-            return
-        except KeyboardInterrupt:
-            if not interactive:
-                raise
-            print()
+def read_line(prompt: str) -> str | None:
+    """A line typed at a prompt, or piped in; None at the end, and where standard input or output is closed."""
+    if sys.stdin is None or sys.stdout is None:
+        return None
+    try:
+        return input(prompt)
+    except EOFError:
+        print(end="\n" if prompt else "")
+        return None
