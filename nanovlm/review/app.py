@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ from models.common.errors import FileError
 from nanovlm.bulk import Report, caption_rows, extensions, find_images, folders_of
 from nanovlm.console import count
 from nanovlm.errors import ImageError, NanoVLMError, UsageError
-from nanovlm.options import CaptionOptions, with_changes
+from nanovlm.options import CaptionOptions
 from nanovlm.outputs import EDITED, ORIGIN, Row, Sidecars, Table, edited, reasons, relative_name, text_hash, text_of
 from nanovlm.processing.image_loading import thumbnail
 from nanovlm.serving.options import ServeOptions
@@ -121,7 +122,7 @@ class Review:
             self.output.read()
             made = self.output.made(image) or self.output.record(image).made(image)
         prefix = made.get("prefix", "")
-        options = with_changes(self.options, {"prompts": (prompt,), "prefix": prefix})
+        options = replace(self.options, prompts=(prompt,), prefix=prefix)
         with self.captioning:
             (row,) = caption_rows(self.load(), [(image, image)], options)
             if isinstance(row, Exception):

@@ -112,8 +112,8 @@ class RequestLog:
             await self.app(scope, receive, send)
             status = 200
         finally:
-            response: Response | None = state.get("response")
-            problem: APIError | None = state.get("problem")
+            response = state.get("response")
+            problem = state.get("problem")
             if response is not None:
                 await self.release(response)
             if not self.quiet and (response or problem):
