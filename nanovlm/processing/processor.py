@@ -8,13 +8,12 @@ from itertools import chain, zip_longest
 from typing import TYPE_CHECKING, Any
 
 from PIL import Image
-from torch import Tensor
 
 from models.config import VLMConfig
 from models.inference.caches import TiledImage
 from nanovlm.errors import InputError, PromptTooLongError
 from nanovlm.processing.conversation import Chat, check_chat, images_of
-from nanovlm.processing.layouts import Grid, layout_of
+from nanovlm.processing.layouts import layout_of
 from nanovlm.processing.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -55,13 +54,9 @@ class Processor:
                 f"(lm_max_position_embeddings={context}); shorten it"
             )
 
-    def preprocess(self, image: Image.Image, max_tiles: int | None = None) -> tuple[Tensor, Grid]:
-        """Tiles of an RGB image, (n, 3, S, S) float32, and their grid; whatever the format adds to them is in n."""
-        return self.layout.preprocess(image, max_tiles or self.max_tiles)
-
     def tiled(self, image: Image.Image, max_tiles: int | None = None, **key: Any) -> TiledImage:
-        """An image as a request takes it."""
-        tiles, grid = self.preprocess(image, max_tiles)
+        """Tiles of an RGB image, (n, 3, S, S) float32, and their grid; whatever the format adds to them is in n."""
+        tiles, grid = self.layout.preprocess(image, max_tiles or self.max_tiles)
         return TiledImage(tiles, grid=grid, **key)
 
     def prepare(self, images: "Sequence[Image.Image | Video]") -> list[Any]:
