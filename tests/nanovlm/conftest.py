@@ -133,20 +133,6 @@ def make_checkpoint(backbone_tokenizer, tmp_path_factory):
 
 
 @pytest.fixture
-def clip(tmp_path):
-    """The file a.mp4: three seconds of six colors."""
-    av = pytest.importorskip("av")
-    with av.open(str(tmp_path / "a.mp4"), "w") as container:
-        stream = container.add_stream("mpeg4", rate=10)
-        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
-        for color in ("red", "green", "blue", "white", "black", "yellow"):
-            for _ in range(5):
-                container.mux(stream.encode(av.VideoFrame.from_image(Image.new("RGB", (64, 48), color))))
-        container.mux(stream.encode())
-    return tmp_path / "a.mp4"
-
-
-@pytest.fixture
 def without_heif(monkeypatch):
     """State of a process that has read no HEIC image yet."""
     Image.init()  # or the end of the test would forget the formats that it is the first to read
