@@ -21,7 +21,6 @@ from nanovlm.errors import ImageError, NanoVLMError, OutputError, UsageError, is
 from nanovlm.folders import walk
 from nanovlm.options import RESERVED, CaptionOptions
 from nanovlm.outputs import EDITED, Output, Row, Sidecars, forget_folders, image_key, reasons, replaces
-from nanovlm.outputs import Table as Table
 from nanovlm.processing import ANIMATION_EXTENSIONS, VIDEO_EXTENSIONS
 
 if TYPE_CHECKING:
@@ -252,15 +251,17 @@ def _read_ahead(
 ) -> Generator["Request", None, None]:
     """A request for each prompt, or choice, about each image, which threads read and preprocess n_ahead."""
     from models.inference.continuous_batching import Request
+    from nanovlm.processing.video import Video
 
     def read(name: str, image: Any) -> list[Request]:
         try:
-            source = _source(image, options)
+            if options.as_video:
+                image = Video.read(image, options.max_frames)
             prompts = [options.filled(prompt, name) for prompt in options.prompts]
             if options.choices:
-                requests = captioner.choice_requests(source, options.choices, prompts[0])
+                requests = captioner.choice_requests(image, options.choices, prompts[0])
             else:
-                requests = captioner.requests(source, prompts, options)
+                requests = captioner.requests(image, prompts, options)
         except Exception as error:
             return [Request((), name=name, error=error) for _ in options.choices or options.prompts]
         for request in requests:
@@ -278,17 +279,6 @@ def _read_ahead(
             yield from ahead.popleft().result()
     finally:
         threads.shutdown(wait=False, cancel_futures=True)
-
-
-def _source(image: Any, options: CaptionOptions) -> Any:
-    """The image or video to read; ImageError for the name of a pipe, whose opening may block forever."""
-    if options.as_video:
-        from nanovlm.processing.video import Video
-
-        return Video.read(image, options.max_frames)
-    if isinstance(image, str) and os.path.exists(image) and not os.path.isfile(image):
-        raise ImageError(f"{image}: not a file")
-    return image
 
 
 def _answer(captioner: "Captioner", requests: Sequence["Request"], options: CaptionOptions) -> Row:

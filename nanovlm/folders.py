@@ -11,10 +11,9 @@ NO_IMAGE_FOLDERS = {"@eaDir", "__MACOSX", "lost+found", "$RECYCLE.BIN", "System 
 def walk(
     folder: str | os.PathLike[str], onerror: Callable[[OSError], None] | None = None
 ) -> Iterator[tuple[str, list[str]]]:
-    """Yield a folder and its subfolders, each with the sorted names of its files; what is hidden is left out.
+    """Yield a folder and its subfolders, each with the sorted names of its files; links are followed, each once.
 
-    So are folders of thumbnails and of file systems, and model folders below the first one, whose images are reports.
-    Links to folders are followed, but no folder is read twice.
+    Left out are what is hidden, thumbnails, file systems' own, and model folders below the first: they hold reports.
     """
     seen = set()
     for current, subfolders, names in os.walk(folder, onerror=onerror, followlinks=True):

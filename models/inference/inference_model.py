@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from models.cache import KVCache, PrefillState
 from models.common.errors import InputError
 from models.common.options import QUANTIZATIONS
-from models.inference.kernel_network import KernelNetwork, find_library
+from models.inference.kernel_network import KernelNetwork
 from models.inference.proof import ADAPTERS, Proof, difference_of_process
-from models.inference.quantization import QuantizedLinear, move_to_huge_pages, quantize_linears
+from models.inference.quantization import QuantizedLinear, find_library, move_to_huge_pages, quantize_linears
 from models.vision_language_model import VisionLanguageModel
 
 logger = logging.getLogger(__name__)

@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from models.common.errors import InputError
 from models.config import VLMConfig
 from models.decoding import GenerationMixin
-from models.inference.kernels.load import WITHOUT_BF16_DOT, chosen_level, load_library, read_structs
-from models.inference.quantization import QuantizedLinear
+from models.inference.kernels.load import WITHOUT_BF16_DOT, read_structs
+from models.inference.quantization import KERNEL_DTYPES as DTYPES
+from models.inference.quantization import QuantizedLinear, find_library
 from models.language_model import LanguageModel, rope_cos_sin
 from models.modality_projector import pixel_shuffle
 from models.vision_language_model import VisionLanguageModel
 from models.vision_transformer import VisionTransformer
 
-DTYPES = {torch.float32: 0, torch.bfloat16: 1}  # the numbers in common.h
 QUANTIZED = {"int8": 2, "int4": 3}
 MAX_PATCHES = 1024  # of images that are encoded together; activations of more leave the CPU's cache
 STRUCTS = read_structs()
@@ -144,13 +144,6 @@ def empty_cache(network: Any, n_sequences: int, capacity: int) -> Tensor:
     cfg = network.model.cfg
     shape = len(network.model.decoder.blocks), 2, n_sequences, cfg.lm_n_kv_heads, capacity, cfg.lm_head_dim
     return torch.zeros(shape, dtype=network.cache_dtype, device=network.model.device)
-
-
-def find_library(model: VisionLanguageModel) -> tuple[str, ctypes.CDLL] | None:
-    """The CPU's level and the kernels of it; None where a model's device or dtype, or this CPU, has none."""
-    level = chosen_level() if model.device.type == "cpu" and model.dtype in DTYPES else None
-    library = None if level is None else load_library(level)
-    return None if level is None or library is None else (level, library)
 
 
 class KernelNetwork:

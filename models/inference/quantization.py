@@ -1,15 +1,19 @@
 """Linear layers with weights in 8 or 4 bits, in the layout that the kernels read."""
 
+import ctypes
 import mmap
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.common.errors import InputError
+from models.inference.kernels.load import chosen_level, load_library
 
+KERNEL_DTYPES = {torch.float32: 0, torch.bfloat16: 1}  # the numbers in common.h
 GROUP_SIZE = 32  # weights of a row that share a scale and a minimum in int4
 ROW_MULTIPLE = 64  # stored rows are padded to it
 FIT_STEPS = 3  # reduce the squared error by 7%; more steps add less than 1%
@@ -38,10 +42,13 @@ class QuantizedLinear(nn.Module):
         self.out_features, self.in_features = weight.shape
         self.format = format
         self.stride = -(-self.in_features // ROW_MULTIPLE) * ROW_MULTIPLE
-        fit = _fit_int8 if format == "int8" else _fit_int4
-        padding = self.stride - self.in_features
-        parts = [fit(rows.float().contiguous(), padding) for rows in weight.detach().split(FIT_ROWS)]
-        data, scales = (nn.Parameter(torch.cat(part), requires_grad=False) for part in zip(*parts))
+        fitted = _fit_by_kernels(weight.detach(), self.stride) if format == "int8" else None
+        if fitted is None:
+            fit = _fit_int8 if format == "int8" else _fit_int4
+            padding = self.stride - self.in_features
+            parts = [fit(rows.float().contiguous(), padding) for rows in weight.detach().split(FIT_ROWS)]
+            fitted = [torch.cat(part) for part in zip(*parts)]
+        data, scales = (nn.Parameter(part, requires_grad=False) for part in fitted)
         self.data = data
         self.scale = scales if format == "int8" else None
         self.groups = None if format == "int8" else scales
@@ -85,6 +92,27 @@ def mix(x: Tensor) -> Tensor:
     while len(matrix) < ROW_MULTIPLE:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
     return (x.unflatten(-1, (-1, ROW_MULTIPLE)) @ matrix / ROW_MULTIPLE**0.5).flatten(-2)
+
+
+def find_library(x: Any) -> tuple[str, ctypes.CDLL] | None:
+    """The CPU's level and its kernels; None where a tensor's or model's device or dtype, or this CPU, has none."""
+    level = chosen_level() if x.device.type == "cpu" and x.dtype in KERNEL_DTYPES else None
+    library = None if level is None else load_library(level)
+    return None if level is None or library is None else (level, library)
+
+
+def _fit_by_kernels(weight: Tensor, stride: int) -> Sequence[Tensor] | None:
+    """`_fit_int8` by the kernels, but for rounding of sums; None where there are none."""
+    found = find_library(weight)
+    if found is None:
+        return None
+    weight = weight.contiguous()
+    data = torch.empty(len(weight), stride, dtype=torch.uint8)
+    scale = torch.empty(len(weight))
+    source, *fitted = (ctypes.c_void_p(x.data_ptr()) for x in (weight, data, scale))
+    sizes = (ctypes.c_long(n) for n in (KERNEL_DTYPES[weight.dtype], *weight.shape))
+    found[1].quantize_weight(source, *sizes, *fitted, torch.get_num_threads())
+    return data, scale
 
 
 def _fit_int8(weight: Tensor, padding: int) -> tuple[Tensor, Tensor]:

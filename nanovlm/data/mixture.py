@@ -18,7 +18,7 @@ from nanovlm.console import count
 from nanovlm.data.examples import EncodedExample, Example, ExampleError, collate, encode, pack
 from nanovlm.data.records import OPTIONS, PROMPT_FLAG, TEXT_FILE
 from nanovlm.data.rows import open_source
-from nanovlm.data.source import COMPARED, Keys, Source, StreamedSource, limit_of, rank_of
+from nanovlm.data.source import DESCRIBED, Keys, Source, StreamedSource, limit_of, rank_of
 from nanovlm.errors import DataError, UsageError
 from nanovlm.options import ReadOptions, parse_data
 from nanovlm.processing.image_loading import augment
@@ -56,13 +56,10 @@ def open_data(
 
 
 def compare(own: Source, sources: Sequence[Source]) -> None:
-    """Add a line to own: how many of its images are also in the sources. Of a stream only COMPARED rows are read."""
+    """Add a line to own: how many of its images are also in the sources, of a stream in its first rows."""
     trained = {key for source in sources for keys in source.keys for key in keys}
     for stream in (source for source in sources if isinstance(source, StreamedSource)):
-        found = list(islice(stream.examples_of(stream.all_rows(), {}), COMPARED))
-        trained |= {key for one in found if not isinstance(one, ExampleError) for key in one[1]}
-        if len(found) == COMPARED:
-            own.lines.append(f"compared with the first {COMPARED:,} rows of {stream.path}, not with later ones")
+        own.lines.append(f"compared with the first {DESCRIBED} rows of {stream.path}, not with later ones")
     if both := trained & {key for keys in own.keys for key in keys}:
         own.lines.append(f"{len(both)} of its images are also trained on")
 

@@ -104,8 +104,9 @@ def _open_folder(path: str, options: ReadOptions) -> Source:
         return _read_dataset(path, [], options)
     splits = Splits(found, is_image, _reader_of)
     named = {name: splits.of(name) for name in found}
-    has_training = "train" in named.values()
-    names = [name for name in found if not has_training or named[name] in ("", "train")]
+    wanted = {"", "train"} if "train" in named.values() else set(named.values())
+    names = [name for name in found if named[name] in wanted]
+    left_out = sorted(set(found).difference(names))
     images = list(filter(is_image, names))
     stems = {os.path.splitext(name)[0] for name in images}
     beside = [name for name in names if os.path.splitext(name)[0] in stems and not is_image(name)]
@@ -119,18 +120,17 @@ def _open_folder(path: str, options: ReadOptions) -> Source:
         raise DataError(f"no images found in {path}; data is {KINDS}")
     reader = _reader_of(files[0])
     if reader:  # the rows, not the folders, say which images are read
-        names = [name for name in found if is_image(name) or name in names]
-    others = sorted(set(found).difference(names))
+        left_out = [name for name in left_out if not is_image(name)]
     captions = [name for name in beside if CAPTIONS.fullmatch(suffix(name))]
     hint = f"; --extension {suffix(captions[0])} reads {captions[0]} and its like" if captions else ""
-    if unread := [name for name in here if suffix(name) == ".txt" and not beside]:
+    if unread := [name for name in sorted(here) if suffix(name) == ".txt" and not beside]:
         hint = f"; {unread[0]} stands beside no image: if it is a table, call it .csv"
     reader = reader or (_read_captions if texts else partial(_read_labels, splits=splits, hint=hint))
     source = reader(path, [os.path.join(path, name) for name in files], options)
-    read = set(files).difference(images)
-    source.listed = [os.path.join(path, name) for name in names if name not in read]
-    if others:
-        source.lines.append(f"reading the training split; not read: {len(others)} files, {others[0]} ...")
+    told = {*left_out, *files}.difference(images)
+    source.listed = [os.path.join(path, name) for name in found if name not in told]
+    if left_out:
+        source.lines.append(f"reading the training split; not read: {len(left_out)} files, {left_out[0]} ...")
     elif len(found := sorted({named[name] for name in files} - {""})) > 1:
         source.lines.append(f"there is no training split: reading {' and '.join(found)}")
     return source
@@ -193,8 +193,6 @@ def _read_records(path: str, files: list[str], options: ReadOptions) -> Source:
             f"{path} holds {len(files)} such files; name the one to read: {', '.join(files[:3])}; of records beside "
             "each image make one metadata.jsonl"
         )
-    if files[0].endswith(".parquet"):
-        return _read_dataset(path, files, options)
     rows: list[Record] = []
     lines: list[str] = []
     for file in files:

@@ -20,8 +20,7 @@ from nanovlm.data.records import NO_IMAGE
 from nanovlm.errors import DataError, NanoVLMError, TrainingError, first_line
 
 SHUFFLE_WINDOW = 256  # rows of a stream held in memory to be shuffled
-DESCRIBED = 100  # rows of a stream that its lines are about
-COMPARED = 1000  # rows of a stream that are compared with a validation set
+DESCRIBED = 100  # rows of a stream that its lines are about, and that are compared with a validation set
 MAX_LABEL = 100  # characters of an answer that are compared to tell classes
 
 APART = "write each split to a file of its own"

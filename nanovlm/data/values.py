@@ -47,8 +47,6 @@ def plain_value(value: Any, kind: Any, feature: Any = None) -> Any:
     if isinstance(value, dict):
         features = feature if isinstance(feature, dict) else {}
         return {field.name: plain_value(value[field.name], field.type, features.get(field.name)) for field in kind}
-    if hasattr(kind, "item_type"):
-        return unique((str(key), plain_value(item, kind.item_type)) for key, item in value)
     if isinstance(value, list):
         inner = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
         return [plain_value(item, kind.value_type, inner) for item in value]

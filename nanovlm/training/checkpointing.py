@@ -1,8 +1,5 @@
-"""Training checkpoints: folder/checkpoints/step-N holds a complete model and what a resumed run needs beside it.
-
-That is the optimizer's state (optimizer.safetensors), the adapters of a LoRA run, and trainer.json: the step, the
-settings, the scores so far and the gradient scaler's state.
-"""
+"""Training checkpoints: folder/checkpoints/step-N holds a complete model and what a resumed run needs beside it:
+the optimizer's state (optimizer.safetensors), the adapters of a LoRA run, and trainer.json, see `Trainer.save`."""
 
 import errno
 import json
@@ -39,10 +36,6 @@ SCALER = torch.amp.GradScaler("cpu").state_dict().keys()
 NOT_NEGATIVE = ("/step", "/exp_avg_sq")
 
 logger = logging.getLogger(__name__)
-
-
-class DamagedCheckpointError(CheckpointError):
-    """A training checkpoint with files that are missing or cannot be read."""
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
@@ -135,59 +128,59 @@ def save_checkpoint(
 
 
 def restore_newest(
-    folder: Path, model: VisionLanguageModel, cfg: TrainConfig, empty: Mapping[str, Tensor]
-) -> tuple[dict[str, Any], dict] | None:
+    folder: Path, model: VisionLanguageModel, cfg: TrainConfig, optimizer: torch.optim.Optimizer
+) -> dict[str, Any] | None:
     """`restore` the newest of folder/checkpoints that is not damaged; CheckpointError if all are, None without any."""
     damaged: list[str] = []
     for step in reversed(checkpoint_steps(folder)):
         path = checkpoint_path(folder, step)
         try:
-            restored = restore(path, model, cfg, empty)
-        except DamagedCheckpointError as error:
-            damaged.append(str(error))
+            state = restore(path, model, cfg, optimizer)
+        except (OSError, CheckpointError) as error:
+            damaged.append(f"{path} is damaged: {error}")
             continue
         for message in damaged:
             logger.warning(f"{message}; resuming from {path} instead")
-        return restored
+        return state
     if damaged:
         raise CheckpointError(f"{damaged[0]}; move it away to start over")
     return None
 
 
 def restore(
-    path: Path, model: VisionLanguageModel, cfg: TrainConfig, empty: Mapping[str, Tensor]
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Load a checkpoint's weights into model, and return trainer.json and the optimizer's tensors.
+    path: Path, model: VisionLanguageModel, cfg: TrainConfig, optimizer: torch.optim.Optimizer
+) -> dict[str, Any]:
+    """Load a checkpoint's weights into model and its tensors into optimizer, and return its trainer.json.
 
-    These must have the names, shapes and dtypes of empty. CheckpointError for a checkpoint of another model or of other
-    settings, DamagedCheckpointError for files that cannot be read, or hold what no run writes.
+    UsageError for a checkpoint of another model or of other settings, CheckpointError for files that cannot be read,
+    or hold what no run writes.
     """
-    with _damage(path):
-        state = read_state(path)
-        before = load_config(path).to_dict() | state["config"]
+    state = read_state(path)
+    before = load_config(path).to_dict() | state["config"]
     now = model.cfg.to_dict() | {name: getattr(cfg, name) for name in FIXED} | {"freeze": list(cfg.freeze)}
     now.pop("lm_tokenizer", None)  # which says where the tokenizer is, not what it is
     for name, value in now.items():
         if before.get(name) != value:
-            raise CheckpointError(
+            raise UsageError(
                 f"{path} was trained with {name}={before.get(name)}, but this run has {name}={value}; "
                 "resume with the same, or train in another folder"
             )
-    with _damage(path):
-        weights = load_model(path, model.cfg, model.image_token_id, device=model.device).state_dict()
-        optimizer = read_optimizer(path / OPTIMIZER, empty)
-    if not adapters(model):
-        model.load_state_dict(weights)
-        return state, optimizer
-    with _damage(path):
+    weights = load_model(path, model.cfg, model.image_token_id, device=model.device).state_dict()
+    tensors = optimizer_state(model, optimizer)
+    stored = read_optimizer(path / OPTIMIZER, tensors)
+    if adapters(model):
         read_adapters(path, model)
-    for name, tensor in merged_state(model):
-        if not torch.allclose(tensor, weights[name].to(tensor.device), rtol=1e-3, atol=1e-5):
-            raise CheckpointError(
-                f"{path} holds adapters of a model with another {name}; "
-                "start from the same model as before, or train in another folder"
-            )
-    return state, optimizer
+        for name, tensor in merged_state(model):
+            if not torch.allclose(tensor, weights[name].to(tensor.device), rtol=1e-3, atol=1e-5):
+                raise UsageError(
+                    f"{path} holds adapters of a model with another {name}; "
+                    "start from the same model as before, or train in another folder"
+                )
+    else:
+        model.load_state_dict(weights)
+    for name, tensor in tensors.items():
+        tensor.copy_(stored[name])
+    return state
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -229,11 +222,3 @@ def read_optimizer(path: Path, empty: Mapping[str, Tensor]) -> dict[str, Tensor]
         if name.endswith(NOT_NEGATIVE) and (tensor < 0).any():
             raise CheckpointError(f"{path}: {name} is negative")
     return tensors
-
-
-@contextmanager
-def _damage(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, CheckpointError) as error:
-        raise DamagedCheckpointError(f"{path} is damaged: {error}") from None

@@ -1,7 +1,6 @@
 """The settings of a training run: TrainConfig for learning, FinetuneOptions for model, data and folder.
 
-Each field carries its default, type, limits and, if it has a flag, that flag's help text. The flags of train.py, the
-keys of run.json and the keyword arguments of Python are made from them.
+The flags of train.py, the keys of run.json and the keyword arguments of Python are made from their fields.
 """
 
 import math

@@ -6,6 +6,8 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,10 @@ from models.common import files
 from models.lora.files import ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from models.vision_language_model import VisionLanguageModel
 from nanovlm.captioner import Captioner
+from nanovlm.console import count
 from nanovlm.data import ExampleBatches, ExampleError, Mixture, Source, StreamedSource, check_data, open_data
 from nanovlm.data.examples import questions as questions_about
-from nanovlm.data.mixture import parse_validation
+from nanovlm.data.mixture import parse_validation, source_lines
 from nanovlm.device import choose_device
 from nanovlm.embedded import SETTINGS
 from nanovlm.errors import TrainingError, UsageError, is_out_of_memory
@@ -27,11 +30,11 @@ from nanovlm.options import check_output_folder, parse_data
 from nanovlm.processing.processor import Processor
 from nanovlm.training.checkpointing import STATE, checkpoint_path, checkpoint_steps, stored_settings, write_errors
 from nanovlm.training.config import RUN_FILE, FinetuneOptions, TrainConfig, choose_settings, read_run
-from nanovlm.training.data import absolute, count_steps_per_epoch, describe_data, digest, fingerprint, resumed_options
 from nanovlm.training.distributed import is_main, world_size
 from nanovlm.training.loop import Trainer, TrainingTask
 from nanovlm.training.metrics import LOSS, METRICS_FILE, REPORT, check_installed
 
+DIGESTED = 256  # weights at either end of a tensor, of which a digest is made
 BASE = "base"  # folder of the model that a LoRA run started from, if it is in no other
 WRITTEN = (  # to the folder of a run, beside checkpoints and the files of some formats
     CONFIG, WEIGHTS, TOKENIZER, TOKENIZER_CONFIG, SETTINGS, ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS, RUN_FILE,
@@ -206,7 +209,7 @@ def base_model(options: FinetuneOptions) -> str:
 def origin(options: FinetuneOptions) -> dict[str, Any]:
     """The flags that name what training starts from, folders by their full path; none for the embedded model."""
     if options.backbones:
-        return {"backbones": [os.path.abspath(path) if os.path.isdir(path) else path for path in options.backbones]}
+        return {"backbones": list(map(absolute, options.backbones))}
     return {} if options.model == FinetuneOptions.model else {"model": base_model(options)}
 
 
@@ -222,3 +225,68 @@ def load_start(options: FinetuneOptions) -> tuple[VisionLanguageModel, Processor
     folder = snapshot_path(options.model)
     captioner = Captioner.from_pretrained(folder, "cpu", "float32")
     return captioner.model, captioner.processor, checkpoint_dtype(folder)
+
+
+def resumed_options(options: FinetuneOptions) -> FinetuneOptions:
+    """Return the options, with the validation of the run that they resume unless they name one."""
+    settings = stored_settings(options.out) if options.validation is None else None
+    return options if settings is None else replace(options, validation=settings["validation"])
+
+
+def absolute(data: str | os.PathLike[str]) -> str:
+    """Name of data, with its share if any, as an absolute path, or as it is if it is no path."""
+    path, _ = parse_data(data)
+    return os.path.abspath(path) + os.fspath(data)[len(path) :] if os.path.exists(path) else os.fspath(data)
+
+
+def fingerprint(training: Sequence[Source], n_parts: int = 1) -> str:
+    """Text that changes with the data: names, shares, numbers and digests of examples; for a stream its parts."""
+    names = []
+    for source in training:
+        share = "" if source.weight is None else f"@{source.weight:g}"
+        if not source.endless:
+            examples = blake2b("".join(source.digests).encode(), digest_size=4).hexdigest()
+            names.append(f"{os.path.basename(absolute(source.path))}{share} ({len(source)}, {examples})")
+        else:
+            names.append(absolute(source.path) + share + (f" (in {n_parts} parts)" if n_parts > 1 else ""))
+    return "; ".join(names)
+
+
+def digest(model: VisionLanguageModel) -> str:
+    """A digest of the ends of all weights, by which a model is known under another name."""
+    ends = blake2b(digest_size=4)
+    for parameter in model.parameters():
+        flat = parameter.detach().flatten()
+        ends.update(torch.cat((flat[:DIGESTED], flat[-DIGESTED:])).float().cpu().numpy().tobytes())
+    return ends.hexdigest()
+
+
+def examples_per_step(cfg: TrainConfig) -> int:
+    """The number of examples of an optimizer step, over all processes."""
+    return cfg.batch_size * cfg.gradient_accumulation_steps * world_size()
+
+
+def count_steps_per_epoch(mixture: Mixture, cfg: TrainConfig) -> float:
+    """Optimizer steps until every example was shown once, without endless sources; 0 if there are no others."""
+    sizes = [0 if group[0].endless else sum(map(len, group)) for group in mixture.groups]
+    return max(size / share for size, share in zip(sizes, mixture.shares)) / examples_per_step(cfg)
+
+
+def describe_data(mixture: Mixture, held_out: Sequence[Source], cfg: TrainConfig, is_default: bool) -> str:
+    """Lines that say what was read, how often each example is shown, and how many are held out."""
+    n_shown = cfg.max_steps * examples_per_step(cfg)
+    n_held_out = sum(map(len, held_out))
+    training = [source for group in mixture.groups for source in group]
+    parts = []
+    for sources, share in zip(mixture.groups, mixture.shares):
+        paths = ", ".join(source.path for source in sources)
+        if sources[0].endless:
+            parts.append(f"{paths}: {share * n_shown:,.0f} examples are shown")
+        else:
+            total = sum(map(len, sources))
+            parts.append(f"{paths}: {count(total, 'example')}, each shown {share * n_shown / total:.1f} times")
+    if n_held_out:
+        parts.append(f"{n_held_out:,} held out" + (" (--validation N holds out N, 0 none)" if is_default else ""))
+    elif is_default and any(isinstance(one, StreamedSource) or not one.endless for one in training):
+        parts.append("nothing held out (--validation 0.05 holds out 5%)")
+    return "\n".join([*source_lines(training, held_out), "; ".join(parts)])

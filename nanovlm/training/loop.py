@@ -36,8 +36,7 @@ logger = logging.getLogger(__name__)
 class TrainingTask:
     """Batches and held-out questions of a run, and where its files go.
 
-    get_batch must be a pure function of the batch's number. answer_questions(model, everything) returns scored answers
-    to held-out questions, to all of them or to some.
+    get_batch must be a pure function of the batch's number. answer_questions(model, everything) answers held-out ones.
     """
 
     get_batch: Callable[[int], Batch]
@@ -89,20 +88,18 @@ class Trainer:
             if self.context.is_main:
                 for folder in (task.folder, task.folder / "checkpoints"):
                     files.remove_parts(folder, seconds=0)  # nobody else writes there
-            empty = checkpointing.optimizer_state(model, self.optimizer)
-            restored = checkpointing.restore_newest(task.folder, model, cfg, empty)
+            state = checkpointing.restore_newest(task.folder, model, cfg, self.optimizer)
             self.context.broadcast_weights(model)
-            if restored:
-                self._resume(*restored)
+            if state:
+                self._resume(state)
             self.context.lock = lock.pop_all()
 
     def run(self) -> VisionLanguageModel:
         """Train until cfg.max_steps, write the best model to task.folder and return it.
 
-        The best is the checkpoint with the best score, the last of equals; without held-out examples the last one. With
-        cfg.lora_rank the model returned is a new one, merged from the first, which is then of no use.
-        SIGINT and SIGTERM end the run after a checkpoint, with the best model so far and TrainingInterrupted.
-        TrainingError if the run diverges or files cannot be written.
+        The best is the checkpoint with the best score, the last of equals; without held-out examples the last one. A
+        model with adapters is of no use afterwards: the one returned is merged from it. SIGINT and SIGTERM end the run
+        after a checkpoint, with the best model so far and TrainingInterrupted. TrainingError if the run diverges.
         """
         with self.context.lock:
             stopped = self._train()
@@ -110,8 +107,7 @@ class Trainer:
             self.model.eval()
             if best != self.step:
                 path = checkpoint_path(self.task.folder, best)
-                empty = checkpointing.optimizer_state(self.model, self.optimizer)
-                checkpointing.restore(path, self.model, self.cfg, empty)
+                checkpointing.restore(path, self.model, self.cfg, self.optimizer)
             if self.context.is_main:
                 self._write_results(best, stopped)
         if stopped:
@@ -269,11 +265,9 @@ class Trainer:
         keep = self.cfg.keep_checkpoints
         checkpointing.save_checkpoint(task, self.model, self.optimizer, state, keep, self.best)
 
-    def _resume(self, state: dict[str, Any], optimizer: dict[str, Tensor]) -> None:
-        """Take up optimizer, step, scores and the model's origin from a checkpoint, and say what has changed."""
+    def _resume(self, state: dict[str, Any]) -> None:
+        """Take up step, scores and the model's origin from a checkpoint's trainer.json, and say what has changed."""
         task = self.task
-        for name, tensor in checkpointing.optimizer_state(self.model, self.optimizer).items():
-            tensor.copy_(optimizer[name])
         if self.scaler.is_enabled() and state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
         self.step = state["step"]

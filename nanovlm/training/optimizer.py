@@ -40,25 +40,20 @@ def freeze(model: VisionLanguageModel, cfg: TrainConfig) -> None:
 def make_optimizer(model: VisionLanguageModel, cfg: TrainConfig) -> torch.optim.AdamW:
     """AdamW (Loshchilov and Hutter 2019) with weight decay on matrices only: not on norms, biases and embeddings.
 
-    With cfg.optimizer "muon" the matrices of the Linear layers are trained by Muon. The "lr_scale" of a parameter group
-    multiplies the step's learning rate.
+    With cfg.optimizer "muon" matrices of Linear layers learn by Muon. A group's "lr_scale" multiplies the step's rate.
     """
     embeddings = {id(model.decoder.token_embedding.weight), id(model.vision_encoder.patch_embedding.position_embedding)}
     is_muon = cfg.optimizer == "muon"
-    groups: list[dict[str, Any]] = []
+    found: dict[Any, dict[str, Any]] = {}
     for part in cfg.trained_parts:
-        trained = [p for p in getattr(model, part).parameters() if p.requires_grad]
-        decayed = [p for p in trained if p.ndim >= 2 and id(p) not in embeddings]
-        others = [p for p in trained if p.ndim < 2 or id(p) in embeddings]
         part_scale = cfg.projector_lr / cfg.lr if part == PROJECTOR and cfg.projector_lr else 1.0
-        for orthogonal in (True, False):
-            params = [p for p in decayed if (is_muon and p.ndim == 2) == orthogonal]
+        for p in (p for p in getattr(model, part).parameters() if p.requires_grad):
+            decay = cfg.weight_decay if p.ndim >= 2 and id(p) not in embeddings else 0.0
+            orthogonal = is_muon and p.ndim == 2 and id(p) not in embeddings
             scale = part_scale * (MUON_LR_SCALE if orthogonal else 1.0)
-            groups.append(
-                {"params": params, "weight_decay": cfg.weight_decay, "lr_scale": scale, "orthogonal": orthogonal}
-            )
-        groups.append({"params": others, "weight_decay": 0.0, "lr_scale": part_scale, "orthogonal": False})
-    groups = [group for group in groups if group["params"]]
+            group: dict[str, Any] = {"params": [], "weight_decay": decay, "lr_scale": scale, "orthogonal": orthogonal}
+            found.setdefault((part, decay, orthogonal), group)["params"].append(p)
+    groups = list(found.values())
     optimizer = (Muon if is_muon else torch.optim.AdamW)(groups, lr=cfg.lr, betas=(0.9, cfg.beta2), fused=True)
     for group in groups:  # checkpoints hold the state of unused parameters, too
         names = ("momentum",) if group["orthogonal"] else ("exp_avg", "exp_avg_sq")
@@ -72,8 +67,7 @@ def make_optimizer(model: VisionLanguageModel, cfg: TrainConfig) -> torch.optim.
 class Muon(torch.optim.AdamW):
     """Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon) for groups with "orthogonal": True.
 
-    It orthogonalizes the momentum of matrices, and is for models trained from scratch, and for fine-tuning models that
-    it trained. Groups of other parameters are trained by AdamW.
+    It orthogonalizes the momentum of matrices; other groups learn by AdamW. For models that it trained from the start.
     """
 
     @torch.no_grad()

@@ -28,10 +28,18 @@ static void end_multiply(const amx_state *previous) {
     if (type == INT8) _tile_dpbusd(sum_tile, left_tile, right_tile); \
     else _tile_dpbf16ps(sum_tile, left_tile, right_tile)
 
-// Sums (32, 16 or 32 tokens) of 32 rows: 2 x 2 amx tiles
+// Sums (32, 16 or 32 tokens) of 32 rows: 2 x 2 amx tiles. `add` keeps what sums held.
 INLINE void multiply_tiles(const long type, const char *left, long stride, const char *panel, long units, void *sums,
-                           long vectors) {
-    _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
+                           long vectors, int add) {
+    char *low = (char *)sums + 16 * PANEL * 4;
+    if (add) {
+        _tile_loadd(0, sums, PANEL * 4);
+        _tile_loadd(1, (char *)sums + 64, PANEL * 4);
+        _tile_loadd(2, low, PANEL * 4);
+        _tile_loadd(3, low + 64, PANEL * 4);
+    } else {
+        _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
+    }
     for (long u = 0; u < units; u += 16) {
         _tile_loadd(4, left + u * 4, stride);
         _tile_loadd(5, left + 16 * stride + u * 4, stride);
@@ -44,10 +52,10 @@ INLINE void multiply_tiles(const long type, const char *left, long stride, const
         TILES(type, 5, 7, 3);
     }
     _tile_stored(0, sums, PANEL * 4);
-    _tile_stored(2, (char *)sums + 16 * PANEL * 4, PANEL * 4);
+    _tile_stored(2, low, PANEL * 4);
     if (vectors == 1) return;
     _tile_stored(1, (char *)sums + 64, PANEL * 4);
-    _tile_stored(3, (char *)sums + 16 * PANEL * 4 + 64, PANEL * 4);
+    _tile_stored(3, low + 64, PANEL * 4);
 }
 
 #else

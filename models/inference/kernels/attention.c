@@ -81,28 +81,39 @@ static void transpose_values(const attention_args *a, long kv, long type, char *
 #define INT16_WEIGHTS 1e6f
 #define INT16_VALUE 2047
 
-// scores (n_keys, PANEL) of n queries from t on become units of `weights`, e^(score - largest); their sums are `total`
-static void softmax_panel(const attention_args *a, long t, long n, long n_keys, float *scores, operand *weights,
-                          float *total) {
-    const long always = a->causal ? min_long(n_keys, a->n_keys - a->n_new + t + 1) : n_keys;
-    for (long s = always; s < n_keys; s++)
-        for (long i = 0; i < n; i++)
-            if (!is_visible(a, s, t + i)) scores[s * PANEL + i] = -INFINITY;
+// Hide later keys among s to s + rows - 1, whose scores (rows, PANEL) with n queries from t on are fresh, and update
+// the largest score of each query
+INLINE void largest_scores(const attention_args *a, long t, long n, long s, long rows, float *scores, float *largest) {
+    for (long r = 0; r < rows; r++)
+        for (long i = 0; i < n && !is_visible(a, s + r, t); i++)
+            if (!is_visible(a, s + r, t + i)) scores[r * PANEL + i] = -INFINITY;
     for (long i = 0; i < PANEL; i += LANES) {
-        vec largest = splat(-1e30f), sum = {0};
-        for (long s = 0; s < n_keys; s++) largest = max_vec(largest, load(scores + s * PANEL + i));
-        for (long s = 0; s < n_keys; s++) {
-            const vec weight = exp_vec(load(scores + s * PANEL + i) - largest);
-            sum += weight;
-            store(scores + s * PANEL + i, weight);
+        vec most = load(largest + i);
+        for (long r = 0; r < rows; r++) most = max_vec(most, load(scores + r * PANEL + i));
+        store(largest + i, most);
+    }
+}
+
+// scores (n_keys, PANEL) become units of `weights`, e^(score - largest); their sums are `total`
+static void softmax_panel(long n_keys, const float *largest, float *scores, operand *weights, float *total) {
+    for (long i = 0; i < PANEL; i += LANES) {
+        const vec most = load(largest + i);
+        vec sum = {0};
+        for (long s = 0; s < n_keys; s += 2) {
+            float *pair = scores + s * PANEL + i;
+            const vec low = exp_vec(load(pair) - most);
+            const vec high = s + 1 < n_keys ? exp_vec(load(pair + PANEL) - most) : (vec){0};
+            sum += low, sum += high;
+            if (weights->type == BFLOAT16) store_int(weights->data + (s / 2 * PANEL + i) * 4, pack_bf16(low, high));
+            else store(pair, low), store(pair + PANEL, high);
         }
+        for (long u = (n_keys + 1) / 2; weights->type == BFLOAT16 && u < weights->units; u++)
+            store_int(weights->data + (u * PANEL + i) * 4, (ivec){0});
         const vec scale = weights->type == INT16 ? min_vec(splat(32767), INT16_WEIGHTS / sum) : splat(1);
-        for (long u = 0; weights->type != FLOAT32 && u < weights->units; u++) {
+        for (long u = 0; weights->type == INT16 && u < weights->units; u++) {
             const float *pair = scores + 2 * u * PANEL + i;
-            const vec low = 2 * u < n_keys ? load(pair) : (vec){0};
-            const vec high = 2 * u + 1 < n_keys ? load(pair + PANEL) : (vec){0};
-            const ivec rounded = round_to_int(low * scale) | round_to_int(high * scale) << 16;
-            store_int(weights->data + (u * PANEL + i) * 4, weights->type == INT16 ? rounded : pack_bf16(low, high));
+            const ivec rounded = round_to_int(load(pair) * scale) | round_to_int(load(pair + PANEL) * scale) << 16;
+            store_int(weights->data + (u * PANEL + i) * 4, rounded);
         }
         store(total + i, sum * scale);
     }
@@ -128,7 +139,7 @@ static void attend(const attention_args *a, long h) {
     float *scores = allocate((padded_keys + BLOCK_ROWS) * PANEL * 4), *queries = allocate(D * PANEL * 4);
     operand q = new_operand(PANEL, D, type), weights = new_operand(PANEL, n_keys, type);
     if (type == FLOAT32) release(weights.data), weights.data = (char *)scores;
-    float total[PANEL] ALIGNED, sums[BLOCK_ROWS * PANEL] ALIGNED, value_scale[D];
+    float total[PANEL] ALIGNED, largest[PANEL] ALIGNED, sums[BLOCK_ROWS * PANEL] ALIGNED, value_scale[D];
     transpose_values(a, kv, type == INT16 ? FLOAT32 : type, values, padded_keys);
     for (long d = 0; d < D && type == INT16; d++) {
         float *row = (float *)values + d * padded_keys;
@@ -144,20 +155,22 @@ static void attend(const attention_args *a, long h) {
         for (long i = 0; i < D * PANEL; i += LANES) store(queries + i, load(queries + i) * scale);
         pack_panel(queries, &q, 0);
         key.n_rows = a->causal ? n_keys - a->n_new + t + n : n_keys;
+        for (long i = 0; i < PANEL; i += LANES) store(largest + i, splat(-1e30f));
         for (long s = 0; s < key.n_rows; s += BLOCK_ROWS) {
             long stride;
             const char *left = left_rows(&key, s, type, q.units, buffer, &stride);
             const long rows = min_long(BLOCK_ROWS, key.n_rows - s);
-            multiply(type, rows, left, stride, q.data, q.units, scores + s * PANEL, vectors, (fetch){0});
+            multiply(type, rows, left, stride, q.data, q.units, scores + s * PANEL, vectors, 0, (fetch){0});
             if (type == INT16) scale_rows(scores + s * PANEL, rows, a->key_scale + s, q.scale);
+            largest_scores(a, t, n, s, rows, scores + s * PANEL, largest);
         }
         weights.units = units_of(key.n_rows, type);
         value.depth = weights.units * values_per_unit(type);  // its rows are longer than the keys that are seen
-        softmax_panel(a, t, n, key.n_rows, scores, &weights, total);
+        softmax_panel(key.n_rows, largest, scores, &weights, total);
         for (long d = 0; d < D; d += BLOCK_ROWS) {
             long stride, rows = min_long(BLOCK_ROWS, D - d);
             const char *left = left_rows(&value, d, type, weights.units, buffer, &stride);
-            multiply(type, rows, left, stride, weights.data, weights.units, sums, vectors, (fetch){0});
+            multiply(type, rows, left, stride, weights.data, weights.units, sums, vectors, 0, (fetch){0});
             if (type == INT16) scale_rows(sums, rows, value_scale + d, NULL);
             for (long r = 0; r < rows; r++)
                 for (long i = 0; i < PANEL; i += LANES)

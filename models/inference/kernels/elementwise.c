@@ -244,6 +244,27 @@ static void quantize_token(const float *x, int is_mixed, operand *out) {
     }
 }
 
+// A weight (n_rows, depth) of float32 or bfloat16 in int8, as `_fit_int8` of models/inference/quantization.py: data is
+// (n_rows, depth rounded up to QUANT_GROUP)
+void quantize_weight(const void *weight, long dtype, long n_rows, long depth, uint8_t *data, float *scale, int threads) {
+    typedef uint8_t bytes __attribute__((vector_size(LANES)));
+    const long stride = round_up(depth, QUANT_GROUP);
+    #pragma omp parallel for num_threads(threads)
+    for (long r = 0; r < n_rows; r++) {
+        float *row = allocate(stride * 4);
+        for (long i = 0; i < stride; i++) row[i] = i < depth ? get(weight, dtype, r * depth + i) : 0;
+        vec largest = splat(127 * 1.17549435e-38f);
+        for (long start = 0; start < stride; start += QUANT_GROUP) mix_group(row + start);
+        for (long i = 0; i < stride; i += LANES) largest = max_abs(largest, load(row + i));
+        scale[r] = max_lanes(largest) / 127;
+        for (long i = 0; i < stride; i += LANES) {
+            const bytes rounded = __builtin_convertvector(round_to_int(load(row + i) / scale[r]) + 128, bytes);
+            memcpy(data + r * stride + i, &rounded, LANES);
+        }
+        release(row);
+    }
+}
+
 // The token of dot_bf16: of each 2 * LANES values of x the even ones, then the odd ones. out may be x.
 static void split_token(const float *x, long depth, float *out) {
     for (long i = 0; i < depth; i += 2 * LANES) {

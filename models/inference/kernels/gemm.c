@@ -31,7 +31,7 @@ static void free_operand(operand *x) {
     release(x->scale), release(x->sum), release(x->group_sum);
 }
 
-// --- one block of weight rows times one panel ---
+// --- one block of weight rows times one panel; `add` (AMX tiles only) keeps what sums held ---
 
 // What is fetched into the cache meanwhile: step bytes for each unit, or nothing if step is 0. The core's own prefetcher
 // does not follow a block's many rows.
@@ -42,7 +42,7 @@ typedef struct {
 
 #if LEVEL == NAIVE
 static void multiply(long type, long rows, const char *left, long stride, const char *panel, long units, void *sums,
-                     long vectors, fetch next) {
+                     long vectors, int add, fetch next) {
     for (long r = 0; r < rows; r++)
         for (long i = 0; i < vectors * LANES; i++) {
             float sum = 0;
@@ -149,9 +149,9 @@ INLINE void multiply_rows(const long type, const long rows, const long vectors, 
 
 #if LEVEL == AMX
 static void multiply(long type, long rows, const char *left, long stride, const char *panel, long units, void *sums,
-                     long vectors, fetch next) {
-    if (type == INT8) return multiply_tiles(INT8, left, stride, panel, units, sums, vectors);
-    if (type == BFLOAT16) return multiply_tiles(BFLOAT16, left, stride, panel, units, sums, vectors);
+                     long vectors, int add, fetch next) {
+    if (type == INT8) return multiply_tiles(INT8, left, stride, panel, units, sums, vectors, add);
+    if (type == BFLOAT16) return multiply_tiles(BFLOAT16, left, stride, panel, units, sums, vectors, add);
     next.step = (next.step + 3) / 4;
     for (long r = 0; r < rows; r += 8, next.data += units * next.step) {  // float32 has no tiles
         float *part = (float *)sums + r * PANEL;
@@ -170,7 +170,7 @@ INLINE void multiply_type(const long type, long rows, const char *left, long str
 }
 
 static void multiply(long type, long rows, const char *left, long stride, const char *panel, long units, void *sums,
-                     long vectors, fetch next) {
+                     long vectors, int add, fetch next) {
     if (type == FLOAT32 || (INT8_IN_FLOAT32 && type == INT8))
         multiply_type(FLOAT32, rows, left, stride, panel, units, sums, vectors, next);
     else if (type == INT8) multiply_type(INT8, rows, left, stride, panel, units, sums, vectors, next);
@@ -242,19 +242,21 @@ static const char *left_rows(const matrix *w, long row, long type, long units, c
 
 // --- all rows times all panels ---
 
-// What becomes of a matmul's result: features of y from `first` on
+// What becomes of a matmul's result: features of y from `first` on, or units of an operand in bfloat16
 typedef struct {
     activations *y;
+    operand *packed;
     long first;
     int add, gelu;  // add to what y holds; apply GELU to the sum, of several tokens
 } result;
 
-INLINE void finish_block(const matrix *w, long row, long rows, const operand *x, long panel, const void *sums,
-                         long vectors, const result *out) {
-    float *y = panel_of(out->y, panel) + (out->first + row) * PANEL;
+// sums becomes scratch memory
+INLINE void finish_block(const matrix *w, long row, long rows, const operand *x, long panel, float *sums, long vectors,
+                         const result *out) {
+    float *y = out->packed ? sums : panel_of(out->y, panel) + (out->first + row) * PANEL;
     for (long r = 0; r < rows; r++)
         for (long v = 0; v < vectors; v++) {
-            vec value = load((const float *)sums + r * PANEL + v * LANES);
+            vec value = load(sums + r * PANEL + v * LANES);
             if (x->type == INT8) {
                 ivec exact = (ivec)value - INT8_OFFSET * load_int(x->sum + panel * PANEL + v * LANES);
                 if (!INT8_IN_FLOAT32) value = __builtin_convertvector(exact, vec);
@@ -266,9 +268,17 @@ INLINE void finish_block(const matrix *w, long row, long rows, const operand *x,
             if (out->add) value += load(at);
             store(at, out->gelu ? gelu_vec(value) : value);
         }
+    if (!out->packed) return;
+    char *units = out->packed->data + panel * out->packed->panel_bytes + (out->first + row) / 2 * PANEL * 4;
+    for (long r = 0; r < rows; r += 2)
+        for (long i = 0; i < vectors * LANES; i += LANES) {
+            const vec high = r + 1 < rows ? load(sums + (r + 1) * PANEL + i) : (vec){0};
+            store_int(units + (r / 2 * PANEL + i) * 4, pack_bf16(load(sums + r * PANEL + i), high));
+        }
 }
 
-#define L2_BYTES (512 << 10)  // of panels that stay in a core's cache while all weight rows pass
+#define L2_BYTES ((LEVEL == AMX ? 768 : 512) << 10)  // of panels that stay in a core's cache while all weight rows pass
+#define PART_UNITS 128        // of the depth, whose tiles of a block of rows stay in the nearest cache meanwhile
 #define FETCHING_PANELS 4     // at most, in whose time the next block of rows is fetched
 #define SHARING_PANELS 8      // that a block of rows is multiplied by at least, if it must be converted first
 
@@ -277,11 +287,13 @@ static void gemm(const matrix *weights, int n_weights, const operand *x, result 
     const long least = min_long(panels, weights->dtype == x->type ? 1 : SHARING_PANELS);
     const long group = max_long(least, min_long(panels, L2_BYTES / (x->units * PANEL * 4)));
     const long fetching = min_long(group, FETCHING_PANELS);
+    const int in_parts = LEVEL == AMX && x->type != FLOAT32 && x->units > PART_UNITS;
+    const long part_units = in_parts ? PART_UNITS : x->units;
     #pragma omp parallel num_threads(threads)
     {
         amx_state state = begin_multiply();
         char *buffer = allocate(BLOCK_ROWS * (x->units * 4 + 64) + INT4_GROUP * 4);
-        float sums[BLOCK_ROWS * PANEL] ALIGNED;
+        float *sums = allocate((in_parts ? group : 1) * BLOCK_ROWS * PANEL * 4);
         for (long start = 0; start < panels; start += group) {
             result part = out;
             for (int k = 0; k < n_weights; part.first += weights[k++].n_rows) {
@@ -293,16 +305,20 @@ static void gemm(const matrix *weights, int n_weights, const operand *x, result 
                     const long row_bytes = w->stride * value_bytes(w) / (w->dtype == INT4 ? 2 : 1);
                     const long step = (BLOCK_ROWS * row_bytes - 1) / (x->units * fetching) + 1;
                     const char *ahead = (const char *)w->data + (row + BLOCK_ROWS) * row_bytes;
-                    for (long p = start; p < min_long(panels, start + group); p++) {
-                        const long vectors = x->n_tokens - p * PANEL > LANES ? 2 : 1;
-                        const fetch next = {ahead + (p - start) * x->units * step, p - start < fetching ? step : 0};
-                        multiply(x->type, rows, left, stride, x->data + p * x->panel_bytes, x->units, sums, vectors, next);
-                        finish_block(w, row, rows, x, p, sums, vectors, &part);
-                    }
+                    for (long u = 0; u < x->units; u += part_units)
+                        for (long p = start; p < min_long(panels, start + group); p++) {
+                            const long i = p - start, vectors = x->n_tokens - p * PANEL > LANES ? 2 : 1;
+                            const fetch next = {ahead + i * x->units * step, i < fetching ? step : 0};
+                            const char *panel = x->data + p * x->panel_bytes + u * PANEL * 4;
+                            float *block = sums + (in_parts ? i * BLOCK_ROWS * PANEL : 0);
+                            multiply(x->type, rows, left + u * 4, stride, panel, min_long(part_units, x->units - u), block,
+                                     vectors, u > 0, next);
+                            if (u + part_units >= x->units) finish_block(w, row, rows, x, p, block, vectors, &part);
+                        }
                 }
             }
         }
-        release(buffer);
+        release(buffer), release(sums);
         end_multiply(&state);
     }
 }

@@ -7,14 +7,11 @@ from functools import partial
 from itertools import islice
 
 import pytest
-import torch
 
-from nanovlm.data import ExampleBatches, ExampleError, Mixture, ReadOptions, StreamedSource, open_data, open_source
+from nanovlm.data import ExampleError, ReadOptions, StreamedSource, open_data, open_source
 from nanovlm.data.mixture import source_lines, split
 from nanovlm.data.rows import example_of_table
-from nanovlm.data.source import keys_of
 from nanovlm.errors import DataError, TrainingError
-from nanovlm.training.loader import load_batches
 from support.data import OPTIONS, pairs_of, png, write, write_tar
 
 pytestmark = pytest.mark.full
@@ -52,18 +49,6 @@ def test_a_reader_goes_on_behind_a_state_that_went_through_json(taken, n_parts):
     read = list(islice(one.read("0", 0, n_parts), taken + 40))
     state = json.loads(json.dumps(read[taken - 1][1]))
     assert answers(one.read("0", 0, n_parts, state), 40) == answers(read[taken:], 40)
-
-
-def test_a_stream_holds_out_images_by_their_bytes():
-    (train,), (held_out,) = split([one := stream()], 0.2)
-    assert 0 < len(held_out) <= 200 and len(held_out) % 30 == 0
-    out = {key for example in held_out for key in keys_of(example, {})}
-    learned = {key for example, _ in islice(one.read("0"), 500) for key in keys_of(example, {})}
-    assert train is one and not out & learned and len(out | learned) == 20
-    assert {key for example in train.usable() for key in keys_of(example, {})} == learned
-    with pytest.raises(DataError, match="name a fraction"):
-        split([stream()], 5)
-    assert split([stream()], None)[1] == []
 
 
 def test_a_stream_that_breaks_off_or_is_empty_is_one_line():
@@ -183,22 +168,28 @@ def test_a_stream_and_its_file_have_the_same_sides(library, share):
     images = [[f"{i}.{k}".encode() for k in range(2)] for i in range(200)]  # which nothing decodes here
     rows = {"images": images, "text": [f"{i}" for i in range(200)]}
     library.Dataset.from_dict(rows, features).to_parquet("a.parquet")
+    opened = [open_data(["a.parquet"], ReadOptions(stream=is_on), share) for is_on in (False, True)]
     read, streamed = (
         [{pairs_of(example)[0][1] for subset in side for example in subset.usable()} for side in sides]
-        for sides in (open_data(["a.parquet"], ReadOptions(stream=is_on), share) for is_on in (False, True))
+        for sides in opened
     )
     assert read == streamed and not set.intersection(*streamed)
     assert len(set.union(*streamed)) == 200 and abs(len(streamed[1]) - 200 * share) < 15
+    ((stream,), _) = opened[1]
+    assert {*answers(stream.read("0"), 2 * len(streamed[0]))} == streamed[0]
+    with pytest.raises(DataError, match="name a fraction"):
+        split([stream], 5)
+    assert split([stream], None)[1] == []
 
 
-def test_a_validation_set_of_ones_own_is_compared_with_a_stream(library, monkeypatch):
+def test_a_validation_set_of_ones_own_is_compared_with_the_first_rows_of_a_stream(library):
     write_table(library, "a.parquet", rows=12)
     write("own/metadata.csv", "file_name,text\na.png,a\nb.png,b\n")
     write("own/a.png", png(11))
     write("own/b.png", png(15))
-    for n_compared, words in ((1000, "own: 1 of its images are also trained on"), (5, "first 5 rows of a.parquet")):
-        monkeypatch.setattr("nanovlm.data.mixture.COMPARED", n_compared)
-        assert words in " | ".join(source_lines(*open_data(["a.parquet"], ReadOptions(stream=True), "own")))
+    lines = source_lines(*open_data(["a.parquet"], ReadOptions(stream=True), "own"))
+    assert "own: 1 of its images are also trained on" in lines
+    assert "own: compared with the first 100 rows of a.parquet, not with later ones" in lines
 
 
 def test_rows_that_cannot_be_used_or_are_of_another_split_are_told(library):
@@ -215,17 +206,3 @@ def test_rows_that_cannot_be_used_or_are_of_another_split_are_told(library):
     stream = open_source("a.parquet", ReadOptions(stream=True))
     assert len(list(stream.usable(errors := []))) == 149
     assert errors == ["a.parquet[120] is of the split 'test' among others; write each split to a file of its own"]
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_batches_resume_by_the_state_of_their_loader(tiled, workers):
-    def batches():
-        return ExampleBatches(Mixture([stream(100, 2)], 0), tiled[1], 4, n_parts=max(1, workers))
-
-    with load_batches(batches(), range(14), workers) as (loaded, reached):
-        first = [next(loaded)["input_ids"] for _ in range(6)]
-        state = json.loads(json.dumps(reached))
-        rest = [batch["input_ids"] for batch in loaded]
-    with load_batches(batches(), range(6, 14), workers, state) as (loaded, _):
-        again = [batch["input_ids"] for batch in loaded]
-    assert len(first) == 6 and all(map(torch.equal, rest, again)) and len(again) == 8

@@ -119,23 +119,8 @@ def test_answers_are_as_long_as_the_longest_reference_and_a_bit(embedded, monkey
     rooms = [context - len(request.ids) + 1 for request in asked]
     assert [request.max_new_tokens for request in asked] == [min(wanted, room) for room in rooms]
     assert (wanted > max(rooms)) == (limit == 9999)
-
-
-REPEATING = ["| a | b |\n" + "| 0 | 0 |\n" * 12, "1, 2, 3, " * 8 + "5", "ha" * 40, "<td>0</td>" * 9, "no " * 50 + "."]
-
-
-@pytest.mark.parametrize("text", REPEATING)
-def test_an_answer_that_repeats_itself_as_its_reference_does_is_right(embedded, monkeypatch, text):
-    def run(requests, batch_size):
-        for request in requests:
-            assert request.sampling.repetition_detection == (0, 0, 0), "or the engine would end it"
-            request.output = [*embedded.tokenizer.encode(text), embedded.tokenizer.eos_token_id]
-            yield request
-
-    write("table.json", [{"image": "cards/0.png", "text": text}])
-    monkeypatch.setattr(embedded, "run", run)
-    result = ask(embedded, "table.json", max_new_tokens=None)
-    assert result.answers[0].text.strip() == text.strip() and result.scores["exact_match"] == 1
+    assert all(request.sampling.repetition_detection == (0, 0, 0) for request in asked), "a table may repeat itself"
+    assert {request.sampling.temperature for request in asked} == {0}
 
 
 @pytest.fixture

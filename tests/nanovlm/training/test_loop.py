@@ -19,16 +19,13 @@ from nanovlm.data.examples import Question
 from nanovlm.embedded import SETTINGS
 from nanovlm.errors import BusyError, MissingExtraError, TrainingError
 from nanovlm.evaluation.evaluate import Answer, Evaluation
+from nanovlm.training.checkpointing import checkpoint_steps
 from nanovlm.training.distributed import DistributedContext
 from nanovlm.training.loader import TrainingInterrupted, load_batches
 from nanovlm.training.metrics import MetricsLogger, check_installed, read_metrics, truncate
 from support import ROOT
 from support.logs import log_lines
 from support.training import CFG, before_batch
-
-
-def steps_kept(folder):
-    return sorted(int(path.name.removeprefix("step-")) for path in folder.glob("checkpoints/step-*"))
 
 
 def same_model(folder, step):
@@ -44,7 +41,7 @@ def test_a_run_learns_every_step_is_a_line_and_the_model_is_that_of_the_lowest_h
     assert run.steps[-1]["loss"] < run.steps[0]["loss"] / 4
     best = min((step for step in run.losses if step), key=lambda step: (run.losses[step], -step))
     assert list(run.losses) == list(range(0, 21, 2)) and best < 20, "the model has to overfit"
-    assert steps_kept(run.folder) == sorted({best, 20}) and same_model(run.folder, best)
+    assert checkpoint_steps(run.folder) == sorted({best, 20}) and same_model(run.folder, best)
     words = f"{run.folder} holds the model of step {best}, the best by held-out loss {run.losses[best]:.4f}"
     assert words in run.lines
 
@@ -105,7 +102,7 @@ def test_a_signal_ends_a_run_with_its_best_model_and_it_goes_on(learn, make_batc
     with pytest.raises(TrainingInterrupted) as end, log_lines() as lines:
         learn(tmp_path / "run", cfg, stop, **held_out)
     assert end.value.code == 128 + number and signal.getsignal(number) == handlers
-    assert max(steps_kept(tmp_path / "run")) == 5
+    assert max(checkpoint_steps(tmp_path / "run")) == 5
     state = json.loads((tmp_path / "run/checkpoints/step-5/trainer.json").read_text())
     best = min((step for step, _ in state["scores"] if step), key=dict(state["scores"]).get)
     assert same_model(tmp_path / "run", best), "the best so far"
@@ -120,7 +117,7 @@ def test_a_signal_ends_a_run_with_its_best_model_and_it_goes_on(learn, make_batc
 def test_a_signal_without_held_out_examples_writes_the_model_of_that_step(learn, make_batch, tmp_path):
     with pytest.raises(TrainingInterrupted):
         learn(tmp_path, batch=before_batch(1, lambda: os.kill(os.getpid(), signal.SIGINT), make_batch))
-    assert steps_kept(tmp_path) == [2] and same_model(tmp_path, 2)
+    assert checkpoint_steps(tmp_path) == [2] and same_model(tmp_path, 2)
     learn(tmp_path, batch=before_batch(5, lambda: os.kill(os.getpid(), signal.SIGTERM), make_batch))
     assert same_model(tmp_path, 6), "the last step lets the run finish"
 

@@ -91,3 +91,18 @@ def test_neither_other_tokens_nor_threads_change_a_token(level, kind):
         assert torch.equal(product(level, layer, x)[:7], alone[:7])
     finally:
         torch.set_num_threads(threads)
+
+
+@by_level
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [(5, 3), (64, 130), (40, 576)], ids=str)
+def test_a_weight_is_quantized_as_without_kernels(monkeypatch, level, dtype, size):
+    weight = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(dtype)
+    weight[:1] = 0
+    monkeypatch.setenv("NANOVLM_CPU_LEVEL", "none")
+    wanted = QuantizedLinear(weight)
+    monkeypatch.setenv("NANOVLM_CPU_LEVEL", level)
+    for layer in (QuantizedLinear(weight), QuantizedLinear(weight.t().contiguous().t())):
+        torch.testing.assert_close(layer.scale, wanted.scale, rtol=1e-6, atol=0)
+        steps = (layer.data.int() - wanted.data.int()).abs()
+        assert steps.max() <= 1 and steps.sum() <= 0.001 * steps.numel()  # sums may be rounded in another order
