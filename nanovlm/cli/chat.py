@@ -17,6 +17,7 @@ from nanovlm.console import is_terminal, print_error, print_text
 from nanovlm.errors import ImageError, NanoVLMError, UsageError, is_out_of_memory
 from nanovlm.options import CHAT_MAX_NEW_TOKENS, GenerationOptions, ModelOptions
 from nanovlm.outputs import relative_name
+from nanovlm.processing import VIDEO_EXTENSIONS
 from nanovlm.processing.conversation import dialogue
 
 if TYPE_CHECKING:
@@ -82,9 +83,11 @@ class TerminalChat:
     def start(self, paths: Sequence[str]) -> None:
         """Begin a new session about images or a video."""
         from nanovlm.chat_session import ChatSession
-        from nanovlm.processing.video import load_image_or_video
+        from nanovlm.processing.video import Video
 
-        self.session = ChatSession(self.captioner, [load_image_or_video(path) for path in paths])
+        are_videos = [Path(path).suffix.lower() in VIDEO_EXTENSIONS for path in paths]
+        shown = [Video.read(path) if is_video else path for path, is_video in zip(paths, are_videos)]
+        self.session = ChatSession(self.captioner, shown)
         self.paths = paths
 
     def handle(self, line: str) -> None:
