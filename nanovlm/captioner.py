@@ -18,7 +18,7 @@ from models.vision_language_model import VisionLanguageModel, load_model
 from nanovlm.device import choose_device, choose_dtype
 from nanovlm.embedded import EMBEDDED, default_prompt, write_prompt
 from nanovlm.errors import InputError
-from nanovlm.options import GenerationOptions, ModelOptions, generation_options, read_generation_defaults, with_changes
+from nanovlm.options import GenerationOptions, ModelOptions, generation_options, read_generation_defaults
 from nanovlm.processing.processor import Processor, pair_prompts
 from nanovlm.processing.tokenizer import Tokenizer
 from nanovlm.request_runner import ImageInputs, RequestRunner, Stats, is_one_image
@@ -61,7 +61,7 @@ class Captioner(RequestRunner):
         Raises CheckpointError if the model cannot be loaded, InputError for a value, and TypeError for an unknown name.
         """
         given = {"model": name_or_folder, "device": str(device), "dtype": str(dtype).removeprefix("torch.")}
-        return cls.load(with_changes(ModelOptions(), given | options))
+        return cls.load(ModelOptions(**given | options))
 
     @classmethod
     def load(cls, options: ModelOptions) -> "Captioner":

@@ -101,12 +101,6 @@ def printable(name: str) -> str:
     return name if name and name.isprintable() else repr(name)
 
 
-def bold(text: str, file: TextIO) -> str:
-    """Text in bold on a terminal; unchanged anywhere else, or where NO_COLOR is set (no-color.org)."""
-    is_plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
-    return f"\033[1m{text}\033[0m" if file.isatty() and not is_plain else text
-
-
 def count(n: int, noun: str) -> str:
     """A number and its noun, such as 1 image or 2,000 images."""
     return f"{n:,} {noun}{'s' * (n != 1)}"

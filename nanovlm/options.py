@@ -10,9 +10,9 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Self
 
 from models.common.options import (
     MAX_NEW_TOKENS,
@@ -26,7 +26,6 @@ from nanovlm.embedded import EMBEDDED, PROMPT, default_prompt
 from nanovlm.errors import CheckpointError, InputError, UsageError
 from nanovlm.processing import MAX_FRAMES
 
-Record = TypeVar("Record")
 logger = logging.getLogger(__name__)
 
 DEVICES = ("auto", "cpu", "cuda", "mps")
@@ -226,27 +225,18 @@ def parse_data(name: str | os.PathLike[str]) -> tuple[str, float | None]:
     return path, float(share)
 
 
-def with_changes(record: Record, changes: Mapping[str, Any]) -> Record:
-    """The record with other values of some fields; TypeError for an unknown name, InputError for a value."""
-    names = [f.name for f in fields(record)]  # type: ignore[arg-type]
-    if unknown := changes.keys() - set(names):
-        name = type(record).__name__
-        raise TypeError(f"unexpected keyword argument {min(unknown)!r}; {name} takes {', '.join(names)}")
-    return replace(record, **changes)  # type: ignore[type-var]
-
-
 def generation_options(
     options: GenerationOptions | None, changes: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> GenerationOptions:
     """Options with changes, and with a model's defaults for fields that neither gives.
 
-    Among changes, sampling stands for all its fields.
+    Among changes, sampling stands for all its fields. TypeError for an unknown name, InputError for a value.
     """
     options = options or GenerationOptions()
     values = {name: value for name, value in defaults.items() if name not in options.given}
     if sampling := changes.get("sampling"):
         values |= vars(sampling)
-    return with_changes(options, values | {name: value for name, value in changes.items() if name != "sampling"})
+    return replace(options, **values | {name: value for name, value in changes.items() if name != "sampling"})
 
 
 def read_generation_defaults(folder: Path) -> dict[str, Any]:

@@ -133,7 +133,7 @@ def quantize_graphs(captioner: Captioner, graphs: Path) -> Path:
     embedding = captioner.model.decoder.token_embedding
     for i in range(CALIBRATION_INPUTS):
         drawn = draw(random_scene(Random(f"calibration {i}")), cfg.vit_img_size, cfg.vit_img_size)
-        feeds[VISION_ENCODER].append(image_feeds(cfg, captioner.processor.preprocess(drawn)[0][:1]))
+        feeds[VISION_ENCODER].append(image_feeds(cfg, captioner.prepare(drawn)[1][0][:1]))
         ids = torch.randint(min(1000, cfg.lm_vocab_size), (1, CALIBRATION_TOKENS), generator=generator)
         feeds[DECODER].append(text_feeds(embedding(ids).numpy(), 0) | empty_past(cfg, 1))
     with files.filling(folder) as new:

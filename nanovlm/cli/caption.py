@@ -251,7 +251,8 @@ def some(names: Sequence[str]) -> str:
 
 def print_captions(args: argparse.Namespace, model: ModelOptions, options: CaptionOptions) -> int:
     """Print the captions of some images; 1 if one of them failed, after the others are done."""
-    captioner = load_captioner(model, images=args.images)
+    longest = 1 if options.choices else options.max_new_tokens
+    captioner = load_captioner(model, options.prompts, longest, images=args.images)
     ways = ["--max-tiles 4"] if model.max_tiles is None and captioner.processor.max_tiles_per_image > 5 else []
     ways += ["--quantize int8"] if model.quantize is None else []
     names: list[Any] = args.images or [str(SAMPLE)]
@@ -267,10 +268,7 @@ def print_captions(args: argparse.Namespace, model: ModelOptions, options: Capti
             print_error(str(error))
             failed = 1
         except Exception as error:
-            if isinstance(error, InputError):
-                for prompt in options.prompts:  # raises for one that is too long for any image
-                    captioner.check_prompt(prompt, options.max_new_tokens)
-            elif not is_out_of_memory(error):
+            if not (isinstance(error, InputError) or is_out_of_memory(error)):
                 raise
             print_error(f"{name}: {error or 'not enough memory'}")
             failed = 1

@@ -7,16 +7,17 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from models.common import files
 from nanovlm.cli.options import MODEL_FLAGS, add_record_flags, from_args, load_captioner, model_options, report_missing
-from nanovlm.console import bold, is_terminal, print_error, print_text
+from nanovlm.console import is_terminal, print_error, print_text
 from nanovlm.errors import ImageError, NanoVLMError, UsageError, is_out_of_memory
 from nanovlm.options import CHAT_MAX_NEW_TOKENS, GenerationOptions, ModelOptions
 from nanovlm.outputs import relative_name
+from nanovlm.processing import VIDEO_EXTENSIONS
 from nanovlm.processing.conversation import dialogue
 
 if TYPE_CHECKING:
@@ -55,9 +56,13 @@ def run(args: argparse.Namespace) -> int:
         print_error(f"{COMMANDS}; ctrl-c stops an answer, {end} leaves")
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401 (gives input() its arrow keys)
-    for line in read_lines(interactive):
+    elif isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # invalid UTF-8 is reported later, with its line
+    line: str | None = ""
+    while line is not None:
         try:
-            chat.handle(line)
+            line = read_line("> " if interactive else "")
+            chat.handle(line or "")
         except KeyboardInterrupt:
             if not interactive:
                 raise
@@ -78,9 +83,11 @@ class TerminalChat:
     def start(self, paths: Sequence[str]) -> None:
         """Begin a new session about images or a video."""
         from nanovlm.chat_session import ChatSession
-        from nanovlm.processing.video import load_image_or_video
+        from nanovlm.processing.video import Video
 
-        self.session = ChatSession(self.captioner, [load_image_or_video(path) for path in paths])
+        are_videos = [Path(path).suffix.lower() in VIDEO_EXTENSIONS for path in paths]
+        shown = [Video.read(path) if is_video else path for path, is_video in zip(paths, are_videos)]
+        self.session = ChatSession(self.captioner, shown)
         self.paths = paths
 
     def handle(self, line: str) -> None:
@@ -158,24 +165,12 @@ class TerminalChat:
         print_error(f"{name}: {len(history)} questions and answers as {kind}")
 
 
-def read_lines(interactive: bool) -> Iterator[str]:
-    """Lines typed at a prompt, or piped in."""
-    if sys.stdin is None or sys.stdout is None:  # closed
-        return
-    prompt = ""
-    if interactive:
-        start, end = (f"\001{code}\002" if code else "" for code in bold(" ", sys.stdout).split(" "))
-        prompt = f"{start}> {end}"  # \001 and \002 tell readline that a code takes no room on the screen
-    elif isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="surrogateescape")  # invalid UTF-8 is reported later, with its line
-    while True:
-        try:
-            yield input(prompt)
-        except EOFError:
-            if interactive:
-                print()
-            return
-        except KeyboardInterrupt:
-            if not interactive:
-                raise
-            print()
+def read_line(prompt: str) -> str | None:
+    """A line typed at a prompt, or piped in; None at the end, and where standard input or output is closed."""
+    if sys.stdin is None or sys.stdout is None:
+        return None
+    try:
+        return input(prompt)
+    except EOFError:
+        print(end="\n" if prompt else "")
+        return None

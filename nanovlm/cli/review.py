@@ -37,8 +37,8 @@ def run(args: argparse.Namespace) -> int:
     if not os.path.isdir(args.target) and not (args.target.endswith(".jsonl") and os.path.lexists(args.target)):
         raise UsageError(f"{args.target} is neither a folder nor a .jsonl table; name one that exists")
     with needs_extra("serve", "review"):
-        from nanovlm.serving.app import listen
-        from nanovlm.serving.review import Review, serve_review
+        from nanovlm.review.app import Review, serve_review
+        from nanovlm.serving.web import listen
 
     def load() -> "Captioner":
         return load_captioner(model, images=[args.target])

@@ -23,9 +23,10 @@ def run(args: argparse.Namespace) -> int:
     model = model_options(args)
     options = serve_options(args)
     with needs_extra("serve", "serve"):
-        from nanovlm.serving.app import listen, make_app, serve
+        from nanovlm.serving.app import make_app, serve
+        from nanovlm.serving.web import listen
     with listen(options) as listening_socket:  # a port in use is reported before the model is loaded
-        captioner = load_captioner(model, [model.prompt], images=["those of requests"])
+        captioner = load_captioner(model, images=["those of requests"])
         name = model_name(model.adapter or model.model)
         description = EMBEDDED_LIMITS if model.model == EMBEDDED and model.adapter is None else ""
         serve(make_app(captioner, name, options, description), listening_socket, options, name)

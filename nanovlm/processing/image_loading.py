@@ -100,8 +100,8 @@ def thumbnail(source: Any, side: int, quality: int) -> bytes:
 
 
 def load_or_fetch(source: Any, allow_urls: bool) -> Image.Image:
-    """Load a source that, if that is allowed, may be an http(s) URL; see `load_image`."""
-    if not is_url(source):
+    """Load a source that may be an http(s) URL if allow_urls is True; see `load_image`."""
+    if not (isinstance(source, str) and re.match("https?://", source, re.IGNORECASE)):
         return load_image(source)
     if not allow_urls:
         raise ImageError(f"{source} is a URL; download it or, in Python, load the model with allow_urls=True")
@@ -136,10 +136,6 @@ def source_name(source: Any) -> str:
         raise TypeError(f"an image is {kinds}, not {type(source).__name__}")
     name = getattr(source, "name", None)  # a path, or for a pipe its number
     return name if isinstance(name, str) else "image"
-
-
-def is_url(source: object) -> TypeGuard[str]:
-    return isinstance(source, str) and re.match("https?://", source, re.IGNORECASE) is not None
 
 
 def is_array(source: Any) -> TypeGuard[Any]:
@@ -341,10 +337,5 @@ def prepare_pillow() -> None:
     warnings.filterwarnings("ignore", module=r"PIL\.")
     logging.getLogger("PIL").addHandler(NO_LOG)  # without any handler, logging prints warnings on standard error
     PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY = MAX_PIXELS  # unpacked: at most as an image
-    silence_libtiff()
-
-
-@functools.cache
-def silence_libtiff() -> None:
     with contextlib.suppress(AttributeError, OSError):  # where Pillow does not export it
         ctypes.CDLL(Image.core.__file__).TIFFSetErrorHandler(None)

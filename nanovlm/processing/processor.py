@@ -7,16 +7,13 @@ from collections.abc import Iterable, Iterator, Sequence, Sized
 from itertools import chain, zip_longest
 from typing import TYPE_CHECKING, Any
 
-import torch
 from PIL import Image
-from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from models.config import VLMConfig
 from models.inference.caches import TiledImage
 from nanovlm.errors import InputError, PromptTooLongError
-from nanovlm.processing.conversation import Chat, check_chat, dialogue, images_of
-from nanovlm.processing.layouts import Grid, layout_of
+from nanovlm.processing.conversation import Chat, check_chat, images_of
+from nanovlm.processing.layouts import layout_of
 from nanovlm.processing.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -57,9 +54,10 @@ class Processor:
                 f"(lm_max_position_embeddings={context}); shorten it"
             )
 
-    def preprocess(self, image: Image.Image, max_tiles: int | None = None) -> tuple[Tensor, Grid]:
+    def tiled(self, image: Image.Image, max_tiles: int | None = None, **key: Any) -> TiledImage:
         """Tiles of an RGB image, (n, 3, S, S) float32, and their grid; whatever the format adds to them is in n."""
-        return self.layout.preprocess(image, max_tiles or self.max_tiles)
+        tiles, grid = self.layout.preprocess(image, max_tiles or self.max_tiles)
+        return TiledImage(tiles, grid=grid, **key)
 
     def prepare(self, images: "Sequence[Image.Image | Video]") -> list[Any]:
         """The parts of a turn that shows images, a `TiledImage` for each, or a video.
@@ -68,35 +66,14 @@ class Processor:
         """
         videos = [image for image in images if not isinstance(image, Image.Image)]
         if not videos:
-            return [self._tiled(image) for image in images]  # type: ignore[arg-type]
+            return [self.tiled(image) for image in images]  # type: ignore[arg-type]
         if len(images) > 1:
             raise InputError(f"{len(images)} images and videos together; ask about one video, or about images")
-        frames = [self._tiled(frame, 1) for frame in videos[0].frames]
+        frames = [self.tiled(frame, 1) for frame in videos[0].frames]
         if not self.layout.images_in_turns:
             return frames
         *before, last = videos[0].texts()
         return [*chain.from_iterable(zip(before, frames)), last]
-
-    def _tiled(self, image: Image.Image, max_tiles: int | None = None) -> TiledImage:
-        tiles, grid = self.preprocess(image, max_tiles)
-        return TiledImage(tiles, grid=grid)
-
-    def __call__(self, images: Sequence[Sequence[Image.Image]], questions: Sequence[str]) -> dict[str, Tensor | None]:
-        """Inputs of `VisionLanguageModel.generate`: row i asks questions[i] about images[i], padded on the left.
-
-        input_ids and attention_mask (B, T) int64; images (N, 3, S, S), the tiles of all rows, or None.
-        """
-        if len(images) != len(questions):
-            raise InputError(f"{len(images)} rows of images, but {len(questions)} prompts; pass one prompt a row")
-        chats = [dialogue([question], self.prepare(row)) for row, question in zip(images, questions)]
-        ids = [torch.tensor(self.encode(chat)) for chat in chats]
-        tiles = [image.tiles for chat in chats for image in images_of(chat)]
-        pad = self.tokenizer.eos_token_id  # any id would do: the mask hides it
-        return {
-            "input_ids": pad_sequence(ids, batch_first=True, padding_value=pad, padding_side="left"),
-            "attention_mask": pad_sequence([torch.ones_like(row) for row in ids], True, padding_side="left"),
-            "images": torch.cat(tiles) if tiles else None,
-        }
 
     def encode(self, chat: Chat, default: str | None = None) -> list[int]:
         """Token ids of a conversation about `TiledImage`s up to where the answer begins.

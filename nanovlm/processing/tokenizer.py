@@ -7,6 +7,7 @@ import json
 import re
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from models.checkpoint import TOKENIZER, read_model_text, snapshot_path
 from models.checkpoint.folder import is_base_vocabulary, missing_token
 from models.checkpoint.format import NO_IMAGE_TOKEN
 from models.config import VLMConfig
-from nanovlm.errors import CheckpointError, InputError
+from nanovlm.errors import CheckpointError, InputError, NanoVLMError
 from nanovlm.processing.chat_template import ChatTemplate
 from nanovlm.processing.conversation import Chat, Turn, dialogue
 from nanovlm.processing.layouts import layout_of
@@ -82,35 +83,33 @@ class Tokenizer:
             ) from None
 
     @classmethod
-    def from_backbone(cls, name_or_folder: str | Path, cfg: VLMConfig, revision: str | None = None) -> "Tokenizer":
+    def from_backbone(cls, name_or_folder: str | Path, cfg: VLMConfig) -> "Tokenizer":
         """Load a language model's tokenizer.json, from a Hub id or a folder, and add cfg.vlm_extra_tokens.
 
         Tokens it does not have yet get the ids after its last, in the config's order.
         """
-        folder = snapshot_path(name_or_folder, revision, [TOKENIZER])
+        folder = snapshot_path(name_or_folder, None, [TOKENIZER])
         return cls._read(folder / TOKENIZER, cfg, cfg.special_tokens.values())
 
     @classmethod
     def _read(cls, path: Path, cfg: VLMConfig, extra: Iterable[str] = ()) -> "Tokenizer":
         content = read_model_text(path)
         try:
-            backend = tokenizers.Tokenizer.from_str(content)
-            for part in (backend.normalizer, backend.decoder):
-                if part is not None and (times := growth(json.loads(part.__getstate__()))) > MAX_GROWTH:
-                    kind = type(part).__module__.rpartition(".")[2].removesuffix("s")
-                    raise CheckpointError(f"its {kind} makes texts {times:.0f} times as long, more than {MAX_GROWTH}")
-            if is_base_vocabulary(backend.get_vocab(with_added_tokens=True), cfg):
-                extra = cfg.special_tokens.values()
-            new = [token for token in extra if backend.token_to_id(token) is None]  # the others would lose rstrip
-            backend.add_special_tokens(new)
-            tokenizer = cls(backend, cfg)
-            text = tokenizer.decode(tokenizer.encode(ROUND_TRIP_TEXT))
+            with library_errors(CheckpointError, f"it is not a valid {TOKENIZER}"):
+                backend = tokenizers.Tokenizer.from_str(content)
+                for part in (backend.normalizer, backend.decoder):
+                    if part is not None and (times := growth(json.loads(part.__getstate__()))) > MAX_GROWTH:
+                        kind = type(part).__module__.rpartition(".")[2].removesuffix("s")
+                        longer = f"{times:.0f} times as long, more than {MAX_GROWTH}"
+                        raise CheckpointError(f"its {kind} makes texts {longer}")
+                if is_base_vocabulary(backend.get_vocab(with_added_tokens=True), cfg):
+                    extra = cfg.special_tokens.values()
+                new = [token for token in extra if backend.token_to_id(token) is None]  # the others would lose rstrip
+                backend.add_special_tokens(new)
+                tokenizer = cls(backend, cfg)
+                text = tokenizer.decode(tokenizer.encode(ROUND_TRIP_TEXT))
         except (CheckpointError, InputError) as error:
             raise CheckpointError(f"{path}: {error}") from None
-        except BaseException as error:
-            if not is_library_error(error):
-                raise
-            raise CheckpointError(f"{path} is not a valid {TOKENIZER}: {error}") from None
         if text.casefold().split() != ROUND_TRIP_TEXT.casefold().split():
             raise CheckpointError(
                 f"{path}: {ROUND_TRIP_TEXT!r} is {text!r} after encoding and decoding: pre_tokenizer or decoder do not "
@@ -211,16 +210,13 @@ class Tokenizer:
 
     def _encode(self, text: str) -> list[int]:
         """Ids of a text in which twins stand for special tokens."""
-        try:
-            ids = self._encoder.encode(text, add_special_tokens=False).ids if text else []
-            return [real for id in ids if (real := self._ids.get(id, id)) != NO_ID]
-        except TypeError:  # a lone surrogate, which Python decodes from bytes that are not UTF-8
-            word = SURROGATES.search(text)  # not all of text, which may be a turn of a chat
-            raise InputError(f"{word[0] if word else text!r} is not valid Unicode text") from None
-        except BaseException as error:
-            if not is_library_error(error):
-                raise
-            raise InputError(f"the model's tokenizer fails at a text of {len(text):,} characters: {error}") from None
+        with library_errors(InputError, f"the model's tokenizer fails at a text of {len(text):,} characters"):
+            try:
+                ids = self._encoder.encode(text, add_special_tokens=False).ids if text else []
+            except TypeError:  # a lone surrogate, which Python decodes from bytes that are not UTF-8
+                word = SURROGATES.search(text)  # not all of text, which may be a turn of a chat
+                raise InputError(f"{word[0] if word else text!r} is not valid Unicode text") from None
+        return [real for id in ids if (real := self._ids.get(id, id)) != NO_ID]
 
     @cached_property
     def text_prefix(self) -> list[int]:
@@ -247,8 +243,8 @@ class Tokenizer:
         plain = self.typed.sub(self._twin, self.answer_prefix + text)
         return [*self._encode(self._start_of_answer + plain), self.eos_token_id]
 
-    def encode_chat(self, chat: Chat, markups: Sequence[str] = (), add_generation_prompt: bool = True) -> list[int]:
-        """Ids of a rendered conversation, in which markups stand for the images.
+    def encode_chat(self, chat: Chat, markups: Sequence[str] = ()) -> list[int]:
+        """Ids of a rendered conversation up to where the answer begins, in which markups stand for the images.
 
         Special tokens count as such in the template and in markups; in texts they are plain text. A model without a
         template, as those before June 2025, was trained on single questions: a chat raises InputError.
@@ -271,7 +267,7 @@ class Tokenizer:
         for turn in chat:
             parts = [self.special.sub(hide, part) if isinstance(part, str) else part for part in turn.parts]
             escaped.append(Turn(turn.role, parts))
-        text = self.special.sub(self._twin, self.render(escaped, add_generation_prompt, markups))
+        text = self.special.sub(self._twin, self.render(escaped, True, markups))
         for mark, token in hidden.items():
             text = text.replace(mark, token)
         return self.begin(self._encode(text))
@@ -290,12 +286,8 @@ class Tokenizer:
 
     def decode_raw(self, ids: Iterable[int]) -> str:
         """The text of ids with the space that some templates have before an answer."""
-        try:
+        with library_errors(CheckpointError, "the model's tokenizer cannot decode its own tokens"):
             return self.backend.decode(list(ids), skip_special_tokens=self.skip_special_tokens)
-        except BaseException as error:
-            if not is_library_error(error):
-                raise
-            raise CheckpointError(f"the model's tokenizer cannot decode its own tokens: {error}") from None
 
     def stream(self, ids: Iterable[int]) -> Iterator[str]:
         """Text as its ids arrive, whole characters only; the pieces join to `decode` of all ids."""
@@ -319,9 +311,15 @@ def growth(step: Any) -> float:
     return times
 
 
-def is_library_error(error: BaseException) -> bool:
-    """True of an error of the tokenizers library, whose panics are no Exceptions."""
-    return type(error) is Exception or type(error).__name__ == "PanicException"
+@contextmanager
+def library_errors(kind: type[NanoVLMError], problem: str) -> Iterator[None]:
+    """Turn an error of the tokenizers library, whose panics are no Exceptions, into one of ours."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error) is Exception or type(error).__name__ == "PanicException":
+            raise kind(f"{problem}: {error}") from None
+        raise
 
 
 def any_of(tokens: Iterable[str]) -> re.Pattern:

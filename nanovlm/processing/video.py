@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from PIL import Image, ImageSequence
 
@@ -90,13 +89,6 @@ class Video:
             raise ImageError("a video without frames; name images, or a folder of them")
         kept = spread(0, len(names) - 1, min(len(names), max_frames))
         return cls([load_image(names[i]) for i in kept], [i / LISTED_FPS for i in kept], len(names) / LISTED_FPS)
-
-
-def load_image_or_video(source: Any) -> Image.Image | Video:
-    """An image, or the frames of a path that ends like a video file's. Raises ImageError."""
-    if isinstance(source, (str, os.PathLike)) and Path(source).suffix.lower() in VIDEO_EXTENSIONS:
-        return Video.read(source)
-    return load_image(source)
 
 
 def _read_animation(path: Path, max_frames: int) -> Video:

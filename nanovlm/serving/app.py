@@ -1,63 +1,44 @@
 """The server: OpenAI's API at /v1, health and the page; and the way of a request from its body to its response."""
 
 import asyncio
-import errno
 import hashlib
 import hmac
 import logging
-import re
 import socket
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import aclosing, asynccontextmanager
-from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-import uvicorn
 from fastapi import APIRouter, Depends, FastAPI, Request
-from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 from fastapi.responses import Response as HTTPResponse
-from starlette.datastructures import Headers, MutableHeaders, State
+from starlette.datastructures import State
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from nanovlm.console import count
 from nanovlm.embedded import SAMPLE
-from nanovlm.errors import ImageError, MissingExtraError, NanoVLMError, PromptTooLongError, SchemaError, UsageError
+from nanovlm.errors import ImageError, MissingExtraError, NanoVLMError, PromptTooLongError, SchemaError
 from nanovlm.options import CHAT_MAX_NEW_TOKENS, generation_options
 from nanovlm.processing.conversation import Chat, images_of, with_images
 from nanovlm.processing.image_loading import decode_data_url, is_data_url, load_image
 from nanovlm.processing.image_urls import fetch
-from nanovlm.serving.openai_api import APIError, ChatRequest, ImageURL, Response, StopStrings, event
+from nanovlm.serving.openai_api import ChatRequest, ImageURL, Response, StopStrings, event
 from nanovlm.serving.options import ServeOptions
+from nanovlm.serving.web import GET, STATIC, APIError, Gate, Server, add_page, read_body
 
-if TYPE_CHECKING:  # the page of captions is served by this module, too, and has no need of torch
+if TYPE_CHECKING:  # a port in use is reported before torch is imported
     from models.inference.caches import TiledImage
     from models.inference.continuous_batching import Request as Prompt
     from nanovlm.captioner import Captioner
 
 logger = logging.getLogger(__name__)
 
-STATIC = Path(__file__).parent / "static"
-GET = ["GET", "HEAD"]
-PORT = re.compile(r":\d*$")  # in a Host header
-BODY_SECONDS = 10.0  # for a body to arrive
-# Longer than clients keep a connection (httpx 5 s, nginx 60 s): one that closes as a request is sent loses its answer.
-KEEP_ALIVE_SECONDS = 75
 MAX_PIXELS = 64_000_000  # of an image: the largest that phones save
 MAX_PREPARED = 8  # requests that are preprocessed and not prefilled yet: memory holds their pixels
 CLIENT_LEFT = 499  # nginx's status; nobody reads it
-HEADERS = {  # of every response; the page loads nothing from elsewhere
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob: data:; "
-    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-    "Cache-Control": "no-cache",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cross-Origin-Resource-Policy": "same-origin",
-}
 
 
 def make_app(captioner: "Captioner", name: str, options: ServeOptions, description: str = "") -> FastAPI:
@@ -104,7 +85,8 @@ def make_app(captioner: "Captioner", name: str, options: ServeOptions, descripti
     if options.allow_origin:
         cors: dict[str, Any] = {"allow_methods": ["*"], "allow_headers": ["*"], "expose_headers": ["Retry-After"]}
         app.add_middleware(CORSMiddleware, allow_origins=options.allow_origin, **cors)
-    app.add_middleware(Gate, options=options)
+    app.add_middleware(Gate, hosts=options.hosts, origins=options.allow_origin)
+    app.add_middleware(RequestLog, release=chats.release, quiet=options.quiet)
     app.include_router(api, prefix="/v1")
     app.include_router(api)  # some clients leave /v1 out, as llama.cpp's server allows
     add_page(app.router, STATIC, SAMPLE)
@@ -114,62 +96,30 @@ def make_app(captioner: "Captioner", name: str, options: ServeOptions, descripti
     return app
 
 
-class Gate:
-    """Refuses foreign host names (DNS rebinding) and pages of other origins, and logs each request.
+class RequestLog:
+    """Logs each answer and refusal. At the end of a request its response, if there is one, goes to release."""
 
-    Any web page in a browser can send requests to a server on the same machine. A request that has begun an answer
-    has its state's response, which goes to its state's release at the end.
-    """
-
-    def __init__(self, app: ASGIApp, options: ServeOptions):
+    def __init__(self, app: ASGIApp, release: Callable[[Response], Awaitable[None]], quiet: bool):
         self.app = app
-        self.options = options
+        self.release = release
+        self.quiet = quiet
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self.app(scope, receive, send)
         started = time.monotonic()
         status = CLIENT_LEFT
         state = scope.setdefault("state", {})
-
-        async def send_with_headers(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                MutableHeaders(scope=message).update(HEADERS)
-            await send(message)
-
         try:
-            problem = state["problem"] = self._refusal(Headers(scope=scope))
-            app = self.app if problem is None else JSONResponse(problem.body, problem.status, problem.headers)
-            await app(scope, receive, send_with_headers)
+            await self.app(scope, receive, send)
+            status = 200
         finally:
             response = state.get("response")
-            problem = state["problem"]
+            problem = state.get("problem")
             if response is not None:
-                await state["release"](response)
-            if not self.options.quiet and (response or problem):
+                await self.release(response)
+            if not self.quiet and (response or problem):
                 details = problem or response.summary(time.monotonic() - started)
                 status = problem.status if problem else status
                 logger.info("%s %s %d: %s", scope["method"], scope["path"], status, details)
-
-    def _refusal(self, headers: Headers) -> APIError | None:
-        host = headers.get("host", "")
-        origin = headers.get("origin")
-        hosts = self.options.hosts
-        origins = self.options.allow_origin
-        if "transfer-encoding" in headers:  # parsing chunks of one byte would hold up all others
-            status = 400 if "content-length" in headers else 411
-            return APIError(status, "send a body whole, by its Content-Length alone", headers={"Connection": "close"})
-        if (coding := headers.get("content-encoding", "identity").lower()) != "identity":
-            return APIError(415, f"a body in Content-Encoding {coding!r}; send it as it is")
-        if hosts is not None and PORT.sub("", host).strip("[]").lower() not in hosts:
-            return APIError(403, f"{host!r} is no host name of this server; add it with --allow-host")
-        own = (f"http://{host}".lower(), f"https://{host}".lower())
-        if origin is None or origin.lower() in own or "*" in origins or origin in origins:
-            return None
-        message = f"pages of {origin!r} may not use this server; open its own page, or add them with --allow-origin"
-        return APIError(403, message)
 
 
 class Chats:
@@ -192,7 +142,7 @@ class Chats:
 
     async def send_error(self, request: Request, error: Exception) -> JSONResponse:
         problem = request.state.problem = self.as_api_error(error, f"{request.method} {request.url.path}")
-        return JSONResponse(problem.body, problem.status, problem.headers)
+        return problem.response
 
     def as_api_error(self, error: Exception, route: str = "") -> APIError:
         """An error in words for the client, who learns no details of an unexpected one."""
@@ -223,7 +173,6 @@ class Chats:
         if len(self.active) >= self.options.places:
             raise full(f"all {self.options.places} places for running and waiting answers are taken")
         response = http.state.response = Response(self.name)
-        http.state.release = self.release
         self.active.add(response)
         http.state.deadline = asyncio.get_running_loop().time() + self.options.timeout
         async with asyncio.timeout_at(http.state.deadline):
@@ -278,33 +227,31 @@ class Chats:
         """Request of a chat; a thread's work."""
         defaults = {"max_new_tokens": CHAT_MAX_NEW_TOKENS, **self.captioner.defaults}
         options = generation_options(request.options(), {}, defaults)
-        images = self._images(files, [image.detail == "low" for image in images_of(chat)])
+        images = self._images(images_of(chat), files)
         chat = with_images(chat, images)
         return self.captioner.chat_request(chat, options, default=self.captioner.prompt if images else "")
 
-    def _images(self, files: list[bytes | str], are_low: list[bool]) -> "list[TiledImage]":
-        """Tiles of images, files or data URLs; an image that the cache holds is neither decoded nor encoded again.
+    def _images(self, images: list[ImageURL], files: list[bytes | str]) -> "list[TiledImage]":
+        """Tiles of images; one that the cache holds is neither decoded nor encoded again.
 
         More images than the context holds are refused before they fill the memory.
         """
-        from models.inference.caches import TiledImage
-
         processor = self.captioner.processor
-        images: list[TiledImage] = []
+        tiled: list[TiledImage] = []
         n_tokens = 0
-        for number, (file, is_low) in enumerate(zip(files, are_low), 1):
+        for number, (image, file) in enumerate(zip(images, files), 1):
             name = f"image {number}"
             data = file if isinstance(file, bytes) else decode_data_url(file, name)
-            key = is_low, hashlib.blake2b(data, digest_size=16).digest()
-            image = None if self.image_cache is None else self.image_cache.get(key)
-            if image is None:
-                tiles, grid = processor.preprocess(load_image(data, name, MAX_PIXELS), 1 if is_low else None)
-                image = TiledImage(tiles, key, grid)
-            images.append(image)
-            n_tokens += image.n_tiles * processor.cfg.mp_image_token_length
+            key = image.detail == "low", hashlib.blake2b(data, digest_size=16).digest()
+            found = None if self.image_cache is None else self.image_cache.get(key)
+            if found is None:
+                max_tiles = 1 if image.detail == "low" else None
+                found = processor.tiled(load_image(data, name, MAX_PIXELS), max_tiles, key=key)
+            tiled.append(found)
+            n_tokens += found.n_tiles * processor.cfg.mp_image_token_length
             what = f"prompt is too long: {len(files)} images, of which the first {number} take {n_tokens} tokens,"
             processor.cfg.validate_length(n_tokens, 1, what, "send fewer")
-        return images
+        return tiled
 
     async def _pieces(self, prompt: "Prompt", request: ChatRequest, response: Response) -> AsyncGenerator[str, None]:
         """Text of an answer as its tokens come, up to a stop string; the first may be empty."""
@@ -346,44 +293,6 @@ class Chats:
         yield "data: [DONE]\n\n"
 
 
-async def read_body(
-    http: Request, max_bytes: int, count_arriving: Callable[[int], None] = lambda n_bytes: None
-) -> bytes:
-    """The body of a request. APIError 413 if it is too large, 408 if it is late.
-
-    count_arriving is told the bytes that are kept of each piece, and at the end minus their sum. A client reads the
-    response only after it has sent its request, so the rest of a large body is received and dropped.
-    """
-    body = bytearray()
-    length = 0
-    try:
-        async with asyncio.timeout(BODY_SECONDS):
-            async for chunk in http.stream():
-                length += len(chunk)
-                if length <= max_bytes:
-                    body += chunk
-                    count_arriving(len(chunk))
-    except TimeoutError:
-        message = f"the request's body did not arrive within {BODY_SECONDS:g} s; send it at once, or less"
-        raise APIError(408, message, "timeout", headers={"Connection": "close"}) from None
-    finally:
-        count_arriving(-len(body))
-    if length > max_bytes:
-        raise APIError(413, f"the request has more than {max_bytes:,} bytes; send smaller images")
-    return bytes(body)
-
-
-def add_page(router: APIRouter, folder: Path, *others: Path) -> None:
-    """Serve a folder's index.html as the page at /, and it and other files by their names."""
-
-    def send(file: Path) -> Callable[[], FileResponse]:
-        return lambda: FileResponse(file)
-
-    router.add_api_route("/", send(folder / "index.html"), methods=GET)
-    for file in (*folder.iterdir(), *others):
-        router.add_api_route(f"/{file.name}", send(file), methods=GET)
-
-
 def full(what: str) -> APIError:
     headers = {"Retry-After": "1", "Connection": "close"}  # the rest of a body is not read
     return APIError(429, f"{what}; try again in a second", "rate_limit_exceeded", headers=headers)
@@ -402,39 +311,6 @@ async def unless_disconnected(http: Request, work: Coroutine[Any, Any, HTTPRespo
         answer.cancel()
         departure.cancel()
         await asyncio.gather(answer, departure, return_exceptions=True)
-
-
-def listen(options: ServeOptions) -> socket.socket:
-    """The open port. Requests wait there until the model is loaded."""
-    import mimetypes
-
-    mimetypes.add_type("text/javascript", ".js")  # text/plain in some registries of Windows, which browsers refuse
-    try:
-        family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-        return socket.create_server((options.host, options.port), family=family, backlog=2048)
-    except (OSError, TypeError) as error:  # TypeError: a host that is no text for the network
-        reason = str(getattr(error, "strerror", None) or error).partition(" (while")[0]
-        port_taken = getattr(error, "errno", None) in (errno.EADDRINUSE, errno.EACCES)
-        remedy = "--port 0 takes any free port" if port_taken else "name an address of this machine"
-        raise UsageError(f"--host {options.host} --port {options.port}: {reason}; {remedy}") from None
-
-
-class Server(uvicorn.Server):
-    """Finishes active answers at the first signal, and stops at once at the second. `run` returns, and raises none."""
-
-    def __init__(self, app: FastAPI, port: int = 0, active: Collection[Response] = ()):
-        config = uvicorn.Config(
-            app, port=port, http="h11", ws="none", log_level="critical", server_header=False,
-            timeout_keep_alive=KEEP_ALIVE_SECONDS,
-        )  # fmt: skip
-        super().__init__(config)
-        self.active = active
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self.active and not self.should_exit:
-            logger.info("finishing %s; press ctrl-c again to stop at once", count(len(self.active), "answer"))
-        self.force_exit = self.should_exit
-        self.should_exit = True
 
 
 def serve(app: FastAPI, listening_socket: socket.socket, options: ServeOptions, name: str) -> None:

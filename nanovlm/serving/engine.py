@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
 
 from models.inference.continuous_batching import ContinuousBatch, Request, TokenOutput
-from nanovlm.serving.openai_api import APIError
+from nanovlm.serving.web import APIError
 
 Result = TokenOutput | Exception
 

@@ -1,4 +1,4 @@
-"""OpenAI's chat completions: what a request may hold, and the JSON of responses, their chunks and errors."""
+"""OpenAI's chat completions: what a request may hold, and the JSON of responses and their chunks."""
 
 import json
 import re
@@ -12,10 +12,10 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from models.common.errors import shortened
 from nanovlm.console import count
 from nanovlm.options import GenerationOptions
 from nanovlm.processing.conversation import Turn
+from nanovlm.serving.web import APIError
 
 NO_LIMIT = -1  # as max_tokens
 ANY_OBJECT = {"type": "object"}  # the JSON schema of json_object
@@ -24,24 +24,6 @@ MAX_FIELDS = 100  # of an object
 MAX_ITEMS = 1000  # messages, and parts of one
 # pydantic's name of the kind of a part or format, in a path
 TAG = re.compile(r"^(messages\.\d+\.content\.\d+|response_format)\.(text|image_url|refusal|json_object|json_schema)")
-
-
-class APIError(Exception):
-    """An HTTP error for the client: a status and one sentence. param is the client's field."""
-
-    def __init__(
-        self, status: int, message: str, code: str | None = None, param: str | None = None, headers: Any = None
-    ):
-        super().__init__(encodable(shortened(message)))
-        self.status = status
-        self.code = code
-        self.param = None if param is None else encodable(shortened(param))
-        self.headers = headers
-
-    @property
-    def body(self) -> dict[str, Any]:
-        kind = "server_error" if self.status >= 500 else "invalid_request_error"
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
 class Record(BaseModel):
@@ -305,11 +287,6 @@ class Response:
         choice = {"index": 0, "logprobs": None, "finish_reason": self.finish_reason} | content
         head = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
         return head | {"choices": [choice]}
-
-
-def encodable(text: str) -> str:
-    """A text as UTF-8 can hold it, in which a client may have escaped half a character."""
-    return text.encode(errors="backslashreplace").decode()
 
 
 def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

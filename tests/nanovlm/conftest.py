@@ -35,12 +35,13 @@ def workdir(tmp_path, monkeypatch):
 
 @pytest.fixture
 def run_script(monkeypatch, capsys):
-    """Run a root script of one verb in this process: exit code, stdout, stderr."""
+    """Run a root script of one verb, or `nanovlm` (None), in this process: exit code, stdout, stderr."""
 
     def run_script(script, verb, *argv):
         monkeypatch.setattr(sys, "argv", [script])
         try:
-            code = cli.run_verb(verb, list(map(str, argv)))
+            argv = list(map(str, argv))
+            code = cli.main(argv) if verb is None else cli.run_verb(verb, argv)
         except SystemExit as end:
             code = end.code
         return code, *capsys.readouterr()
@@ -129,20 +130,6 @@ def make_checkpoint(backbone_tokenizer, tmp_path_factory):
         return folder
 
     return make
-
-
-@pytest.fixture
-def clip(tmp_path):
-    """The file a.mp4: three seconds of six colors."""
-    av = pytest.importorskip("av")
-    with av.open(str(tmp_path / "a.mp4"), "w") as container:
-        stream = container.add_stream("mpeg4", rate=10)
-        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
-        for color in ("red", "green", "blue", "white", "black", "yellow"):
-            for _ in range(5):
-                container.mux(stream.encode(av.VideoFrame.from_image(Image.new("RGB", (64, 48), color))))
-        container.mux(stream.encode())
-    return tmp_path / "a.mp4"
 
 
 @pytest.fixture

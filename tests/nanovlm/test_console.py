@@ -1,6 +1,5 @@
 """Standard error and terminals; a busy machine, and memory that is kept."""
 
-import io
 import logging
 import platform
 import subprocess
@@ -8,10 +7,9 @@ import sys
 
 import pytest
 
-from nanovlm.console import bold, configure_logging, for_terminal, print_error, progress_bar
+from nanovlm.console import configure_logging, for_terminal, print_error, progress_bar
 from nanovlm.device import busy_note
 from support import ROOT
-from support.cli import FakeTerminal
 
 
 @pytest.fixture
@@ -46,15 +44,6 @@ def test_progress_bar_draws_on_terminals_only(capsys, terminal):
             print_error("one failed")
         err = capsys.readouterr().err
         assert ("captions: 100%" in err) == is_terminal and "one failed\n" in err
-
-
-def test_bold_only_on_terminals_without_no_color(monkeypatch):
-    for environment, is_bold in (({}, True), ({"TERM": "dumb"}, False), ({"NO_COLOR": "1"}, False)):
-        for name in ("NO_COLOR", "TERM"):
-            monkeypatch.delenv(name, raising=False)
-        for name, value in environment.items():
-            monkeypatch.setenv(name, value)
-        assert bold("x", FakeTerminal()) == ("\033[1mx\033[0m" if is_bold else "x") and bold("x", io.StringIO()) == "x"
 
 
 def test_control_characters_reach_files_but_no_terminal(capsys, terminal):

@@ -60,9 +60,9 @@ def test_wrong_values_are_named(words):
 
 
 def test_wrong_keywords_are_named(embedded):
-    with pytest.raises(TypeError, match="'temprature'; GenerationOptions takes .*temperature, .*max_new_tokens"):
+    with pytest.raises(TypeError, match="GenerationOptions.* unexpected keyword argument 'temprature'"):
         embedded.caption(SAMPLE, temprature=0.5)
-    with pytest.raises(TypeError, match="'max_tile'; ModelOptions takes model, .*max_tiles"):
+    with pytest.raises(TypeError, match="ModelOptions.* unexpected keyword argument 'max_tile'"):
         Captioner.from_pretrained(max_tile=3)
 
 

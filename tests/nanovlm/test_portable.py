@@ -15,8 +15,8 @@ import pytest
 from models.common import files
 from models.common.errors import FileError
 from nanovlm import outputs
-from nanovlm.serving.app import listen
 from nanovlm.serving.options import ServeOptions
+from nanovlm.serving.web import listen
 from support import ROOT, noise_image
 
 PROGRAM = """

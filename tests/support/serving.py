@@ -1,6 +1,7 @@
 """A server in a thread, and what a client sends it."""
 
 import base64
+import contextlib
 import io
 import json
 import threading
@@ -11,8 +12,9 @@ import httpx
 from PIL import Image
 
 from nanovlm import SAMPLE
-from nanovlm.serving.app import Server, make_app
+from nanovlm.serving.app import make_app
 from nanovlm.serving.options import ServeOptions
+from nanovlm.serving.web import Server
 
 # One for all tests: each new client would read all certificates. It keeps no connection: ports change their servers.
 http = httpx.Client(timeout=60, verify=False, trust_env=False, limits=httpx.Limits(max_keepalive_connections=0))
@@ -38,26 +40,33 @@ def watch(captioner, before_step=lambda: None):
     return watched
 
 
+@contextlib.contextmanager
+def running(server):
+    """The address of a server that runs in a thread."""
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    until(lambda: server.started)
+    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    server.should_exit = True
+    thread.join(30)
+    assert not thread.is_alive()
+
+
 class RunningServer:
     """A server of its own on a free port, in a thread; before_step is that of `watch`, options of ServeOptions."""
 
     def __init__(self, captioner, *, before_step=lambda: None, **options):
         options = ServeOptions(**{"image_cache": 0, "prefix_cache": 0, "quiet": True} | options)
         app = make_app(watch(captioner, before_step), "nanovlm", options)
-        self.chats, self.server = app.state.chats, Server(app, port=0)
-        self.thread = threading.Thread(target=self.server.run)
+        self.chats, self.running = app.state.chats, contextlib.ExitStack()
+        self.server = Server(app)
 
     def __enter__(self):
-        self.thread.start()
-        until(lambda: self.server.started)
-        port = self.server.servers[0].sockets[0].getsockname()[1]
-        self.url = f"http://127.0.0.1:{port}"
+        self.url = self.running.enter_context(running(self.server))
         return self
 
     def __exit__(self, *error):
-        self.server.should_exit = True
-        self.thread.join(30)
-        assert not self.thread.is_alive()
+        self.running.close()
 
     @property
     def batch(self):

@@ -2,24 +2,14 @@
 
 import json
 import shutil
+from functools import partial
 
 import pytest
 
-from nanovlm.cli import main as cli
-
 
 @pytest.fixture
-def nanovlm_program(capsys):
-    """Run `nanovlm` in this process: exit code, stdout, stderr."""
-
-    def run(*argv):
-        try:
-            code = cli.main(list(argv))
-        except SystemExit as end:
-            code = end.code
-        return code, *capsys.readouterr()
-
-    return run
+def nanovlm_program(run_script):
+    return partial(run_script, "nanovlm", None)
 
 
 @pytest.fixture

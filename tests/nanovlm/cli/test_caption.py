@@ -213,6 +213,8 @@ def test_a_folder_is_printed_as_json_lines_and_a_list_captioned(generate, image_
         Path("names.txt").write_bytes(data)
         code, out, _ = generate("--from-file", "names.txt", "--json")
         assert code == 0 and [json.loads(line)["image"] for line in out.splitlines()] == names.split()
+    Path("names.txt").write_text("good.png\nmissing.png\n")
+    assert generate("--from-file", "names.txt", "--json")[0] == 1
 
 
 def test_rows_name_the_model_its_adapters_and_its_own_prompt(generate, image_folder, monkeypatch):

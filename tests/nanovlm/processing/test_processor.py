@@ -76,14 +76,14 @@ def test_max_tiles_limits_the_grid(processor, size, max_tiles, grid, to_max_side
     limited = Processor(cfg, processor.tokenizer, max_tiles=max_tiles)
     ids, (tiles,) = prompt_of(limited, [noise_image(*size)], "Hi?")
     n = grid[0] * grid[1] + (grid != (1, 1))
-    assert limited.preprocess(noise_image(*size))[1] == grid and len(tiles) == n
+    assert limited.tiled(noise_image(*size)).grid == grid and len(tiles) == n
     assert ids.count(processor.tokenizer.image_token_id) == 4 * n
 
 
 def test_max_tiles_per_image_is_an_upper_bound(processor):
     for max_tiles in (None, 1, 4, 7):
         limited = Processor(processor.cfg, processor.tokenizer, max_tiles)
-        most = max(len(limited.preprocess(noise_image(*size))[0]) for size in SIZES)
+        most = max(limited.tiled(noise_image(*size)).n_tiles for size in SIZES)
         assert most <= limited.max_tiles_per_image and (max_tiles == 7 or most == limited.max_tiles_per_image)
 
 
@@ -120,14 +120,14 @@ def test_a_prompt_and_its_pixels_are_laid_out_as_transformers_does(converted):
     ends = [processor.tokenizer.backend.id_to_token(id) for id in processor.tokenizer.eos_token_ids]
     assert ends == ["<end_of_utterance>"]
     image = noise_image(70, 40)
-    tiles, grid = converted.processor.preprocess(image)
+    tiled = converted.processor.tiled(image)
     resized = image.resize((64, 36), Image.Resampling.LANCZOS).resize((64, 48), Image.Resampling.LANCZOS)
     boxes = [(x, y, x + 16, y + 16) for y in range(0, 48, 16) for x in range(0, 64, 16)]
     expected = [resized.crop(box) for box in boxes] + [resized.resize((16, 16), Image.Resampling.LANCZOS)]
-    assert grid == (3, 4) and len(tiles) == 13 == converted.processor.max_tiles_per_image - 4
-    torch.testing.assert_close(tiles, torch.stack([as_tensor(tile) / 127.5 - 1 for tile in expected]))
+    assert tiled.grid == (3, 4) and tiled.n_tiles == 13 == converted.processor.max_tiles_per_image - 4
+    torch.testing.assert_close(tiled.tiles, torch.stack([as_tensor(tile) / 127.5 - 1 for tile in expected]))
     small = Processor(converted.model.cfg, converted.tokenizer, max_tiles=1)
-    assert [len(small.preprocess(image)[0]), small.max_tiles_per_image] == [1, 1]
+    assert [small.tiled(image).n_tiles, small.max_tiles_per_image] == [1, 1]
 
 
 def test_special_tokens_in_the_text_of_turns_are_plain_text(converted):

@@ -103,9 +103,10 @@ def test_max_tiles_and_special_tokens_of_answers(folders):
     for max_tiles in (1, 2, 3, 5, None):
         captioner, most = Captioner.from_pretrained(folders("SmolVLM2")[0], max_tiles=max_tiles), 0
         for i, size in enumerate(sizes(20, 3)):
-            tiles, (rows, columns) = captioner.processor.preprocess(noise_image(*size, seed=i))
-            assert len(tiles) == rows * columns + (rows * columns > 1) and rows * columns <= (max_tiles or 16)
-            most = max(most, len(tiles))
+            tiled = captioner.processor.tiled(noise_image(*size, seed=i))
+            n = tiled.grid[0] * tiled.grid[1]
+            assert tiled.n_tiles == n + (n > 1) and n <= (max_tiles or 16)
+            most = max(most, tiled.n_tiles)
         assert most <= captioner.processor.max_tiles_per_image
     tokenizer = captioner.tokenizer
     ids = [*tokenizer.encode_answer("Two")[:-1], tokenizer.special_id("<row_1_col_2>"), *tokenizer.encode(" dogs.")]

@@ -9,6 +9,7 @@ import wave
 from bisect import bisect_right
 from contextlib import suppress
 from fractions import Fraction
+from itertools import repeat
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,13 @@ def test_text_and_pixels_are_those_of_transformers(tmp_path):
     assert difference.mean() < 0.02 and difference.max() <= 6 / 127.5, "of two roundings of two resizes"
 
 
+@pytest.fixture
+def clip(in_tmp_path):
+    """The file a.mp4: three seconds of six colors."""
+    frames = [Image.new("RGB", (64, 48), color) for color in ("red", "green", "blue", "white", "black", "yellow")]
+    encode("a.mp4", [frame for frame in frames for _ in range(5)], range(0, 300, 10), 10)
+
+
 @pytest.mark.full
 def test_a_video_file_is_read_and_what_cannot_be_read_is_one_line(clip, monkeypatch):
     video = Video.read("a.mp4")
@@ -85,7 +93,7 @@ def test_a_video_file_is_read_and_what_cannot_be_read_is_one_line(clip, monkeypa
     Path("bad.mp4").write_bytes(Path("a.mp4").read_bytes()[:300])
     Path("list.mp4").write_text("ffconcat version 1.0\nfile a.mp4\n")  # names another file
     Path("concat:a.mp4").write_text("no video")  # to FFmpeg, the name of a protocol
-    encode("empty.avi", None, [], 10)
+    encode("empty.avi", [], [], 10)
     with wave.open("sound.mp4", "wb") as sound:
         sound.setparams((1, 2, 8000, 0, "NONE", ""))
         sound.writeframes(bytes(8000))
@@ -109,14 +117,14 @@ MATRICES = {  # signs of a display matrix -> the filters by which FFmpeg's own p
 }  # fmt: skip
 
 
-def encode(name, frame, times, rate, codec="mpeg4"):
-    """Write a video of one picture, shown at these times, of which a second has so many as rate."""
+def encode(name, frames, times, rate, codec="mpeg4"):
+    """Write a video of pictures, shown at these times, of which a second has so many as rate."""
     av = pytest.importorskip("av")
     with av.open(name, "w") as container:
         stream = container.add_stream(codec, rate=rate)
         stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
         container.start_encoding()
-        for time in times:
+        for frame, time in zip(frames, times):
             picture = av.VideoFrame.from_image(frame)
             picture.pts, picture.time_base = time, Fraction(1, 10 * rate)
             container.mux(stream.encode(picture))
@@ -136,7 +144,7 @@ def test_a_turned_and_mirrored_video_is_shown_as_ffmpeg_shows_it(signs):
     picture = Image.new("RGB", (64, 48))
     for color, corner in zip(COLORS, ((0, 0), (32, 0), (0, 24), (32, 24))):
         picture.paste(color, (*corner, corner[0] + 32, corner[1] + 24))
-    encode("a.mp4", picture, (0, 10, 20, 300, 400), 10)
+    encode("a.mp4", repeat(picture), (0, 10, 20, 300, 400), 10)
     data = Path("a.mp4").read_bytes()
     a, b, c, d = (65536 * sign for sign in signs)
     upright = struct.pack(">5i", 65536, 0, 0, 0, 65536)
@@ -173,7 +181,7 @@ CHOSEN = [  # milliseconds at which frames start, the most frames to take, and t
 @pytest.mark.parametrize("name", ["a.mkv", "a.mp4", "a.webm", "a.avi"])
 @pytest.mark.parametrize(("times", "at_most", "seconds"), CHOSEN)
 def test_frames_of_a_recording_whose_rate_varies_are_chosen_by_time(name, times, at_most, seconds):
-    encode(name, Image.new("RGB", (64, 48)), times, 100, "libvpx" if name == "a.webm" else "mpeg4")
+    encode(name, repeat(Image.new("RGB", (64, 48))), times, 100, "libvpx" if name == "a.webm" else "mpeg4")
     video = Video.read(name, at_most)
     assert times[-1] / 1000 <= video.duration <= times[-1] / 1000 + 1
     assert [round(second, 2) for second in video.seconds] == list(seconds)

@@ -21,8 +21,7 @@ from models.inference.caches import TiledImage
 from nanovlm import SAMPLE
 from nanovlm.chat_session import ChatSession
 from nanovlm.errors import UsageError
-from nanovlm.serving import app as app_module
-from nanovlm.serving.app import STATIC, listen
+from nanovlm.serving import web
 from nanovlm.serving.options import ServeOptions
 from nanovlm.synthetic import draw, random_scene
 from support import ROOT
@@ -80,7 +79,7 @@ def test_full_server_answers_429_and_loses_no_request(embedded, gate):
 
 
 def test_half_bodies_take_no_place(embedded, monkeypatch):
-    monkeypatch.setattr(app_module, "BODY_SECONDS", 1)
+    monkeypatch.setattr(web, "BODY_SECONDS", 1)
     with RunningServer(embedded, max_num_seqs=2, max_pending=2) as server, contextlib.ExitStack() as stack:
         head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 9000\r\n\r\n{"
         half = [stack.enter_context(connected(server)) for _ in range(20)]
@@ -240,7 +239,7 @@ def test_routes_and_their_errors(served, embedded):
         response = http.request(method, served.url + path)
         assert response.status_code == status and response.json()["error"]["message"], path
         assert {*response.headers.get("allow", "").split(", ")} == {*allowed.split(", ")}, path
-    assert {path.suffix for path in STATIC.iterdir()} == {".html", ".css", ".js"}
+    assert {path.suffix for path in web.STATIC.iterdir()} == {".html", ".css", ".js"}
 
 
 EVIL, FRONT_END, KEY = "https://evil.example", "http://localhost:3000", {"authorization": "Bearer schlüssel".encode()}
@@ -289,8 +288,9 @@ SLOW_SERVER = """
 import time
 from nanovlm import Captioner
 from nanovlm.console import configure_logging
-from nanovlm.serving.app import listen, make_app, serve
+from nanovlm.serving.app import make_app, serve
 from nanovlm.serving.options import ServeOptions
+from nanovlm.serving.web import listen
 from support.serving import watch
 
 configure_logging()
@@ -327,6 +327,6 @@ def test_what_cannot_be_listened_to_is_one_sentence():
     with pytest.raises(UsageError, match="^--api-key is empty"):
         ServeOptions(host="0.0.0.0", api_key="")
     with pytest.raises(UsageError, match="^--host .*; name an address of this machine$"):
-        listen(ServeOptions(host="\udcff", api_key="x"))
-    with listen(ServeOptions(port=0)) as port, pytest.raises(UsageError, match="--port 0 takes any free port$"):
-        listen(ServeOptions(port=port.getsockname()[1]))
+        web.listen(ServeOptions(host="\udcff", api_key="x"))
+    with web.listen(ServeOptions(port=0)) as port, pytest.raises(UsageError, match="--port 0 takes any free port$"):
+        web.listen(ServeOptions(port=port.getsockname()[1]))

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,17 +23,16 @@ from models.common.errors import FileError
 from nanovlm.bulk import Report, caption_rows, extensions, find_images, folders_of
 from nanovlm.console import count
 from nanovlm.errors import ImageError, NanoVLMError, UsageError
-from nanovlm.options import CaptionOptions, with_changes
+from nanovlm.options import CaptionOptions
 from nanovlm.outputs import EDITED, ORIGIN, Row, Sidecars, Table, edited, reasons, relative_name, text_hash, text_of
 from nanovlm.processing.image_loading import thumbnail
-from nanovlm.serving.app import STATIC, Gate, Server, add_page, read_body
-from nanovlm.serving.openai_api import APIError
 from nanovlm.serving.options import ServeOptions
+from nanovlm.serving.web import STATIC, APIError, Gate, Server, add_page, read_body
 
 if TYPE_CHECKING:
     from nanovlm.captioner import Captioner
 
-PAGE = Path(__file__).parent / "review_page"
+PAGE = Path(__file__).parent / "page"
 SIDES = {"thumbnails": 256, "pictures": 640, "images": 1600}  # the longest sides, by the beginning of the address
 QUALITY = 80
 N_THUMBNAILS = 4_000  # that are kept, some 10 kB each
@@ -122,7 +122,7 @@ class Review:
             self.output.read()
             made = self.output.made(image) or self.output.record(image).made(image)
         prefix = made.get("prefix", "")
-        options = with_changes(self.options, {"prompts": (prompt,), "prefix": prefix})
+        options = replace(self.options, prompts=(prompt,), prefix=prefix)
         with self.captioning:
             (row,) = caption_rows(self.load(), [(image, image)], options)
             if isinstance(row, Exception):
@@ -258,7 +258,7 @@ def make_review_app(review: Review, token: str) -> FastAPI:
     api.add_api_route("/status", review.status)
     add_page(api, PAGE, STATIC / "base.css")
     app.include_router(api, prefix=f"/{token}")
-    app.add_middleware(Gate, options=ServeOptions(quiet=True))
+    app.add_middleware(Gate)
     for kind in (NanoVLMError, APIError, Exception):
         app.add_exception_handler(kind, send_error)
     return app
@@ -270,7 +270,7 @@ async def send_error(request: Request, error: Exception) -> JSONResponse:
     elif not isinstance(error, APIError):
         logger.error("a request failed", exc_info=error)
         error = APIError(500, "a bug; the terminal shows more")
-    return JSONResponse(error.body, error.status)
+    return error.response
 
 
 async def read_json(request: Request, kind: type) -> Any:

@@ -1,17 +1,16 @@
 """The review of captions: its API without a browser, and its page in headless Chromium."""
 
+import contextlib
 import io
 import json
 import os
 import re
 import subprocess
 import sys
-import threading
 from functools import partial
 from pathlib import Path
 
 import pytest
-import uvicorn
 from PIL import Image
 from starlette.testclient import TestClient
 
@@ -21,9 +20,10 @@ from nanovlm.bulk import caption_files
 from nanovlm.errors import UsageError
 from nanovlm.options import CaptionOptions
 from nanovlm.outputs import Sidecars, Table, text_hash
-from nanovlm.serving.review import Review, make_review_app, marks
+from nanovlm.review.app import Review, make_review_app, marks
+from nanovlm.serving.web import Server
 from support import noise_image
-from support.serving import until
+from support.serving import running, until
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
@@ -120,6 +120,7 @@ CHANGES = {  # ways in which a cut caption's text becomes another -> its marks t
     "typed a dog runs; r a cat runs": ["edited"],
     "elsewhere a cat": ["edited"],
     "elsewhere a dog; r a cat": ["edited"],
+    "typed a cat; elsewhere a dog; typed a hat; undo": ["edited"],
     "r a cat, b.png; undo": ["cut"],
 }
 
@@ -347,27 +348,18 @@ def test_what_cannot_be_read_or_written_has_a_reason(target):
 @pytest.fixture
 def open_review(browser):
     """Serves a review in a thread and opens its page; errors of the page's program are failures."""
-    opened, problems = [], []
+    problems = []
+    with contextlib.ExitStack() as opened:
 
-    def open_review(review, **options):
-        config = uvicorn.Config(make_review_app(review, "t"), port=0, log_level="critical")
-        server = uvicorn.Server(config)
-        thread = threading.Thread(target=server.run)
-        thread.start()
-        until(lambda: server.started)
-        context = browser.new_context(**options)
-        opened.append((context, server, thread))
-        page = context.new_page()
-        page.on("pageerror", lambda error: problems.append(str(error)))
-        page.goto(f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/t/")
-        page.wait_for_selector("article")
-        return page
+        def open_review(review, **options):
+            url = opened.enter_context(running(Server(make_review_app(review, "t"))))
+            page = opened.enter_context(browser.new_context(**options)).new_page()
+            page.on("pageerror", lambda error: problems.append(str(error)))
+            page.goto(f"{url}/t/")
+            page.wait_for_selector("article")
+            return page
 
-    yield open_review
-    for context, server, thread in opened:
-        context.close()
-        server.should_exit = True
-        thread.join(30)
+        yield open_review
     assert not problems
 
 
@@ -397,6 +389,7 @@ def test_the_page_edits_filters_replaces_undoes_and_captions_again(size, target,
     expect(cards.locator(".mark.edited")).to_have_count(1)
     assert text_of(target, "a.png") == "a cat, <b>a.png</b>"
     expect(box(page, "sub/c.png")).to_be_focused()
+    assert size[0] < 1000 or button(name="Undo edit of a.png").evaluate("(e) => e.scrollWidth <= e.clientWidth")
     page.keyboard.press("Escape")
 
     page.keyboard.press("/")

@@ -267,7 +267,7 @@ function again(card) {
 async function unread(card) { // the reason why a picture has no thumbnail
   $("img", card.element).classList.add("unread");
   await call(`thumbnails/${card.state.id}.jpg`).catch((error) => {
-    card.unread = error.message.slice(error.message.indexOf(": ") + 2);
+    card.unread = error.message;
   });
   if (!card.unread) return;
   note(card, card.unread);
