@@ -7,12 +7,15 @@ from collections.abc import Iterable, Iterator, Sequence, Sized
 from itertools import chain, zip_longest
 from typing import TYPE_CHECKING, Any
 
+import torch
 from PIL import Image
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from models.config import VLMConfig
 from models.inference.caches import TiledImage
 from nanovlm.errors import InputError, PromptTooLongError
-from nanovlm.processing.conversation import Chat, check_chat, images_of
+from nanovlm.processing.conversation import Chat, check_chat, dialogue, images_of
 from nanovlm.processing.layouts import layout_of
 from nanovlm.processing.tokenizer import Tokenizer
 
@@ -74,6 +77,23 @@ class Processor:
             return frames
         *before, last = videos[0].texts()
         return [*chain.from_iterable(zip(before, frames)), last]
+
+    def __call__(self, images: Sequence[Sequence[Image.Image]], questions: Sequence[str]) -> dict[str, Tensor | None]:
+        """Inputs of `VisionLanguageModel.generate`: row i asks questions[i] about images[i], padded on the left.
+
+        input_ids and attention_mask (B, T) int64; images (N, 3, S, S), the tiles of all rows, or None.
+        """
+        if len(images) != len(questions):
+            raise InputError(f"{len(images)} rows of images, but {len(questions)} prompts; pass one prompt a row")
+        chats = [dialogue([question], self.prepare(row)) for row, question in zip(images, questions)]
+        ids = [torch.tensor(self.encode(chat)) for chat in chats]
+        tiles = [image.tiles for chat in chats for image in images_of(chat)]
+        pad = self.tokenizer.eos_token_id  # any id would do: the mask hides it
+        return {
+            "input_ids": pad_sequence(ids, batch_first=True, padding_value=pad, padding_side="left"),
+            "attention_mask": pad_sequence([torch.ones_like(row) for row in ids], True, padding_side="left"),
+            "images": torch.cat(tiles) if tiles else None,
+        }
 
     def encode(self, chat: Chat, default: str | None = None) -> list[int]:
         """Token ids of a conversation about `TiledImage`s up to where the answer begins.

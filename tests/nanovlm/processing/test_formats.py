@@ -21,7 +21,7 @@ from nanovlm.processing.tokenizer import Tokenizer
 from support import Package, transforms
 from support.checkpoints import BASE_SIZE, SPECIAL, raw_config, read_nanovlm, tiles
 from support.data import about
-from support.generation import inputs_of, prompt_of
+from support.generation import prompt_of
 
 transformers = Package("transformers")
 
@@ -140,13 +140,14 @@ def stock_pixels(format_version, image):
 @pytest.mark.parametrize("image_set", IMAGE_SETS)
 def test_prompts_and_pixels_match_the_original_code(format_version, captioner, reference, image_set):
     images = make_images(image_set)
-    inputs = inputs_of(captioner, images, QUESTION)
+    inputs = captioner.processor([images], [QUESTION])
     text, place = prompt_text(format_version, image_set), BASE_SIZE
     expected = reference.encode(text, add_special_tokens=False).ids
     if format_version == 1:  # whose tokenizer has no <|image|>: -1 in the positions of images
         rest, place = text.replace("<|image|>", ""), -1
         expected = [-1] * text.count("<|image|>") + reference.encode(rest, add_special_tokens=False).ids
     assert inputs["input_ids"].tolist() == [expected]
+    assert inputs["attention_mask"].eq(1).all()
     assert captioner.tokenizer.image_token_id == place and (place in expected) == (image_set != "none")
     if images:
         pixels, expected = inputs["images"], torch.cat([stock_pixels(format_version, image) for image in images])
@@ -206,7 +207,7 @@ def test_answers_match_a_plain_recomputation(format_version, captioner, referenc
         end = captioner.tokenizer.eos_token_id
         assert end == (0 if format_version == 1 else 2) and end == reference.token_to_id(SPECIAL[end])
         assert answer == reference.decode([id for id in expected if id != end], skip_special_tokens=True)
-        inputs = inputs_of(captioner, images, QUESTION)
+        inputs = captioner.processor([images], [QUESTION])
         for cached in (True, False):
             ids = captioner.model.generate(**inputs, **options, eos_token_id=end, use_kv_cache=cached)
             assert ids[0].tolist() == expected
@@ -224,13 +225,13 @@ def test_training_prompts_match_generation_prompts(format_version, captioner, im
     assert sum(mask == 1 for mask in row.mask) >= row.ids.count(tokenizer.image_token_id)
     assert sorted(row.mask) == row.mask, "the shared prefix, then one continuation after another"
     for n, (question, text) in enumerate(pairs):
-        read, _ = prompt_of(processor, images, question)
+        read = processor([images], [question])["input_ids"][0].tolist()
         answer = [*tokenizer.encode(text), tokenizer.eos_token_id]
         seen = [i for i, branch in enumerate(row.mask) if branch in (1, n + 2)]
         assert [row.ids[i] for i in seen] == (read + answer)[:-1]
         assert [row.targets[i] for i in seen] == [IGNORE_INDEX] * (len(read) - 1) + answer
         chat += tokenizer.encode("\n") if n and format_version > 2 else []
-        chat += prompt_of(processor, [] if n else images, question)[0]
+        chat += processor([[] if n else images], [question])["input_ids"][0].tolist()
         labels += [IGNORE_INDEX] * (len(chat) - len(labels)) + answer
         chat += answer
     row = encode(about(images, [*chain(*pairs)]), processor)
