@@ -311,9 +311,9 @@ static void gemm(const matrix *weights, int n_weights, const operand *x, result 
                             const fetch next = {ahead + i * x->units * step, i < fetching ? step : 0};
                             const char *panel = x->data + p * x->panel_bytes + u * PANEL * 4;
                             float *block = sums + (in_parts ? i * BLOCK_ROWS * PANEL : 0);
-                            multiply(x->type, rows, left + u * 4, stride, panel, min_long(part_units, x->units - u), block,
-                                     vectors, u > 0, next);
-                            if (u + part_units >= x->units) finish_block(w, row, rows, x, p, block, vectors, &part);
+                            const long units = min_long(part_units, x->units - u);
+                            multiply(x->type, rows, left + u * 4, stride, panel, units, block, vectors, u > 0, next);
+                            if (u + units == x->units) finish_block(w, row, rows, x, p, block, vectors, &part);
                         }
                 }
             }
