@@ -12,13 +12,16 @@ by ((5 + length) / 6) ^ length_penalty, which is GNMT's (Wu et al. 2016, equatio
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from models.common.errors import InputError
+from models.kv_study.encoder_decoder import Seq2SeqModel
+from models.vision_language_model import VisionLanguageModel
 
+Model = VisionLanguageModel | Seq2SeqModel
 Step = Callable[[Tensor, Tensor], Tensor]  # ids (n,) and the rows (n,) they continue, to the next logits (n, V)
 
 
@@ -77,14 +80,7 @@ def beam_search(
     return sorted(candidates, key=lambda hypothesis: hypothesis.score(length_penalty), reverse=True)
 
 
-class Prefillable(Protocol):
-    """The product's model, or the encoder-decoder of this study."""
-
-    def prefill(self, input_ids: Tensor, images: Any) -> tuple[Tensor, Any]: ...
-    def decode(self, ids: Tensor, prefix: Any) -> tuple[Tensor, Any]: ...
-
-
-def cached_step(model: Prefillable, state: Any) -> Step:
+def cached_step(model: Model, state: Any) -> Step:
     """A step that selects the rows of the prefilled state and appends one token to each."""
 
     def step(ids: Tensor, rows: Tensor) -> Tensor:
@@ -96,7 +92,7 @@ def cached_step(model: Prefillable, state: Any) -> Step:
 
 
 @torch.inference_mode()
-def generate(model: Prefillable, input_ids: Tensor, images: Tensor | None = None, **options) -> list[Hypothesis]:
+def generate(model: Model, input_ids: Tensor, images: Tensor | None = None, **options) -> list[Hypothesis]:
     """`beam_search` with these options after one prompt, ids (1, T), about its images."""
     logits, state = model.prefill(input_ids, images)
     return beam_search(logits, cached_step(model, state), **options)

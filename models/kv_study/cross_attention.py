@@ -51,19 +51,31 @@ def causal_mask(n_new: int, n_keys: int, device: torch.device) -> Tensor | None:
     return torch.ones(1, 1, n_new, n_keys, dtype=torch.bool, device=device).tril(n_keys - n_new)
 
 
-class Block(nn.Module):
-    """Pre-norm block: self-attention, cross-attention and an MLP."""
+class EncoderBlock(nn.Module):
+    """Pre-norm block of the audio encoder: attention without a mask, and an MLP."""
 
     def __init__(self, n_state: int, n_head: int):
         super().__init__()
         self.attn = MultiHeadAttention(n_state, n_head)
         self.attn_ln = nn.LayerNorm(n_state)
-        self.cross_attn = MultiHeadAttention(n_state, n_head)
-        self.cross_attn_ln = nn.LayerNorm(n_state)
         self.mlp = nn.Sequential(nn.Linear(n_state, 4 * n_state), nn.GELU(), nn.Linear(4 * n_state, n_state))
         self.mlp_ln = nn.LayerNorm(n_state)
 
-    def forward(
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.attn_ln(x)
+        x = x + self.attn.attend(y, *self.attn.project_kv(y))
+        return x + self.mlp(self.mlp_ln(x))
+
+
+class Block(EncoderBlock):
+    """Pre-norm block of the decoder: self-attention, cross-attention and an MLP."""
+
+    def __init__(self, n_state: int, n_head: int):
+        super().__init__(n_state, n_head)
+        self.cross_attn = MultiHeadAttention(n_state, n_head)
+        self.cross_attn_ln = nn.LayerNorm(n_state)
+
+    def forward(  # type: ignore[override]  # reads and extends caches
         self, x: Tensor, cross_kv: KVPair, self_kv: KVCache | None = None, mask: Tensor | None = None
     ) -> tuple[Tensor, KVCache]:
         """Compute x (B, T, C) behind the cached tokens self_kv, with the image's keys and values cross_kv.

@@ -58,26 +58,23 @@ class Seq2SeqModel(nn.Module, ABC):
         rows = torch.arange(len(input_ids), device=input_ids.device).repeat_interleave(n_samples)
         seen = input_ids[rows]
         sampler = TokenSampler(sampling, eos_token_id, seen)
-        xa = self.encode(inputs)
-        state = TextPrefillState(self.decoder.project_cross_kv(xa) if use_kv_cache else [])
-
-        def cached(ids: Tensor) -> Tensor:
-            nonlocal state
-            logits, state = self.decode(ids, state)
-            return logits
-
-        def uncached(ids: Tensor) -> Tensor:
-            nonlocal seen
-            seen = torch.cat([seen, ids[:, None]], dim=1)
-            return self.decoder(seen, xa)[:, -1]
-
         if use_kv_cache:
-            logits, state = self._next_logits(input_ids, state)
+            logits, state = self.prefill(input_ids, inputs)
             logits = logits[rows]
             state = state.rows(rows)
         else:
+            xa = self.encode(inputs)
             logits = self.decoder(seen, xa)[:, -1]
-        yield from generate_tokens(logits, cached if use_kv_cache else uncached, sampler, max_new_tokens)
+
+        def step(ids: Tensor) -> Tensor:
+            nonlocal state, seen
+            if use_kv_cache:
+                logits, state = self.decode(ids, state)
+                return logits
+            seen = torch.cat([seen, ids[:, None]], dim=1)
+            return self.decoder(seen, xa)[:, -1]
+
+        yield from generate_tokens(logits, step, sampler, max_new_tokens)
 
     def generate(self, input_ids: Tensor, inputs: Tensor, **kwargs) -> Tensor:
         """Return all tokens that `stream` yields, (N * n_samples, T_new)."""

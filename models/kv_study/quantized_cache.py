@@ -13,6 +13,7 @@ Nothing that is cached is quantized again, and nothing is calibrated.
 In PyTorch that saves memory, not time: each step makes a float copy; a fused kernel would dequantize in registers.
 """
 
+from copy import copy
 from dataclasses import dataclass, replace
 
 import torch
@@ -87,18 +88,17 @@ class QuantizedKV:
         """Bytes of the cached tokens, scales included."""
         return self._key.nbytes + self._value.nbytes
 
-    def _with(self, key: QuantizedTokens, value: QuantizedTokens, length: int) -> "QuantizedKV":
-        new = QuantizedKV()
-        new._key = key
-        new._value = value
-        new.length = length
-        return new
-
     def append(self, key: Tensor, value: Tensor) -> "QuantizedKV":
         """This cache and then the new tokens' key and value, (B, n_kv_heads, T_new, head_dim), which are quantized."""
-        key, value, length = key.detach(), value.detach(), self.length + key.size(2)
-        return self._with(self._key.append(key), self._value.append(value), length)
+        longer = copy(self)
+        longer._key = self._key.append(key.detach())
+        longer._value = self._value.append(value.detach())
+        longer.length += key.size(2)
+        return longer
 
     def rows(self, index: Tensor) -> "QuantizedKV":
         """A copy of the chosen rows of the batch, index (B_new,)."""
-        return self._with(self._key.rows(index), self._value.rows(index), self.length)
+        chosen = copy(self)
+        chosen._key = self._key.rows(index)
+        chosen._value = self._value.rows(index)
+        return chosen

@@ -12,6 +12,7 @@ every key changes. So `GPT_kv.generate_kv` drops its cache there; a rolling buff
 """
 
 from collections.abc import Sequence
+from copy import copy
 
 import torch
 from torch import Tensor
@@ -74,12 +75,10 @@ class SlidingWindowKV:
 
     def rows(self, index: Tensor) -> "SlidingWindowKV":
         """A copy of the chosen rows of the batch, index (B_new,)."""
-        copy = SlidingWindowKV(self.window, self.sinks)
-        copy.key, copy.value = self.key.index_select(0, index), self.value.index_select(0, index)
-        copy.positions = self.positions.clone()
-        copy.length = self.length
-        copy._oldest = self._oldest
-        return copy
+        chosen = copy(self)
+        chosen.key, chosen.value = self.key.index_select(0, index), self.value.index_select(0, index)
+        chosen.positions = self.positions.clone()
+        return chosen
 
 
 def window_mask(queries: Tensor, keys: Tensor, window: int, sinks: int = 0) -> Tensor:

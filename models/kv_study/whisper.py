@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from models.common.errors import CheckpointError, InputError
-from models.kv_study.cross_attention import HookedKV, MultiHeadAttention
+from models.kv_study.cross_attention import EncoderBlock, HookedKV
 from models.kv_study.encoder_decoder import Seq2SeqModel
 from models.kv_study.hook_cache import store_projections
 from models.kv_study.log_mel import HOP_LENGTH, log_mel
@@ -25,22 +25,6 @@ DIMENSIONS = (
     "n_mels", "n_audio_ctx", "n_audio_state", "n_audio_head", "n_audio_layer",
     "n_vocab", "n_text_ctx", "n_text_state", "n_text_head", "n_text_layer",
 )  # fmt: skip
-
-
-class EncoderBlock(nn.Module):
-    """Pre-norm block of the encoder: attention without a mask, and an MLP."""
-
-    def __init__(self, n_state: int, n_head: int):
-        super().__init__()
-        self.attn = MultiHeadAttention(n_state, n_head)
-        self.attn_ln = nn.LayerNorm(n_state)
-        self.mlp = nn.Sequential(nn.Linear(n_state, 4 * n_state), nn.GELU(), nn.Linear(4 * n_state, n_state))
-        self.mlp_ln = nn.LayerNorm(n_state)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.attn_ln(x)
-        x = x + self.attn.attend(y, *self.attn.project_kv(y))
-        return x + self.mlp(self.mlp_ln(x))
 
 
 class AudioEncoder(nn.Module):
