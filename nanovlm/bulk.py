@@ -21,6 +21,7 @@ from nanovlm.errors import ImageError, NanoVLMError, OutputError, UsageError, is
 from nanovlm.folders import walk
 from nanovlm.options import RESERVED, CaptionOptions
 from nanovlm.outputs import EDITED, Output, Row, Sidecars, forget_folders, image_key, reasons, replaces
+from nanovlm.outputs import Table as Table
 from nanovlm.processing import ANIMATION_EXTENSIONS, VIDEO_EXTENSIONS
 
 if TYPE_CHECKING:

@@ -83,12 +83,12 @@ class Tokenizer:
             ) from None
 
     @classmethod
-    def from_backbone(cls, name_or_folder: str | Path, cfg: VLMConfig) -> "Tokenizer":
+    def from_backbone(cls, name_or_folder: str | Path, cfg: VLMConfig, revision: str | None = None) -> "Tokenizer":
         """Load a language model's tokenizer.json, from a Hub id or a folder, and add cfg.vlm_extra_tokens.
 
         Tokens it does not have yet get the ids after its last, in the config's order.
         """
-        folder = snapshot_path(name_or_folder, None, [TOKENIZER])
+        folder = snapshot_path(name_or_folder, revision, [TOKENIZER])
         return cls._read(folder / TOKENIZER, cfg, cfg.special_tokens.values())
 
     @classmethod
