@@ -92,7 +92,7 @@ def cached_step(model: Model, state: Any) -> Step:
 
 
 @torch.inference_mode()
-def generate(model: Model, input_ids: Tensor, images: Tensor | None = None, **options) -> list[Hypothesis]:
+def generate(model: Model, input_ids: Tensor, images: Any = None, **options) -> list[Hypothesis]:
     """`beam_search` with these options after one prompt, ids (1, T), about its images."""
     logits, state = model.prefill(input_ids, images)
     return beam_search(logits, cached_step(model, state), **options)
