@@ -176,7 +176,7 @@ def measure_text(args: argparse.Namespace, folder: Path) -> Measured:
 
 
 def compare_captions(args: argparse.Namespace, model: Path, examples: Sequence[Example]) -> Measured:
-    """What each precision keeps of the model's captions."""
+    """Figures of the model's captions in each precision, beside those in float32."""
     contestants = in_every_precision(model, partial(predict_captions, examples), args.level)
     rows = compare(contestants, [example.truth for example in examples])
     where = environment(levels=args.level or levels_here())

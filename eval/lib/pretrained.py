@@ -126,7 +126,7 @@ def encode_by_package(pixels: Tensor) -> Tensor:
 
 
 def encode_by_transformers(pixels: Tensor) -> Tensor:
-    """The same by transformers' DINOv2 with the weights that were read."""
+    """Output (N, 1 + L, D) for pixels in [0, 1] of transformers' DINOv2 with the weights that were read."""
     state = read_weights(onnx_file())
     transformers = import_peer("transformers", "the encoder", "photos")
     n_layers = sum(name.endswith("layer_scale1.lambda1") for name in state)

@@ -104,17 +104,18 @@ def _open(path: PathLike, flags: int, mode: int = 0o666, follow: bool = True) ->
     with _errors(path):
         if not follow and os.path.islink(path):
             raise FileError(f"{os.fspath(path)} is a link, which is not followed; remove it", errno.ELOOP)
-        with contextlib.ExitStack() as stack:
-            try:
-                descriptor = os.open(path, flags | sum(getattr(os, name, 0) for name in options), mode)
-            except PermissionError:
-                if os.path.isdir(path):
-                    check_kind(path, stat.S_IFDIR)  # Windows says only that it opens none
-                raise
-            stack.callback(os.close, descriptor)
+        try:
+            descriptor = os.open(path, flags | sum(getattr(os, name, 0) for name in options), mode)
+        except PermissionError:
+            if os.path.isdir(path):
+                check_kind(path, stat.S_IFDIR)  # Windows says only that it opens none
+            raise
+        try:
             check_kind(path, os.fstat(descriptor).st_mode)
-            stack.pop_all()
-            return descriptor
+        except FileError:
+            os.close(descriptor)
+            raise
+        return descriptor
 
 
 # ----------------------------------------------------------------------------------------------------------- writing

@@ -121,7 +121,7 @@ def read_backbones(
     empty = model.state_dict()
     state = _read_siglip(backbones, empty, dtype) | _read_llama(backbones, empty, dtype)
     if unit_pixels:
-        state |= rescaled(state, unit_pixels)
+        state |= rescaled(state, unit_pixels=True)
     state["MP.proj.weight"] = ModalityProjector(cfg).apply(init_weights).proj.weight.detach().to(dtype)
     model.load_state_dict(state, assign=True)
     model.decoder.tie_weights()

@@ -106,12 +106,13 @@ def _fit_by_kernels(weight: Tensor, stride: int) -> Sequence[Tensor] | None:
     found = find_library(weight)
     if found is None:
         return None
+    _, library = found
     weight = weight.contiguous()
     data = torch.empty(len(weight), stride, dtype=torch.uint8)
     scale = torch.empty(len(weight))
     source, *fitted = (ctypes.c_void_p(x.data_ptr()) for x in (weight, data, scale))
     sizes = (ctypes.c_long(n) for n in (KERNEL_DTYPES[weight.dtype], *weight.shape))
-    found[1].quantize_weight(source, *sizes, *fitted, torch.get_num_threads())
+    library.quantize_weight(source, *sizes, *fitted, torch.get_num_threads())
     return data, scale
 
 

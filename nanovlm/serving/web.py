@@ -1,4 +1,4 @@
-"""What the server and the review of captions share: who may use them, bodies, files of pages, errors and the port."""
+"""Shared by the server and the review of captions: who may use them, bodies, files of pages, errors and the port."""
 
 import asyncio
 import errno

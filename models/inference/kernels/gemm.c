@@ -250,9 +250,8 @@ typedef struct {
     int add, gelu;  // add to what y holds; apply GELU to the sum, of several tokens
 } result;
 
-// sums becomes scratch memory
 INLINE void finish_block(const matrix *w, long row, long rows, const operand *x, long panel, float *sums, long vectors,
-                         const result *out) {
+                         const result *out) {  // sums becomes scratch memory
     float *y = out->packed ? sums : panel_of(out->y, panel) + (out->first + row) * PANEL;
     for (long r = 0; r < rows; r++)
         for (long v = 0; v < vectors; v++) {

@@ -220,8 +220,7 @@ void vision_forward(const vision_encoder *e, const float *patches, long n_images
     const long C = e->hidden_dim, n = n_images * e->n_patches;
     activations pixels = new_activations(n, e->patch->depth), x = new_activations(n, C), y = new_activations(n, C);
     activations qkv = new_activations(n, 3 * C), hidden = new_activations(n, e->inter_dim);
-    operand packed = new_operand(n, e->inter_dim, BFLOAT16);  // hidden values that the next layer multiplies in bfloat16
-    memset(packed.data, 0, panels_of(&x) * packed.panel_bytes);
+    operand packed = {0};  // hidden values, if the next layer multiplies them in bfloat16
     read_rows(patches, FLOAT32, &pixels, threads);
     for (long image = 0; image < n_images; image++)
         for (long t = 0; t < e->n_patches; t++)
@@ -238,6 +237,10 @@ void vision_forward(const vision_encoder *e, const float *patches, long n_images
             attend_image(e, &qkv, &y, unit / e->n_heads, unit % e->n_heads);
         layer(&block->out, 1, &y, NULL, (result){&x, .add = 1}, threads);
         const int packs = !HAS_MATRIX_PRODUCT && n > 1 && operand_type(block->fc2.dtype, n) == BFLOAT16;
+        if (packs && !packed.data) {
+            packed = new_operand(n, e->inter_dim, BFLOAT16);
+            memset(packed.data, 0, panels_of(&x) * packed.panel_bytes);  // behind the last feature
+        }
         layer(&block->fc1, 1, &x, &ln2, (result){&hidden, .packed = packs ? &packed : NULL, .gelu = 1}, threads);
         if (packs) gemm(&block->fc2, 1, &packed, (result){&x, .add = 1}, threads);
         else layer(&block->fc2, 1, &hidden, NULL, (result){&x, .add = 1}, threads);
